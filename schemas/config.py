@@ -1,0 +1,487 @@
+"""The one tree that describes a run: YAML file, command line, Prefect form and MLflow parameters are views of it.
+
+    RunConfig
+      model       base model, adapter (LoRA) or full fine-tuning
+      data        where prompts and answers come from
+      validation  which rows are refused, and how many may be
+      rewards     tags, answer equality, reward functions with weights
+      rollout     how completions are sampled
+      stages[]    GRPO, one entry a stage; each starts from the one before
+      evaluation  held-out samples, before and after
+      promotion   when the alias `champion` moves
+      tracking    MLflow
+      resources   device, threads, where files go
+
+Field names are those of TRL's GRPOConfig where it has one. Reading a config needs pydantic and nothing heavier; what
+can only be known with the data or the tokenizer at hand is checked by the validation step. Loading a file and naming
+the nearest right key is `schemas/load.py`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+TagName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}$")]
+
+BUILTIN_REWARDS: dict[str, float] = {
+    "format": 1.0,
+    "incremental_format": 1.0,
+    "correctness": 2.0,
+    "length": 0.2,
+    "repetition": 0.5,
+    "style": 0.5,
+}
+"""Built-in reward functions and their default weights; a test holds it equal to `grpo_tasks.rewards.builtin`."""
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, unknown keys refused, docstrings of fields are their descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class LoraConfig(Section):
+    """Low-rank adapter (LoRA, arXiv:2106.09685) trained instead of the whole model."""
+
+    r: int = Field(16, ge=1, le=512, title="Rank")
+    """Rank of the update matrices."""
+    lora_alpha: int = Field(32, ge=1)
+    """Scale: the update is multiplied by lora_alpha / r. Twice the rank is customary."""
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout probability on the adapter's input while training."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the layers that get an adapter, for example [q_proj, v_proj]; all-linear takes every linear layer but the head."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA)."""
+
+
+class ModelConfig(Section):
+    """The base model."""
+
+    path: str = "embedded:base"
+    """Local directory or hub id of a causal language model; embedded:base is the tiny model inside this project."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit); none for local directories."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32."""
+    merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision the merged model is saved in. The merge itself is computed in float32."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third slower."""
+    lora: LoraConfig | None = Field(default_factory=LoraConfig, title="LoRA")
+    """Adapter settings; null trains every weight (full fine-tuning)."""
+
+
+class DataSource(Section):
+    """One file or hub data set."""
+
+    path: str
+    """JSONL, CSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE."""
+    format: Literal["auto", "jsonl", "csv", "parquet", "hub"] = "auto"
+    """How to read it; auto goes by the ending of the name, and takes what has none and does not exist as a hub id."""
+    name: str | None = None
+    """Configuration name of a hub data set, for example main."""
+    split: str = "train"
+    """Split of a hub data set."""
+    revision: str | None = None
+    """Revision of a hub data set (branch, tag or commit)."""
+    max_rows: int | None = Field(None, ge=1)
+    """Take only the first so many rows; none takes all."""
+
+
+class DataConfig(Section):
+    """Prompts with their ground truth."""
+
+    train: list[DataSource] = Field(min_length=1)
+    """Where training prompts come from."""
+    eval: list[DataSource] = Field(default_factory=list)
+    """Where held-out prompts come from; empty: a share of the training data is held out."""
+    eval_fraction: float = Field(0.1, gt=0.0, lt=1.0)
+    """Share of rows held out when no eval source is given; chosen by a hash of the row, so a row never changes sides."""
+    question_column: str = "question"
+    """Column with the bare question; used when there is no prompt column."""
+    prompt_column: str = "prompt"
+    """Column with ready chat messages (list of {role, content})."""
+    answer_column: str = "answer"
+    """Column with the ground truth."""
+    answer_pattern: str | None = None
+    r"""Pattern whose first group is the ground truth inside the answer column, for example `#### (.+)`; the last match
+    counts. Linear-time syntax (Rust regex): no look-around, no back-references."""
+    system_prompt: str | None = None
+    """System message put in front of every question, and of ready prompts that have none."""
+
+
+class ValidationConfig(Section):
+    """Which rows are refused. Refused rows go to the quarantine table, never silently away."""
+
+    max_invalid_fraction: Fraction = 0.01
+    """Share of rows that may be quarantined before the run stops."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Longest prompt in tokens after the chat template; longer ones are quarantined, never cut."""
+    min_train_rows: int = Field(1, ge=1)
+    """Fewest good training rows to go on with."""
+    min_eval_rows: int = Field(1, ge=1)
+    """Fewest good held-out rows to go on with."""
+    ignore_rules: list[str] = Field(default_factory=list)
+    """Names of row rules that are not applied (see the validation report for the names)."""
+
+
+class TagsConfig(Section):
+    """Names of the two blocks a completion should consist of."""
+
+    reasoning: TagName = "reasoning"
+    """Tag around the working: <reasoning>...</reasoning>."""
+    answer: TagName = "answer"
+    """Tag around the final answer: <answer>...</answer>."""
+
+
+class AdaptiveWeightConfig(Section):
+    """Moves a reward's weight by its success rate, bounded."""
+
+    low: Fraction = 0.3
+    """Below this success rate the weight grows."""
+    high: Fraction = 0.8
+    """Above this success rate the weight shrinks."""
+    grow: float = Field(1.2, ge=1.0)
+    """Factor applied when the success rate is low."""
+    shrink: float = Field(0.9, gt=0.0, le=1.0)
+    """Factor applied when the success rate is high."""
+    min_scale: float = Field(0.25, gt=0.0, le=1.0)
+    """Smallest weight, as a multiple of the configured one."""
+    max_scale: float = Field(4.0, ge=1.0)
+    """Largest weight, as a multiple of the configured one."""
+    every_steps: int = Field(10, ge=1)
+    """Updates between two adjustments; the success rate is taken over them."""
+
+
+class RewardConfig(Section):
+    """One reward function."""
+
+    function: str | None = None
+    """Built-in name or package.module:function; empty: the entry's own name."""
+    weight: float | None = None
+    """Factor of its score in the sum; empty: the built-in's default, or 1."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of the function."""
+    time_limit_s: float = Field(30.0, gt=0.0)
+    """Longest time in seconds for one call with a whole batch of completions."""
+    on_error: Literal["raise", "zero", "skip"] = "raise"
+    """After an exception, a hang or a broken result: raise stops the run, zero scores the batch 0, skip leaves the
+    function out of that batch. zero and skip are logged each time."""
+    adaptive: AdaptiveWeightConfig | None = None
+    """Adaptive weight; none keeps the weight fixed."""
+
+
+class RewardsConfig(Section):
+    """How completions are scored. Also tells the evaluation what an answer is; the evaluation uses no reward."""
+
+    tags: TagsConfig = Field(default_factory=TagsConfig)
+    """Names of the two blocks."""
+    equality: Literal["exact", "numeric", "math", "choice"] = "numeric"
+    """When an answer equals the ground truth: exact text, numeric value, mathematical expression (math-verify), or the
+    letter of a multiple choice."""
+    functions: dict[Name, RewardConfig] = Field(default_factory=dict)
+    """Reward functions by name. Built-in ones need no entry unless a setting is changed."""
+
+    def resolve(self, name: str) -> RewardConfig | None:
+        """The full settings of one reward, function and weight filled in; None when nothing is known by that name."""
+        given = self.functions.get(name)
+        if given is None and name not in BUILTIN_REWARDS:
+            return None
+        given = given or RewardConfig()
+        function = given.function or name
+        weight = given.weight if given.weight is not None else BUILTIN_REWARDS.get(function, 1.0)
+        return given.model_copy(update={"function": function, "weight": weight})
+
+
+class RolloutConfig(Section):
+    """How completions are sampled, in every stage and in the evaluation."""
+
+    engine: Literal["local"] = "local"
+    """local: our own decoding loop in the trainer's process."""
+    max_completion_length: int = Field(256, ge=1)
+    """Longest completion in tokens."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature while training; the policy's log-probabilities are taken at the same temperature."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: keep the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Keep only the k likeliest tokens; 0 keeps all."""
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
+    """Strings that end a completion, for example </answer>."""
+    include_stop_str_in_output: bool = True
+    """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
+    max_batch_size: int = Field(256, ge=1)
+    """Most completions decoded at once; more only costs memory."""
+
+
+class EarlyStopConfig(Section):
+    """Ends a stage when a metric has reached its target."""
+
+    metric: str = "reward"
+    """Name of a training metric (see schemas/metrics.py)."""
+    target: float
+    """The stage ends once the mean of the metric is at least this (at most this, for metrics where lower is better)."""
+    window: int = Field(10, ge=1)
+    """Updates the mean is taken over."""
+    min_steps: int = Field(1, ge=1)
+    """Fewest updates before the stage may end."""
+
+
+class StageConfig(Section):
+    """One GRPO stage (arXiv:2402.03300)."""
+
+    name: Name
+    """Name of the stage; also of its child run in MLflow."""
+    rewards: list[Name] = Field(min_length=1)
+    """Names of the reward functions of this stage."""
+    max_steps: int | None = Field(None, ge=1)
+    """Number of updates; empty: by num_train_epochs."""
+    num_train_epochs: float = Field(1.0, gt=0.0)
+    """Passes over the training prompts; max_steps, when given, wins."""
+    num_generations: int = Field(8, ge=2)
+    """Completions per prompt (the group, G)."""
+    per_device_train_batch_size: int = Field(8, ge=1)
+    """Completions per forward and backward pass."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Forward and backward passes per update; batch size times this is the number of completions of an update."""
+    steps_per_generation: int | None = Field(None, ge=1)
+    """Forward and backward passes fed by one round of sampling; a multiple of gradient_accumulation_steps. Empty: equal to it."""
+    num_iterations: int = Field(1, ge=1)
+    """Times each round of completions is trained on; above 1 the clipped ratio comes into play."""
+    learning_rate: float = Field(1e-6, gt=0.0)
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Shape of the learning rate after the warm-up."""
+    warmup_ratio: Fraction = 0.0
+    """Share of the updates over which the learning rate rises from 0; warmup_steps, when above 0, wins."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of updates over which the learning rate rises from 0."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
+    """Optimizer; the 8-bit ones need bitsandbytes."""
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+    adam_epsilon: float = Field(1e-8, gt=0.0)
+    """Term that keeps the optimizer from dividing by zero."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, ge=0.0)
+    """Largest gradient norm; larger ones are scaled down. 0 switches clipping off."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    """How per-token losses are averaged: grpo per sequence then over sequences; bnpo over the tokens of a micro-batch; dapo over
+    the tokens of the whole update; dr_grpo over completions times max_completion_length (no length bias)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the reward minus the group's mean is divided by: the group's or the update's standard deviation, or nothing."""
+    beta: float = Field(0.0, ge=0.0)
+    """Weight of the KL term towards the reference in the loss; at 0 no reference is computed for the loss."""
+    reference: Literal["base", "stage_start"] = "base"
+    """Reference policy of the KL: the base model, or the policy this stage starts from."""
+    epsilon: float = Field(0.2, gt=0.0)
+    """Clip range of the probability ratio below 1."""
+    epsilon_high: float | None = Field(None, gt=0.0)
+    """Clip range above 1; empty: equal to epsilon."""
+    delta: float | None = Field(None, gt=0.0)
+    """Upper bound of the ratio also for negative advantages (two-sided clip); empty: none. Must be above 1 + epsilon."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off at the length limit out of the loss."""
+    logging_steps: int = Field(1, ge=1)
+    """Updates between two lines of the progress log; the journal gets every update."""
+    save_steps: int = Field(50, ge=1)
+    """Updates between two checkpoints; the last update always has one."""
+    save_total_limit: int = Field(2, ge=1)
+    """Checkpoints kept."""
+    log_completions_steps: int = Field(20, ge=1)
+    """Updates between two tables of sampled completions."""
+    early_stop: EarlyStopConfig | None = None
+    """End the stage early when a target is reached; none trains all updates."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        completions = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if completions % self.num_generations:
+            raise ValueError(
+                f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} = {completions} completions an update, which is not a multiple of "
+                f"num_generations {self.num_generations}; mend: {_nearest_batch(self)}"
+            )
+        if self.steps_per_generation and self.steps_per_generation % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation {self.steps_per_generation} is not a multiple of gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}; mend: leave it out or make it a multiple"
+            )
+        if self.delta is not None and self.delta <= 1 + self.epsilon:
+            raise ValueError(f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; mend: 4 is customary")
+        twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
+        if twice:
+            raise ValueError(f"reward {twice[0]} is listed twice; mend: list it once and raise its weight")
+        return self
+
+    @property
+    def completions_per_update(self) -> int:
+        """Completions that one optimizer step learns from, on one process."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps taken on one round of sampled completions."""
+        rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+        return rounds * self.num_iterations
+
+
+def _nearest_batch(stage: StageConfig) -> str:
+    groups = max(1, round(stage.completions_per_update / stage.num_generations))
+    wanted = groups * stage.num_generations
+    if wanted % stage.gradient_accumulation_steps == 0:
+        return f"per_device_train_batch_size: {wanted // stage.gradient_accumulation_steps}"
+    return f"per_device_train_batch_size: {stage.num_generations} with gradient_accumulation_steps: {groups}"
+
+
+class EvaluationConfig(Section):
+    """Held-out samples, the same prompts for base, stages and merged model."""
+
+    max_prompts: int | None = Field(256, ge=1)
+    """Held-out prompts used, the first by hash of the row; empty: all."""
+    num_samples: int = Field(4, ge=1)
+    """Sampled completions per prompt (k of pass@k)."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature of the evaluation."""
+    greedy: bool = True
+    """Also decode each prompt greedily, once."""
+    stages: bool = True
+    """Also evaluate after each stage, not only base and merged model."""
+    confidence: float = Field(0.95, gt=0.0, lt=1.0)
+    """Level of the confidence intervals (bootstrap over prompts)."""
+
+
+class LabConfig(Section):
+    """The reward lab: what is tried before any training."""
+
+    num_rows: int = Field(32, ge=1)
+    """Training rows from which probe completions are made."""
+    num_prompts: int = Field(16, ge=1)
+    """Training prompts for which the base model samples a group."""
+    max_seconds_per_completion: float = Field(0.1, gt=0.0)
+    """Longest time in seconds a built-in or own reward may take for one completion, the 1 MB one included."""
+    min_signal: Fraction = 0.05
+    """Smallest share of groups whose completions earn different rewards, on samples of the base model, first stage."""
+    ignore_checks: list[str] = Field(default_factory=list)
+    """Checks that only warn instead of stopping the run, as check or function/check, for example style/order."""
+
+
+class PromotionConfig(Section):
+    """When the new model becomes the champion."""
+
+    metric: Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"] = "accuracy"
+    """Evaluation figure that decides, paired over the same prompts."""
+    alpha: float = Field(0.05, gt=0.0, lt=1.0)
+    """Significance level of the one-sided paired test against base and present champion."""
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    tracking_uri: str | None = None
+    """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory."""
+    experiment: str | None = None
+    """Experiment name; empty: the run's name."""
+    registered_model: str | None = None
+    """Name in the model registry; empty: the run's name."""
+    flush_interval_s: float = Field(5.0, gt=0.0)
+    """Seconds between two shipments of the training journal."""
+
+
+class ResourcesConfig(Section):
+    """Machine settings; they do not change what a run means."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto takes a GPU when there is one."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; empty: all cores."""
+    deterministic: bool = True
+    """Use deterministic kernels, so that the same seed gives the same bytes (always so on CPU)."""
+    output_dir: Path = Path("runs")
+    """Directory for everything a run writes, besides MLflow."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: Name = "grpo"
+    """Name of the run: MLflow experiment, registered model and folder are called so unless set otherwise."""
+    seed: int = Field(42, ge=0, lt=2**31)
+    """Seed of everything random: split, order of prompts, sampling, initial adapter."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The base model."""
+    data: DataConfig
+    """Prompts with their ground truth."""
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    """Which rows are refused."""
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    """How completions are scored."""
+    lab: LabConfig = Field(default_factory=LabConfig)
+    """What the reward lab tries before training."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """How completions are sampled."""
+    stages: list[StageConfig] = Field(min_length=1)
+    """GRPO stages, in order; each starts from the model of the one before."""
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Held-out evaluation."""
+    promotion: PromotionConfig = Field(default_factory=PromotionConfig)
+    """When the new model becomes the champion."""
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    """MLflow."""
+    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+    """Machine settings."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        names = [stage.name for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1 or name in ("base", "merged", "champion"):
+                raise ValueError(f"stage name {name} is taken; mend: give each stage a name of its own")
+        for index, stage in enumerate(self.stages):
+            for reward in stage.rewards:
+                if self.rewards.resolve(reward) is None:
+                    known = sorted({*BUILTIN_REWARDS, *self.rewards.functions})
+                    raise ValueError(
+                        f"stages.{index}.rewards names {reward}, which is neither built in nor under rewards.functions; "
+                        f"mend: one of {', '.join(known)}, or add it with function: package.module:function"
+                    )
+        for name, reward_config in self.rewards.functions.items():
+            function = reward_config.function or name
+            if ":" not in function and function not in BUILTIN_REWARDS:
+                raise ValueError(
+                    f"rewards.functions.{name}: {function} is not built in; mend: one of {', '.join(BUILTIN_REWARDS)}, "
+                    "or function: package.module:function"
+                )
+        if self.rewards.tags.reasoning == self.rewards.tags.answer:
+            raise ValueError("rewards.tags: reasoning and answer have the same name; mend: choose two names")
+        return self
+
+    @property
+    def experiment(self) -> str:
+        """MLflow experiment name in force."""
+        return self.tracking.experiment or self.name
+
+    @property
+    def registered_model(self) -> str:
+        """Name in the model registry in force."""
+        return self.tracking.registered_model or self.name
+
+    def stage(self, name: str) -> StageConfig:
+        """The stage of that name; KeyError when there is none."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)

@@ -1,0 +1,108 @@
+"""Every error a user can meet, on one page.
+
+Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`).
+They cross process borders as JSON (`to_json`, `from_json`), so a step that runs in a child process fails with the
+same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
+"""
+
+import json
+from typing import ClassVar, Self
+
+
+class UserError(Exception):
+    """Something the user can mend. `str()` gives the whole text: message, place and mend."""
+
+    title: ClassVar[str] = "The run cannot go on"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
+        self.message, self.place, self.mend = message, place, mend
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.place:
+            lines.append(f"  where: {self.place}")
+        if self.mend:
+            lines.append(f"  mend:  {self.mend}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.place, self.mend))
+
+    def to_json(self) -> str:
+        """One JSON object that `from_json` turns back into the same error."""
+        return json.dumps(
+            {"type": type(self).__name__, "message": self.message, "place": self.place, "mend": self.mend}
+        )
+
+    @staticmethod
+    def from_json(text: str) -> "UserError":
+        """The error that `to_json` wrote; an unknown type comes back as plain `UserError`."""
+        fields = json.loads(text)
+        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
+        kind = kinds.get(fields["type"], UserError)
+        return kind(fields["message"], place=fields["place"], mend=fields["mend"])
+
+    def at(self, place: str) -> Self:
+        """The same error with a place, for code that learns the place later than the fault."""
+        return type(self)(self.message, place=place, mend=self.mend)
+
+
+def _rebuild(kind: type[UserError], message: str, place: str, mend: str) -> UserError:
+    return kind(message, place=place, mend=mend)
+
+
+class ConfigError(UserError):
+    """A config file, a `--set` override or a form value that is refused."""
+
+    title = "The configuration is refused"
+    exit_code = 2
+
+
+class DataError(UserError):
+    """A data file that cannot be read, or more bad rows than allowed."""
+
+    title = "The data is refused"
+
+
+class RewardError(UserError):
+    """A reward function that raised, hung, or broke its contract."""
+
+    title = "A reward function failed"
+
+
+class LabError(UserError):
+    """The reward lab found a check that fails; nothing was trained."""
+
+    title = "The reward lab stopped the run"
+
+
+class ModelError(UserError):
+    """A base model, tokenizer or adapter that cannot be loaded or used."""
+
+    title = "The model cannot be used"
+
+
+class TrainingError(UserError):
+    """A stage that cannot go on: numbers that are not finite, a broken stage directory."""
+
+    title = "The training stage stopped"
+
+
+class MergeError(UserError):
+    """A merged model that is not base + adapter; it is never published."""
+
+    title = "The merge is refused"
+
+
+class TrackingError(UserError):
+    """The tracking server refused something or cannot be reached."""
+
+    title = "MLflow could not record the run"
+
+
+class ChildDied(UserError):
+    """A step's process ended without a result and without an error of its own (killed, out of memory)."""
+
+    title = "A step's process died"
