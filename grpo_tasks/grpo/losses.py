@@ -1,0 +1,107 @@
+"""The loss of an update, as a sum over tokens of (weight x per-token loss).
+
+    ratio  = exp(logp - old_logp)                                  per token, or one per sequence (GSPO)
+    policy = -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A)   arXiv:2402.03300 eq. 3; PPO's clip
+    kl     = exp(ref - logp) - (ref - logp) - 1                    k3 estimator, joschu.net/blog/kl-approx.html
+    loss   = sum_t weight_t (policy_t + beta kl_t)
+
+The weights hold the whole difference between the loss types. They are set for the whole update before it is cut into
+micro-batches, so gradient accumulation is exact and skipping a dead group changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from schemas.config import StageConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """N completions, padded to T tokens."""
+
+    logps: Float[Tensor, "N T"]
+    """log-probabilities under the policy, with gradients."""
+    old_logps: Float[Tensor, "N T"]
+    """Under the policy that sampled; equal to `logps.detach()` when on-policy."""
+    ref_logps: Float[Tensor, "N T"] | None
+    """Under the reference policy; None when beta is 0."""
+    advantages: Float[Tensor, " N"]
+    mask: Bool[Tensor, "N T"]
+    """Tokens that count."""
+    weights: Float[Tensor, "N T"]
+    """From `token_weights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """The loss and what is watched beside it; sums over tokens, so that micro-batches add up."""
+
+    loss: Float[Tensor, ""]
+    kl_sum: Float[Tensor, ""]
+    clipped_low: Float[Tensor, ""]
+    """Tokens (sequences for GSPO, times their length) clipped from below."""
+    clipped_high: Float[Tensor, ""]
+
+
+def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
+    """Clipped policy loss plus beta times the KL towards the reference."""
+    ratio = importance_ratio(inputs, level=stage.importance_sampling_level)
+    advantages = inputs.advantages[:, None]
+    low, high = 1 - stage.epsilon, 1 + (stage.epsilon_high or stage.epsilon)
+    bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
+    per_token = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+    kl = torch.zeros_like(inputs.logps)
+    if inputs.ref_logps is not None:
+        kl = k3(inputs.ref_logps - inputs.logps)
+        per_token = per_token + stage.beta * kl
+    mask = inputs.mask.float()
+    return LossOutputs(
+        loss=(per_token * inputs.weights).sum(),
+        kl_sum=(kl * mask).sum().detach(),
+        clipped_low=((ratio < low) & (advantages < 0)).mul(mask).sum().detach(),
+        clipped_high=((ratio > high) & (advantages > 0)).mul(mask).sum().detach(),
+    )
+
+
+def importance_ratio(inputs: LossInputs, *, level: str) -> Float[Tensor, "N _"]:
+    """pi / pi_old per token [N, T], or per sequence [N, 1] as the geometric mean over its tokens (arXiv:2507.18071 eq. 7)."""
+    log_ratio = inputs.logps - inputs.old_logps
+    if level == "token":
+        return log_ratio.exp()
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    return ((log_ratio * inputs.mask).sum(-1, keepdim=True) / lengths).exp()
+
+
+def k3(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """exp(x) - x - 1 of x = log(ref / policy): unbiased for KL(policy || ref) and never negative."""
+    return log_ratio.exp() - log_ratio - 1
+
+
+def token_weights(
+    mask: Bool[Tensor, "N T"], stage: StageConfig, *, max_completion_length: int, microbatch_size: int
+) -> Float[Tensor, "N T"]:
+    """Weight of each token in the loss of the update.
+
+        grpo     1 / (N |o_i|)                              mean over sequences of the mean over tokens
+        dapo     1 / sum |o_i|                              mean over all tokens of the update (arXiv:2503.14476)
+        bnpo     1 / (M sum of |o_i| in the micro-batch)    mean over micro-batches of the mean over tokens
+        dr_grpo  1 / (N max_completion_length)              no length in the denominator (arXiv:2503.20783)
+
+    Args:
+        mask: tokens that count, of all N completions of the update.
+        stage: for `loss_type`.
+        max_completion_length: the configured limit, in tokens.
+        microbatch_size: completions per micro-batch (`per_device_train_batch_size`).
+    """
+    tokens, num = mask.float(), mask.shape[0]
+    if stage.loss_type == "grpo":
+        return tokens / tokens.sum(-1, keepdim=True).clamp(min=1.0) / num
+    if stage.loss_type == "dapo":
+        return tokens / tokens.sum().clamp(min=1.0)
+    if stage.loss_type == "bnpo":
+        parts = tokens.split(microbatch_size)
+        return torch.cat([part / part.sum().clamp(min=1.0) for part in parts]) / len(parts)
+    return tokens / (num * max_completion_length)

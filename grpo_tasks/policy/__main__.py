@@ -1,0 +1,18 @@
+"""`python -m grpo_tasks.policy DIRECTORY`: merge what DIRECTORY/spec.json names, leave DIRECTORY/model and result.json."""
+
+from pathlib import Path
+
+from grpo_tasks.policy.load import pick_device
+from grpo_tasks.policy.merge import MergeSpec, merge
+from schemas.child import RESULT, SPEC, run_child
+from schemas.config import ResourcesConfig
+
+
+def main(directory: Path) -> None:
+    """Merge and prove."""
+    spec = MergeSpec.load(directory / SPEC)
+    merge(spec, directory, device=pick_device(ResourcesConfig(device="cpu"))).save(directory / RESULT)
+
+
+if __name__ == "__main__":
+    run_child(main)

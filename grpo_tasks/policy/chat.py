@@ -1,0 +1,26 @@
+"""Chat messages to token ids, and completions back to text. Text made here is never tokenised again."""
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a chat after the template, with the opening of the assistant's turn."""
+    text = tokenizer.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Text of a completion, special tokens (end of turn, padding) left out, blanks as they are."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> frozenset[int]:
+    """Token ids that end a turn: the tokenizer's and those of the model's generation config."""
+    eos = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
+    if tokenizer.eos_token_id is not None:
+        eos.append(tokenizer.eos_token_id)
+    return frozenset(eos)

@@ -1,0 +1,114 @@
+"""A model and its tokenizer from a `ModelRef`, on a device, with or without an adapter.
+
+Safetensors only and no remote code: weights from strangers are data, never programs.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from schemas.config import ModelConfig, ResourcesConfig
+from schemas.errors import ModelError
+from schemas.paths import resolve
+from schemas.results import ModelRef
+
+
+def pick_device(resources: ResourcesConfig) -> torch.device:
+    """The device to compute on; sets torch's threads and determinism on the way.
+
+    Raises:
+        ModelError: cuda was asked for and there is none.
+    """
+    if resources.num_threads:
+        torch.set_num_threads(resources.num_threads)
+    if resources.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("no CUDA device answers", place="resources.device", mend="resources.device: auto or cpu")
+    torch.use_deterministic_algorithms(resources.deterministic, warn_only=True)
+    wanted = "cuda" if resources.device == "auto" and torch.cuda.is_available() else resources.device
+    return torch.device("cpu" if wanted == "auto" else wanted)
+
+
+def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the base weights, padding on the left, with a pad token and a chat template.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer cannot be loaded: {error}", place=f"model.path: {ref.path}") from error
+    if tokenizer.chat_template is None:
+        raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", mend="use an instruct model")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+    """The base weights in `dtype` (default: the config's), in eval mode, without gradients.
+
+    Raises:
+        ModelError: the weights cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(ref.path),
+            revision=ref.revision,
+            dtype=getattr(torch, dtype or config.dtype),
+            attn_implementation=config.attn_implementation,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"the model cannot be loaded: {error}", place=f"model.path: {ref.path}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+    """Base and, where the reference names one, its adapter on top: for sampling and comparing, not for training."""
+    base = load_base(ref, config, device=device, dtype=dtype)
+    if ref.adapter is None:
+        return base
+    return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
+
+
+def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int) -> PreTrainedModel:
+    """The policy a stage trains: the adapter of the stage before goes on, a first stage gets a new one.
+
+    With `config.lora` null every weight is trained. Trainable weights are float32 whatever the base's precision.
+    """
+    base = load_base(ref, config, device=device)
+    if config.lora is None:
+        model = base.float().requires_grad_(True)
+    elif ref.adapter is not None:
+        model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
+    else:
+        torch.manual_seed(seed)
+        model = get_peft_model(base, _peft_config(config))
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """The trained weights: the adapter alone, or the whole model with its tokenizer for full fine-tuning."""
+    model.save_pretrained(str(directory), safe_serialization=True)
+    if not isinstance(model, PeftModel):
+        tokenizer.save_pretrained(str(directory))
+
+
+def _peft_config(config: ModelConfig) -> LoraConfig:
+    lora = config.lora
+    assert lora is not None
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=lora.target_modules,
+        use_rslora=lora.use_rslora,
+    )
