@@ -1,0 +1,122 @@
+"""The demo's task: two-digit sums and differences, "What is 15 + 27?".
+
+    every problem once (a + b and b + a are one)
+        |  seeded shuffle
+    eval 512 | train 2,048 | rest 5,630
+        |         |             |
+    held out   GRPO prompts    only the base model's supervised training
+    from all
+
+Also holds the measure by which the base was judged when it was built. Leaves out rewards and the evaluation of real
+runs (`grpo_tasks/rewards`, `grpo_tasks/evaluation`), and what the base was taught (`demonstrations.py`).
+"""
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
+"""System message of the demo; the demo preset repeats it word for word."""
+
+NUM_EVAL = 512
+NUM_TRAIN = 2048
+TRAIN_FILE = "arithmetic_train.jsonl"
+EVAL_FILE = "arithmetic_eval.jsonl"
+
+_STRICT = re.compile(r"\s*<reasoning>(?:(?!</?reasoning>|</?answer>).)+</reasoning>"
+                     r"\s*<answer>(?:(?!</?reasoning>|</?answer>).)+</answer>\s*", re.DOTALL)  # fmt: skip
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One sum or difference of two numbers from 10 to 99; never below zero."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def question(self) -> str:
+        """The question as the user asks it."""
+        return f"What is {self.left} {self.sign} {self.right}?"
+
+    @property
+    def answer(self) -> int:
+        """The right answer."""
+        return self.left + self.right if self.sign == "+" else self.left - self.right
+
+    @property
+    def turned(self) -> "Problem":
+        """The same sum with its numbers exchanged; a difference stays as it is."""
+        return Problem(self.right, self.sign, self.left) if self.sign == "+" else self
+
+
+PROBE = Problem(15, "+", 27)
+"""The question of every tutorial; always held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The whole problem space in three parts that share no problem, whichever way round a sum is written."""
+
+    eval: tuple[Problem, ...]
+    train: tuple[Problem, ...]
+    rest: tuple[Problem, ...]
+
+
+def all_problems() -> list[Problem]:
+    """Every problem once: sums with the smaller number first, differences with the larger."""
+    pairs = [(small, large) for small in range(10, 100) for large in range(small, 100)]
+    return [Problem(a, "+", b) for a, b in pairs] + [Problem(b, "-", a) for a, b in pairs]
+
+
+def split_problems(*, seed: int = 0) -> Split:
+    """The three parts, shuffled; in eval and train half of the sums have the larger number first."""
+    rng = random.Random(seed)
+    problems = all_problems()
+    problems.remove(PROBE)
+    rng.shuffle(problems)
+    held_out = [PROBE, *problems[: NUM_EVAL - 1]]
+    train, rest = problems[NUM_EVAL - 1 :][:NUM_TRAIN], problems[NUM_EVAL - 1 + NUM_TRAIN :]
+    return Split(
+        eval=(PROBE, *(either_way(problem, rng) for problem in held_out[1:])),
+        train=tuple(either_way(problem, rng) for problem in train),
+        rest=tuple(rest),
+    )
+
+
+def either_way(problem: Problem, rng: random.Random) -> Problem:
+    """The problem as it is or turned, by the flip of a coin."""
+    return problem.turned if rng.random() < 0.5 else problem
+
+
+def write_rows(path: Path, problems: tuple[Problem, ...]) -> None:
+    """One JSON line {"question", "answer"} per problem."""
+    rows = [json.dumps({"question": problem.question, "answer": str(problem.answer)}) for problem in problems]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8", newline="\n")
+
+
+def write_task(folder: Path) -> None:
+    """The two data files of the demo."""
+    split = split_problems()
+    write_rows(folder / TRAIN_FILE, split.train)
+    write_rows(folder / EVAL_FILE, split.eval)
+
+
+def chat(problem: Problem) -> list[dict[str, str]]:
+    """The messages the base model was trained on and is asked with."""
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+
+
+def has_strict_format(completion: str) -> bool:
+    """Whether the completion is one reasoning block, one answer block and nothing else."""
+    return _STRICT.fullmatch(completion) is not None
+
+
+def is_right(completion: str, problem: Problem) -> bool:
+    """Whether the last answer block holds the right number, whatever stands around it."""
+    blocks = _ANSWER.findall(completion)
+    return bool(blocks) and blocks[-1].strip() == str(problem.answer)

@@ -1,0 +1,172 @@
+"""Rebuilds the demo from nothing: data files, tokenizer, base model.
+
+    python -m grpo_tasks.demo.build [OUT_DIR]        default: this folder; minutes on two cores
+
+Leaves out GRPO itself: the base stops where the demo run starts.
+"""
+
+import math
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from grpo_tasks.demo.arithmetic import Problem, chat, has_strict_format, is_right, split_problems, write_task
+from grpo_tasks.demo.demonstrations import Demonstration, draw_demonstrations
+from grpo_tasks.demo.tokenizer import END, MAX_LENGTH, write_tokenizer
+
+NUM_STEPS = 1800
+BATCH_SIZE = 64
+LEARNING_RATE = 3e-3
+WARMUP_FRACTION = 0.1
+MAX_NEW_TOKENS = 64
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Padded demonstrations; labels are IGNORE outside the completion."""
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Int[Tensor, "B T"]
+    labels: Int[Tensor, "B T"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Shares of completions with strict format and with the right answer."""
+
+    format_rate: float
+    accuracy: float
+
+
+def build(folder: Path, *, seed: int = 0) -> Measure:
+    """Write everything into the folder and measure the base as it lies on disk."""
+    base = folder / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    write_task(folder)
+    write_tokenizer(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = teach(new_model(tokenizer, seed=seed), tokenizer, seed=seed)
+    save_base(model, tokenizer, base)
+    return measure(base, split_problems().eval, seed=seed)
+
+
+def new_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen2ForCausalLM:
+    """The untrained network: Qwen2 in miniature, about 0.6 million weights."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=64 * math.ceil(len(tokenizer) / 64),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def teach(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, *, seed: int, num_steps: int = NUM_STEPS
+) -> Qwen2ForCausalLM:
+    """Supervised training on fresh demonstrations at every step; held-out problems never occur."""
+    split = split_problems()
+    problems, rng = split.train + split.rest, random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP_FRACTION
+    )
+    model.train()
+    for step in range(num_steps):
+        batch = collate(draw_demonstrations(problems, BATCH_SIZE, rng), tokenizer)
+        loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0 or step == num_steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+    return model.eval()
+
+
+def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Prompt, completion and end token of each, padded on the right."""
+    prompts = tokenizer([render(item.problem, tokenizer) for item in demonstrations]).input_ids
+    completions = tokenizer([item.completion + END for item in demonstrations]).input_ids
+    width = max(
+        len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)
+    )
+    input_ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
+    labels = torch.full((len(prompts), width), IGNORE)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = torch.tensor(completion)
+    return Batch(input_ids, (input_ids != tokenizer.pad_token_id).long(), labels)
+
+
+def render(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as text, up to where the assistant begins."""
+    return tokenizer.apply_chat_template(chat(problem), tokenize=False, add_generation_prompt=True)
+
+
+def save_base(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Weights in bfloat16 beside the tokenizer, with the sampling settings a chat would use."""
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.9,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def measure(folder: Path, problems: tuple[Problem, ...], *, seed: int) -> Measure:
+    """Sample one completion per problem at temperature 1 from the saved model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(seed)
+    completions = sample(model, tokenizer, problems)
+    right = [is_right(text, problem) for text, problem in zip(completions, problems, strict=True)]
+    return Measure(
+        format_rate=sum(map(has_strict_format, completions)) / len(problems),
+        accuracy=sum(right) / len(problems),
+    )
+
+
+@torch.inference_mode()
+def sample(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: tuple[Problem, ...]
+) -> list[str]:
+    """One completion per problem, without its end token."""
+    prompts = tokenizer(
+        [render(problem, tokenizer) for problem in problems], padding=True, return_tensors="pt"
+    )
+    tokens: Int[Tensor, "B T"] = model.generate(
+        **prompts, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
+    )
+    return tokenizer.batch_decode(tokens[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent))
