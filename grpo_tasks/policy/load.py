@@ -96,8 +96,10 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
 
 def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """The trained weights: the adapter alone, or the whole model with its tokenizer for full fine-tuning."""
-    model.save_pretrained(str(directory), safe_serialization=True)
-    if not isinstance(model, PeftModel):
+    if isinstance(model, PeftModel):
+        model.save_pretrained(str(directory), selected_adapters=["default"])
+    else:
+        model.save_pretrained(str(directory))
         tokenizer.save_pretrained(str(directory))
 
 

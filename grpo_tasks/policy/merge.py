@@ -118,7 +118,7 @@ def folder_sha256(folder: Path) -> str:
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
-    model.to(getattr(torch, dtype)).save_pretrained(str(target), safe_serialization=True)
+    model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     model.float()
 

@@ -1,0 +1,159 @@
+"""Checkpoints: all that the next update depends on, written in one move and proved by a manifest of hashes.
+
+    checkpoints/step-000050/   weights/ (adapter or whole model)  optimizer.safetensors  rng.safetensors  state.json  manifest.json
+
+Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_tasks.policy.load import save_trained
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The moving parts of a stage."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+
+
+def save_checkpoint(folder: Path, step: int, state: TrainingState, extra: dict[str, Any], *, keep: int) -> Path:
+    """Write a checkpoint of update `step` under `folder` and delete all but the newest `keep`.
+
+    `extra` is JSON of the caller's own (adaptive weights, counters). The checkpoint appears under its name only when it is whole.
+    """
+    target = folder / f"step-{step:06d}"
+    part = folder / f".part-{target.name}"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_trained(state.model, state.tokenizer, part / "weights")
+    tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
+    save_file(tensors, part / "optimizer.safetensors")
+    save_file(_rng_states(), part / "rng.safetensors")
+    content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
+    (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
+    (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
+    _sync(part)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+    for old in _newest_first(folder)[keep:]:
+        shutil.rmtree(old)
+    return target
+
+
+def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, Any]] | None:
+    """Put the newest whole checkpoint back into `state`; its step and the caller's `extra`, or None when there is none."""
+    for checkpoint in _newest_first(folder):
+        if is_whole(checkpoint):
+            return _restore(checkpoint, state)
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every file is there and has the hash the manifest says."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        return manifest == _hashes(checkpoint)
+    except (OSError, ValueError):
+        return False
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any]]:
+    content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    _load_weights(state.model, checkpoint / "weights")
+    optimizer = state.optimizer.state_dict()
+    optimizer["state"] = _unflatten(load_file(checkpoint / "optimizer.safetensors"), content["optimizer"])
+    state.optimizer.load_state_dict(optimizer)
+    state.scheduler.load_state_dict(content["scheduler"])
+    for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    rng = load_file(checkpoint / "rng.safetensors")
+    torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rng["cuda"])
+    return content["step"], content["extra"]
+
+
+def _load_weights(model: PreTrainedModel, folder: Path) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights.update(load_file(path))
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, weights)
+    else:
+        # Tied weights are stored once, so a strict load would miss the other name.
+        model.load_state_dict(weights, strict=False)
+
+
+def _flatten(state: dict[int, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for index, entries in state.items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{name}"] = value.contiguous()
+            else:
+                numbers[f"{index}.{name}"] = value
+    return tensors, numbers
+
+
+def _unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **numbers}.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    return state
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _no_callables(value: object) -> None:
+    # LambdaLR lists its functions, which are made anew from the config.
+    assert callable(value), f"not JSON: {value!r}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): file_sha256(path) for path in _files(folder)}
+
+
+def _sync(folder: Path) -> None:
+    for path in [*_files(folder), folder / MANIFEST]:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)

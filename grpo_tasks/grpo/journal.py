@@ -1,0 +1,62 @@
+"""The journal of a stage: one JSON object a line, one line an update; and beside it the events.
+
+A line once written stands. A stage that is taken up from a checkpoint repeats the updates after it; their lines are already there
+and are kept as they are, so nobody who follows the journal sees a step twice.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Journal:
+    """Appends to a stage's journal; opening it drops a last line that was torn by a kill."""
+
+    path: Path
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Every update so far, by number."""
+
+    def __post_init__(self) -> None:
+        self.steps = {line["step"]: line["metrics"] for line in _mend(self.path)}
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last update written; 0 before the first."""
+        return max(self.steps, default=0)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of an update, unless it stands already."""
+        if step in self.steps:
+            return
+        self.steps[step] = dict(metrics)
+        _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "metrics": metrics})
+
+    def window(self, metric: str, *, last: int, size: int) -> list[float]:
+        """Values of a metric over the `size` updates up to `last`, those that have it."""
+        steps = range(max(1, last - size + 1), last + 1)
+        return [self.steps[step][metric] for step in steps if metric in self.steps.get(step, {})]
+
+
+def append_event(path: Path, step: int, event: str, detail: str) -> None:
+    """Write down something that happened besides the updates."""
+    _append(path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "event": event, "detail": detail})
+
+
+def _append(path: Path, line: Mapping[str, object]) -> None:
+    # One write of a whole line: a reader that follows the file sees it entire or not at all.
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _mend(path: Path) -> Iterable[dict[str, object]]:
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,56 @@
+"""The figures of an update that come from its completions and rewards (names: schemas/metrics.py)."""
+
+import numpy as np
+import polars as pl
+import torch
+
+from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.groups import ScoredRollout
+
+
+def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
+    """Rewards, groups and lengths of a rollout."""
+    completions, scores = scored.rollout.completions, scored.scores
+    lengths = np.array([len(completion.token_ids) for completion in completions])
+    metrics = {
+        "reward": float(scores.totals.mean()),
+        "reward_std": float(advantages.group_std.mean()),
+        "frac_reward_zero_std": float(advantages.dead.float().mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.mean([completion.truncated for completion in completions])),
+        "rollout_time": scored.rollout.seconds,
+        "reward_time": scored.seconds,
+    }
+    for index, name in enumerate(scores.names):
+        column = scores.raw[:, index]
+        known = column[~np.isnan(column)]
+        metrics[f"rewards/{name}/weight"] = float(scores.weights[index])
+        if len(known):
+            metrics[f"rewards/{name}/mean"] = float(known.mean())
+            metrics[f"rewards/{name}/std"] = float(known.std())
+            metrics[f"rewards/{name}/success"] = float((known >= 1.0).mean())
+    return metrics
+
+
+def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int) -> pl.DataFrame:
+    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) names it."""
+    rollout, scores = scored.rollout, scored.scores
+    rows = [rollout.rows[index] for index in rollout.prompt_of]
+    return pl.DataFrame(
+        {
+            "stage": [stage] * len(rows),
+            "step": [step] * len(rows),
+            "prompt_id": [row.prompt_id for row in rows],
+            "sample": [index % rollout.group_size for index in range(len(rows))],
+            "prompt": [row.messages[-1]["content"] for row in rows],
+            "answer": [row.answer for row in rows],
+            "completion": [completion.text for completion in rollout.completions],
+            "completion_tokens": [len(completion.token_ids) for completion in rollout.completions],
+            "finish_reason": [completion.finish_reason for completion in rollout.completions],
+            "reward": scores.totals,
+            "advantage": advantages.numpy(),
+            **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
+        }
+    )

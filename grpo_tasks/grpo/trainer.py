@@ -1,0 +1,193 @@
+"""One stage from its first update (or last checkpoint) to its result.
+
+    train():  rollout -> score -> advantages -> microbatches -> update -> journal -> checkpoint
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.grpo.advantages import Advantages, advantages
+from grpo_tasks.grpo.checkpoint import TrainingState, file_sha256, load_checkpoint, save_checkpoint
+from grpo_tasks.grpo.groups import ScoredRollout, sample_groups, score_groups
+from grpo_tasks.grpo.guards import alarms
+from grpo_tasks.grpo.journal import Journal, append_event
+from grpo_tasks.grpo.learner import Learner
+from grpo_tasks.grpo.measure import completions_table, rollout_metrics
+from grpo_tasks.grpo.microbatches import Microbatch, microbatches
+from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
+from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.load import load_tokenizer, pick_device, save_trained, trainable_policy
+from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rollout.engine import Sampling, completion_seed
+from grpo_tasks.rollout.local import LocalEngine
+from schemas.metrics import describe
+from schemas.results import ModelRef, StageResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A scored rollout, and the log-probabilities its first policy gave it (None: one update per rollout)."""
+
+    scored: ScoredRollout
+    advantages: Advantages
+    updates: list[list[Microbatch]]
+    old_logps: list[list[torch.Tensor]] | None
+
+
+class Trainer:
+    """Trains the stage of a stage directory."""
+
+    def __init__(self, directory: StageDir, suite: RewardSuite) -> None:
+        self.dir, self.suite = directory, suite
+        self.spec = StageSpec.load(directory.spec)
+        self.stage = self.spec.stage
+        self.device = pick_device(self.spec.resources)
+        self.seed = completion_seed(self.spec.seed, self.stage.name)
+        torch.manual_seed(self.seed)
+        self.rows: list[PromptRow] = read_prompts(self.spec.train)
+        self.tokenizer = load_tokenizer(self.spec.start)
+        self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
+        self.updates = num_updates(self.stage, len(self.rows))
+        model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
+        self.learner = Learner(
+            model, self.stage, self.spec.model, self.spec.start, self.spec.rollout.temperature, self.updates
+        )
+        self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
+        self.journal = Journal(self.dir.journal)
+        self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
+        self._resume()
+        self.engine = LocalEngine(model, self.tokenizer)
+
+    def train(self) -> StageResult:
+        """Run all updates that are left."""
+        began, stopped = time.perf_counter() - self.seconds, "max_steps"
+        while self.step < self.updates:
+            at = time.perf_counter()
+            if self.step % self.stage.updates_per_rollout == 0:
+                current = self._round(self.step // self.stage.updates_per_rollout)
+            metrics = self._update(current)
+            self.step += 1
+            self.seconds = time.perf_counter() - began
+            self._record(current, metrics, seconds=time.perf_counter() - at)
+            if self._target_reached():
+                stopped = "target"
+                break
+            if self._checkpoint_due():
+                self._save()
+        self._save()
+        return self._finish(stopped)
+
+    def _round(self, number: int) -> _Round:
+        self.engine.sync()
+        places = self.schedule.prompts_of(number)
+        rows = [self.rows[place] for place in places]
+        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
+        sampling = Sampling.of(self.spec.rollout)
+        seed = completion_seed(self.seed, "rollout", number)
+        rollout = sample_groups(self.engine, rows, prompts, sampling, group_size=self.stage.num_generations, seed=seed)
+        scored = score_groups(self.suite, rollout, step=self.step + 1)
+        values = torch.as_tensor(scored.scores.totals, dtype=torch.float32)
+        gained = advantages(values, group_size=rollout.group_size, scale=self.stage.scale_rewards)
+        self.suite.adapt(scored.scores)
+        for note in scored.scores.notes:
+            append_event(self.dir.events, self.step + 1, "reward_error", str(note))
+        updates = [self._passes(scored, gained, indices) for indices in self._shares(len(rollout.completions))]
+        on_policy = self.stage.updates_per_rollout == 1
+        old = None if on_policy else [[self.learner.score(part) for part in parts] for parts in updates]
+        return _Round(scored, gained, updates, old)
+
+    def _shares(self, completions: int) -> list[range]:
+        size = self.stage.completions_per_update
+        return [range(start, start + size) for start in range(0, completions, size)]
+
+    def _passes(self, scored: ScoredRollout, gained: Advantages, indices: Sequence[int]) -> list[Microbatch]:
+        limit = self.spec.rollout.max_completion_length
+        parts = microbatches(scored.rollout, gained, indices, self.stage, max_completion_length=limit, device=self.device)
+        return list(parts)
+
+    def _update(self, current: _Round) -> dict[str, float]:
+        share = self.step % self.stage.updates_per_rollout % len(current.updates)
+        old = current.old_logps[share] if current.old_logps is not None else None
+        return self.learner.update(current.updates[share], old).means()
+
+    def _record(self, current: _Round, metrics: dict[str, float], *, seconds: float) -> None:
+        rollout = current.scored.rollout
+        sampled = sum(len(completion.token_ids) for completion in rollout.completions)
+        if self.step % self.stage.updates_per_rollout in (0, 1):
+            self.tokens += sampled + sum(len(rollout.prompts[prompt]) for prompt in rollout.prompt_of)
+        metrics |= rollout_metrics(current.scored, current.advantages)
+        metrics["num_tokens"] = float(self.tokens)
+        metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
+        metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
+        self.journal.append(self.step, metrics)
+        for event, detail in alarms(self.journal, self.step).items():
+            append_event(self.dir.events, self.step, event, detail)
+        if self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates):
+            table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
+            _write_table(table, self.dir.completions(self.step))
+
+    def _target_reached(self) -> bool:
+        rule = self.stage.early_stop
+        if rule is None or self.step < rule.min_steps:
+            return False
+        values = self.journal.window(rule.metric, last=self.step, size=rule.window)
+        if len(values) < rule.window:
+            return False
+        mean, metric = sum(values) / len(values), describe(rule.metric)
+        lower_is_better = metric is not None and metric.better == "lower"
+        return mean <= rule.target if lower_is_better else mean >= rule.target
+
+    def _checkpoint_due(self) -> bool:
+        # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
+        per_rollout = self.stage.updates_per_rollout
+        every = max(1, round(self.stage.save_steps / per_rollout)) * per_rollout
+        return self.step % every == 0
+
+    def _save(self) -> None:
+        extra = {"suite": self.suite.state(), "tokens": self.tokens, "resumed": self.resumed, "seconds": self.seconds}
+        save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=self.stage.save_total_limit)
+
+    def _resume(self) -> None:
+        found = load_checkpoint(self.dir.checkpoints, self.state)
+        if found is None:
+            return
+        self.step, extra = found
+        self.suite.restore(extra["suite"])
+        self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
+        append_event(self.dir.events, self.step, "resumed", f"from the checkpoint of update {self.step}")
+
+    def _finish(self, stopped: str) -> StageResult:
+        save_trained(self.learner.model, self.tokenizer, self.dir.final)
+        adapter = self.spec.model.lora is not None
+        model = (
+            self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
+        )
+        names = self.journal.steps[self.step]
+        windows = {name: self.journal.window(name, last=self.step, size=10) for name in names}
+        result = StageResult(
+            key=self.spec.key,
+            directory=self.dir.root,
+            seconds=self.seconds,
+            stage=self.stage.name,
+            model=model,
+            sha256=file_sha256(self.dir.final / ("adapter_model.safetensors" if adapter else "model.safetensors")),
+            steps=self.step,
+            stopped=stopped,
+            resumed=self.resumed,
+            metrics={name: sum(values) / len(values) for name, values in windows.items()},
+        )
+        result.save(self.dir.result)
+        return result
+
+
+def _write_table(table, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part")
+    table.write_parquet(part)
+    part.replace(path)
