@@ -1,5 +1,8 @@
 """The contract between a step and its child process: a folder with spec.json in, files and maybe error.json out."""
 
+import ctypes
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,13 +13,16 @@ from schemas.errors import UserError
 SPEC = "spec.json"
 ERROR = "error.json"
 RESULT = "result.json"
+PARENT = "GRPO_PARENT_PID"
+"""Environment variable that names the process a child must not outlive."""
 
 
 def run_child(work: Callable[[Path], None]) -> None:
     """Entry of a child process: `work` on the folder given as the only argument; errors of ours are left as JSON."""
     if len(sys.argv) != 2:
-        sys.exit(f"usage: python -m {sys.argv[0]} DIRECTORY (a folder with {SPEC})")
+        sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
     directory = Path(sys.argv[1])
+    die_with_parent()
     (directory / ERROR).unlink(missing_ok=True)
     try:
         work(directory)
@@ -24,3 +30,14 @@ def run_child(work: Callable[[Path], None]) -> None:
         (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
         traceback.print_exc()
         sys.exit(error.exit_code)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing happens)."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # The parent may have died before the call above; then nobody is left to send the signal.
+    if os.environ.get(PARENT) not in (None, str(os.getppid())):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,151 @@
+"""A step: a function of (work, inputs) that becomes a Prefect task with a content key and a folder.
+
+    @step(rooms=("data",))
+    def prepare_data(work: Work, data: DataConfig) -> PreparedData: ...
+
+    prepare_data(run, config.data)      in a flow: cached by content, recorded in MLflow, told in the log
+
+Same inputs and same code give the same key, so the same folder; a finished step is not run again (Prefect shows it as Cached).
+A folder that has been deleted is made anew.
+"""
+
+import functools
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State, TaskRun
+
+from grpo_tasks.running.key import content_key
+from schemas.child import RESULT
+from schemas.errors import ChildDied, UserError
+from schemas.results import StepResult
+
+Inputs = ParamSpec("Inputs")
+Made = TypeVar("Made", bound=StepResult)
+
+
+class Run(Protocol):
+    """What a step needs to know of the run it belongs to; the tracking room has the real one."""
+
+    output: Path
+    """Folder of all steps' folders."""
+    fresh: bool
+    """Run every step again."""
+
+    def record(self, result: StepResult) -> None:
+        """Send a step's result and files to the tracking server; sending twice changes nothing."""
+
+    def record_failure(self, step: str, directory: Path, error: UserError) -> None:
+        """Send what a failed step has left."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Handed to a step's body."""
+
+    key: str
+    directory: Path
+    run: Any
+    """The `Run`; typed loosely because Prefect inspects parameters."""
+
+    def artifact(self, name: str, markdown: str) -> None:
+        """Show a report in the Prefect UI under a stable key."""
+        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=markdown, description=self.key[:16])
+
+
+def step(
+    *, rooms: tuple[str, ...], retries: int = 0, resumable: bool = False, cached: bool = True
+) -> Callable[[Callable[Concatenate[Work, Inputs], Made]], Callable[Concatenate[Run, Inputs], Made]]:
+    """Make a step of a function.
+
+    Args:
+        rooms: folders of grpo_tasks whose code the step reaches (a test holds them to the import graph).
+        retries: how often to try again when the step's process died; errors of the user's are never retried.
+        resumable: the folder of an unfinished run is gone on with instead of being emptied.
+        cached: whether an unchanged step is skipped; a step that is cheap and idempotent may look for itself.
+    """
+
+    def decorate(body: Callable[Concatenate[Work, Inputs], Made]) -> Callable[Concatenate[Run, Inputs], Made]:
+        name = body.__name__
+
+        def work_of(work: Work, label: str, inputs: dict[str, Any]) -> Made:  # noqa: ARG001 - label names the task run
+            if not resumable or work.run.fresh:
+                shutil.rmtree(work.directory, ignore_errors=True)
+            work.directory.mkdir(parents=True, exist_ok=True)
+            result = body(work, **inputs)  # type: ignore[call-arg]
+            result.save(work.directory / RESULT)
+            return result
+
+        prefect_task = task(
+            work_of,
+            name=name,
+            task_run_name="{label}",
+            description=inspect.getdoc(body),
+            cache_key_fn=_key_of if cached else None,
+            persist_result=True,
+            result_serializer="json",
+            retries=retries,
+            retry_delay_seconds=5,
+            retry_condition_fn=_died,
+        )
+
+        @functools.wraps(body)
+        def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
+            inputs = _bound(body, args, kwargs)
+            key = content_key(name, (*rooms, name), inputs)
+            label = _label(name, inputs)
+            work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
+            whole = (work.directory / RESULT).exists()
+            told = prefect_task.with_options(refresh_cache=run.fresh or not whole)
+            state = told(work, label, inputs, return_state=True)
+            return _settle(state, run, work, label)
+
+        return call
+
+    return decorate
+
+
+def _settle(state: State[Made], run: Run, work: Work, label: str) -> Made:
+    try:
+        result = state.result()
+    except UserError as error:
+        run.record_failure(label, work.directory, error)
+        raise
+    told = "unchanged, skipped" if state.name == "Cached" else f"done in {result.seconds:.1f} s"
+    get_run_logger().info("%s: %s (%s)", label, told, work.directory)
+    run.record(result)
+    return result
+
+
+def _bound(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(body).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    inputs = dict(bound.arguments)
+    inputs.pop(next(iter(inputs)))
+    return inputs
+
+
+def _label(name: str, inputs: dict[str, Any]) -> str:
+    """The step's name, with the stage's or the model's where a step runs more than once."""
+    part = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
+    return f"{name}-{part}" if part else name
+
+
+def _key_of(context: object, parameters: dict[str, Any]) -> str:  # noqa: ARG001 - Prefect's signature
+    return str(parameters["work"].directory)
+
+
+async def _died(task: object, task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001 - Prefect's signature
+    try:
+        await state.aresult()
+    except ChildDied:
+        return True
+    except BaseException:
+        return False
+    return False
