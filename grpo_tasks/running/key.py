@@ -6,6 +6,7 @@ the old result. Here the rooms count too, without their comments and docstrings.
 
 import ast
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -14,9 +15,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from schemas.results import StepResult
+from schemas.config import DataSource, ModelConfig, RewardConfig
+from schemas.paths import resolve
+from schemas.results import ModelRef, StepResult
 
 _ROOT = Path(__file__).resolve().parent.parent
+_LARGE_BYTES = 64 * 2**20
 
 
 def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> str:
@@ -57,9 +61,50 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StepResult):
         return value.key
     if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+        fields = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+        return fields | {"contents": _contents(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _contents(value: BaseModel) -> str:
+    """What a config only names: data files, model folders and the user's own reward functions count by content."""
+    if isinstance(value, DataSource | ModelConfig | ModelRef):
+        path = Path(resolve(value.path))
+        return files_digest(path) if path.exists() else ""
+    if isinstance(value, RewardConfig) and value.function and ":" in value.function:
+        return module_digest(value.function.partition(":")[0])
+    return ""
+
+
+@cache
+def files_digest(path: Path) -> str:
+    """SHA-256 over a file, or over all files of a folder; large weights count by size and time of change."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+        status = file.stat()
+        large = path.is_dir() and status.st_size > _LARGE_BYTES
+        content = f"{status.st_size}/{status.st_mtime_ns}" if large else _file_digest(file)
+        digest.update(f"{file.relative_to(path)}\0{content}\0".encode())
+    return digest.hexdigest()
+
+
+def module_digest(module: str) -> str:
+    """SHA-256 of the file of a module that is importable from the working directory; empty when there is none."""
+    relative = Path(*module.split("."))
+    for candidate in (Path.cwd() / relative.with_suffix(".py"), Path.cwd() / relative / "__init__.py"):
+        if candidate.exists():
+            return _file_digest(candidate)
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    return _file_digest(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,42 @@
+# Needs Python >= 3.11 and make. `make help` lists what there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test ui lint types check bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no download of a model
+	$(BIN)/grpo run demo $(ARGS)
+
+test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+ui: $(READY) ## Prefect UI and MLflow UI on 127.0.0.1; Ctrl-C ends both
+	$(BIN)/grpo ui
+
+lint: $(READY) ## ruff and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY) ## mypy
+	$(BIN)/mypy
+
+check: lint types test ## what CI runs
+
+clean: ## remove what runs and tests left (not the environment)
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+
+# torch first and by its exact number: a CPU wheel that is at hand is then taken, and the rest resolves around it.
+$(READY): pyproject.toml deploy/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint deploy/constraints.txt torch
+	$(BIN)/pip install --quiet --constraint deploy/constraints.txt --editable '.[dev]'
+	@touch $(READY)
