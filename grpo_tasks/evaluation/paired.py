@@ -1,0 +1,113 @@
+"""Is a model better than another on the same prompts? One-sided, exact where that is cheap.
+
+    scored samples of both -> one figure a prompt -> difference prompt by prompt -> McNemar | sign flips -> PairedTest
+
+Right-or-wrong differences take the exact McNemar test; graded ones the sign-flip permutation test (all flips when
+they are few, 9,999 random ones otherwise). Both hold their level without assuming a distribution. What it does not do:
+decide what a better model is worth; that is the promotion's business.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy import stats
+
+from grpo_tasks.evaluation.passk import pass_at_k
+from schemas.errors import DataError
+from schemas.results import EvalReport, PairedTest
+
+PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
+FloatArray = NDArray[np.float64]
+
+RESAMPLES = 9_999
+_SEED = 20_211_031
+_BATCH = 500
+_COLUMNS: dict[PromotionMetric, str] = {
+    "accuracy": "correct",
+    "format_rate": "strict_format",
+    "lenient_accuracy": "lenient_correct",
+    "pass_at_k": "correct",
+}
+
+
+def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, alpha: float) -> PairedTest:
+    """Test whether `ours` is better than `theirs` on the sampled (not greedy) completions of the same prompts.
+
+    Raises:
+        DataError: the two were evaluated on different prompts.
+    """
+    left, right = prompt_figures(pl.read_parquet(ours.samples), metric), prompt_figures(pl.read_parquet(theirs.samples), metric)
+    if left["prompt_id"].to_list() != right["prompt_id"].to_list():
+        common = len(set(left["prompt_id"]) & set(right["prompt_id"]))
+        raise DataError(
+            f"{ours.label} and {theirs.label} were evaluated on different prompts: {left.height} and {right.height}, "
+            f"{common} in common",
+            place=str(theirs.samples),
+            mend="evaluate both with the same data and evaluation.max_prompts",
+        )
+    return paired_test(left["figure"].to_numpy(), right["figure"].to_numpy(), alpha=alpha, metric=metric, against=theirs.label)
+
+
+def prompt_figures(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
+    """Columns prompt_id and figure (between 0 and 1), sorted by prompt_id, from a scored samples table."""
+    sampled = scored.filter(pl.col("sample") >= 0).group_by("prompt_id")
+    column = pl.col(_COLUMNS[metric])
+    if metric == "pass_at_k":
+        counts = sampled.agg(column.sum().alias("right"), pl.len().alias("n")).sort("prompt_id")
+        figure = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
+        return counts.select("prompt_id", pl.Series("figure", figure, dtype=pl.Float64))
+    return sampled.agg(column.mean().cast(pl.Float64).alias("figure")).sort("prompt_id")
+
+
+def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: str, against: str) -> PairedTest:
+    """One-sided paired test on per-prompt figures.
+
+    Args:
+        ours: one figure a prompt.
+        theirs: the other model's, same prompts, same order.
+        alpha: significance level; `better` is `p_value <= alpha`.
+        metric: what the figures are, for the record.
+        against: who the other one is, for the record.
+    """
+    assert ours.shape == theirs.shape, "one figure a prompt, the same prompts"
+    difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    p_value = _test_for(difference)(difference)
+    return PairedTest(
+        against=against,
+        metric=metric,
+        prompts=difference.size,
+        difference=float(difference.mean()) if difference.size else 0.0,
+        p_value=p_value,
+        better=p_value <= alpha,
+    )
+
+
+def _test_for(difference: FloatArray) -> Callable[[FloatArray], float]:
+    return _mcnemar if np.isin(difference, (-1.0, 0.0, 1.0)).all() else _sign_flips
+
+
+def _mcnemar(difference: FloatArray) -> float:
+    """Exact: of the prompts on which the two differ, half would be ours if neither were better."""
+    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+    if wins + losses == 0:
+        return 1.0
+    return float(stats.binomtest(wins, wins + losses, 0.5, alternative="greater").pvalue)
+
+
+def _sign_flips(difference: FloatArray) -> float:
+    """Share of sign assignments whose mean reaches ours; prompts without a difference say nothing and are left out."""
+    telling = difference[difference != 0.0]
+    found = stats.permutation_test(
+        (telling,),
+        np.mean,
+        permutation_type="samples",
+        alternative="greater",
+        n_resamples=RESAMPLES,
+        batch=_BATCH,
+        vectorized=True,
+        rng=np.random.default_rng(_SEED),
+    )
+    return float(found.pvalue)

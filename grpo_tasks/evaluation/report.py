@@ -1,0 +1,118 @@
+"""The evaluation's assembly: samples on disk -> scored samples.parquet, report.md and an `EvalReport`.
+
+What it does not do: sample completions (the policy's process does), compare models (paired.py), or save the result.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.evaluation.score import GREEDY, Figures, Prompt, score_samples, summarise
+from schemas.config import EvaluationConfig, RewardsConfig
+from schemas.metrics import describe
+from schemas.results import EvalReport, Interval, ModelRef
+from schemas.tables import Samples
+
+SAMPLES = "samples.parquet"
+REPORT = "report.md"
+_EXAMPLES = 3
+_SHOWN_CHARS = 600
+
+
+def evaluate_samples(
+    directory: Path,
+    *,
+    key: str,
+    label: str,
+    model: ModelRef,
+    prompts: Sequence[Prompt],
+    rewards: RewardsConfig,
+    evaluation: EvaluationConfig,
+) -> EvalReport:
+    """Score `directory`/samples.parquet in place, write report.md beside it and return the figures.
+
+    Args:
+        directory: folder with samples.parquet (schemas/tables.py Samples); scoring it twice changes nothing.
+        key: content key of the evaluation.
+        label: base, merged, champion, or a stage's name.
+        model: what was evaluated.
+        prompts: the held-out prompts with their ground truth.
+        rewards: tags and equality.
+        evaluation: numbers of samples, temperature and confidence.
+    """
+    began = time.monotonic()
+    samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
+    scored = score_samples(samples, prompts, rewards)
+    figures = summarise(scored, evaluation)
+    part = directory / (SAMPLES + ".part")
+    scored.write_parquet(part)
+    part.replace(directory / SAMPLES)
+    report = EvalReport(
+        key=key,
+        directory=directory,
+        seconds=time.monotonic() - began,
+        label=label,
+        model=model,
+        prompts=scored["prompt_id"].n_unique(),
+        num_samples=evaluation.num_samples,
+        temperature=evaluation.temperature,
+        confidence=evaluation.confidence,
+        metrics=figures.metrics,
+        pass_at_k=figures.pass_at_k,
+    )
+    (directory / REPORT).write_text(write_report(report, scored, prompts), encoding="utf-8")
+    return report
+
+
+def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Prompt]) -> str:
+    """The evaluation as Markdown: figures with intervals, then examples that went right and wrong."""
+    truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
+    head = (
+        f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
+        f"{report.temperature:g}. Intervals: {report.confidence:.0%}, bootstrap over prompts. "
+        "Strict: format kept and answer equal.\n"
+    )
+    figures = Figures(metrics=report.metrics, pass_at_k=report.pass_at_k)
+    return "\n".join([head, figures_table(figures), *_examples(scored, truth)]) + "\n"
+
+
+def figures_table(figures: Figures) -> str:
+    """Markdown table, one line a figure."""
+    lines = ["| figure | value | interval | meaning |", "|---|---:|---|---|"]
+    for name, interval in figures.metrics.items():
+        metric = describe(name)
+        lines.append(_line(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
+    for k, interval in figures.pass_at_k.items():
+        lines.append(_line(f"pass@{k}", interval, f"chance that one of {k} samples is strictly right", share=True))
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, interval: Interval, meaning: str, *, share: bool) -> str:
+    def show(value: float) -> str:
+        return f"{100 * value:.1f} %" if share else f"{value:.1f}"
+
+    return f"| {name} | {show(interval.value)} | {show(interval.low)} to {show(interval.high)} | {meaning} |"
+
+
+def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
+    """A few right and a few wrong completions, one a prompt, chosen by prompt_id so that two models show the same ones."""
+    sampled = scored.filter(pl.col("sample") != GREEDY).sort("prompt_id", "sample")
+    kinds = {"right": pl.col("correct"), "wrong": ~pl.col("correct"), "cut off": pl.col("truncated")}
+    sections: list[str] = []
+    for title, mask in kinds.items():
+        rows = sampled.filter(mask).unique("prompt_id", keep="first", maintain_order=True).head(_EXAMPLES)
+        if rows.is_empty():
+            continue
+        sections.append(f"## Completions that are {title}\n")
+        sections += [_example(row, truth) for row in rows.select("prompt_id", "completion").iter_rows()]
+    return sections
+
+
+def _example(row: tuple[str, str], truth: dict[str, str]) -> str:
+    prompt_id, completion = row
+    shown = completion if len(completion) <= _SHOWN_CHARS else completion[:_SHOWN_CHARS] + " ..."
+    # Indented code holds any text: a completion may contain fences, HTML or headings of its own.
+    block = "\n".join("    " + line for line in shown.splitlines()) or "    (empty)"
+    return f"`{prompt_id}`, ground truth `{truth[prompt_id]}`:\n\n{block}\n"
