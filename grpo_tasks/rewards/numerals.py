@@ -1,0 +1,70 @@
+"""One number out of one answer, exactly. Does not search for numbers in text: anything beside the number makes it none.
+
+Read as a number: sign (also the Unicode minus signs), digits with commas every three, decimals, exponent (1e3, up to three
+digits), a fraction 3/4, one currency sign before or behind, a percent sign behind, one full stop at the end, and LaTeX or
+Markdown wrapping ($42$, \\boxed{42}, **42**).
+
+Policies: percent and currency are units and change no value (42% = 42, not 0.42). A decimal comma is not guessed: 1,23 is no
+number. Digits of any one script count by value (٤٢ = 42), mixed scripts do not; superscripts, ½ and Roman numerals are no digits.
+"""
+
+import re
+import unicodedata
+from decimal import Decimal
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 200
+"""Longer text is no number."""
+
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"))
+_CURRENCY = r"(?:\\?\$|[€£¥₹])"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s?{_CURRENCY}?\s?(?P<inner>[+-]?)"
+    rf"(?P<number>(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}})?)"
+    rf"(?:\s?/\s?(?P<below>[0-9]+))?(?:\s?\\?%|\s?{_CURRENCY})?\.?"
+)
+_WRAPPINGS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("**", "**"), ("\\text{", "}"))
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a text that is one number; None for everything else."""
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    plain = _ascii_digits(unwrap(text).translate(_MINUS))
+    match = _NUMBER.fullmatch(plain) if plain else None
+    if match is None or (match["sign"] and match["inner"]) or (match["below"] and not int(match["below"])):
+        return None
+    value = Fraction(Decimal(match["number"].replace(",", ""))) / int(match["below"] or 1)
+    return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+def unwrap(text: str) -> str:
+    """Take whitespace, invisible characters and LaTeX or Markdown wrapping off both ends (three layers at most)."""
+    text = _trim(text)
+    for _ in range(3):
+        for opening, closing in _WRAPPINGS:
+            if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
+                text = _trim(text[len(opening) : -len(closing)])
+    return text
+
+
+def _trim(text: str) -> str:
+    start, end = 0, len(text)
+    while start < end and _unseen(text[start]):
+        start += 1
+    while end > start and _unseen(text[end - 1]):
+        end -= 1
+    return text[start:end]
+
+
+def _unseen(letter: str) -> bool:
+    return letter.isspace() or unicodedata.category(letter) == "Cf"
+
+
+def _ascii_digits(text: str) -> str | None:
+    """Digits of one script as 0-9; None when scripts are mixed."""
+    zeros = {ord(letter) - unicodedata.decimal(letter) for letter in text if letter.isdecimal()}
+    if len(zeros) > 1:
+        return None
+    return "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in text)
