@@ -1,0 +1,172 @@
+"""The command line: `grpo`. Reads a config and calls a flow; nothing is computed here.
+
+Help, a dry run and a refused config answer at once, so everything heavy is imported inside the command that needs it.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+
+from schemas.errors import UserError
+from schemas.load import load_config
+
+app = typer.Typer(
+    help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+out = Console()
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset: demo, gsm8k-qwen2.5-0.5b, ...")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, e.g. stages.0.learning_rate=1e-5.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run every step again, also those whose inputs have not changed.")]
+
+
+@app.command()
+def run(
+    config: Config,
+    override: Set = None,
+    fresh: Fresh = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan; run nothing.")] = False,
+) -> None:
+    """The whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
+    with errors_told():
+        settings = load_config(config, override)
+        if dry_run:
+            from flows.show import show_plan
+
+            return show_plan(out, settings)
+        prepare_environment()
+        from flows.pipeline import grpo_pipeline
+        from flows.show import show_publication
+
+        show_publication(out, settings, grpo_pipeline(settings, fresh))
+
+
+@app.command()
+def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:
+    """Read the data and judge every row."""
+    with errors_told():
+        settings = load_config(config, override)
+        prepare_environment()
+        from flows.single import validate_flow
+        from flows.show import show_data
+
+        show_data(out, validate_flow(settings, fresh))
+
+
+@app.command()
+def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
+    """The reward lab alone: try every reward function of every stage before any training."""
+    with errors_told():
+        settings = load_config(config, override)
+        prepare_environment()
+        from flows.single import rewards_flow
+        from flows.show import show_lab
+
+        show_lab(out, rewards_flow(settings, fresh))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, an adapter folder, a hub id, or models:/NAME@ALIAS.")],
+    config: Config,
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Evaluate a model on the config's held-out prompts."""
+    with errors_told():
+        settings = load_config(config, override)
+        prepare_environment()
+        from flows.single import evaluate_flow
+        from flows.show import show_evaluations
+
+        show_evaluations(out, [evaluate_flow(model, settings, fresh)])
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder with adapter_config.json.")],
+    config: Config,
+    into: Annotated[Path | None, typer.Option("--into", metavar="DIR", help="Copy the merged model there.")] = None,
+    override: Set = None,
+) -> None:
+    """Merge an adapter into the config's base model and prove that nothing changed."""
+    with errors_told():
+        settings = load_config(config, override)
+        prepare_environment()
+        from flows.single import merge_flow
+        from flows.show import show_merge
+
+        show_merge(out, merge_flow(adapter, settings, into))
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, which device, which servers answer, how much disk is free."""
+    from grpo_tasks.running.doctor import findings
+
+    with errors_told():
+        for finding in findings():
+            out.print(f"[{'green' if finding.well else 'yellow'}]{finding.what:<18}[/] {finding.found}")
+
+
+@app.command()
+def fields() -> None:
+    """Every field of a config with its meaning and default."""
+    from flows.show import show_fields
+
+    show_fields(out)
+
+
+@app.command()
+def ui(
+    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect UI; the next free one is taken.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow UI; the next free one is taken.")] = 5000,
+) -> None:
+    """Prefect UI and MLflow UI on 127.0.0.1, until Ctrl-C."""
+    from grpo_tasks.running.servers import serve_uis
+
+    with errors_told():
+        prepare_environment()
+        serve_uis(prefect_port, mlflow_port, tell=lambda line: out.print(line, highlight=False))
+
+
+def prepare_environment() -> None:
+    """Settings of the libraries underneath, where the user has made none: no telemetry, no chatter."""
+    defaults = {
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GIT_PYTHON_REFRESH": "quiet",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Show an error of the user's as a panel and end with its exit code; anything else is ours and keeps its traceback."""
+    try:
+        yield
+    except UserError as error:
+        panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
+        Console(stderr=True, highlight=False, markup=False).print(panel)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+

@@ -1,0 +1,62 @@
+"""Real things shared by the session: the embedded model, its tokenizer, the real data where it is at hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REAL_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Folder of the real data sets; tests that want it skip where it is absent."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("the real data sets (../shared/data) are not on this machine")
+    return REAL_DATA
+
+
+@pytest.fixture(scope="session")
+def base_ref():
+    from schemas.results import ModelRef
+
+    return ModelRef(path="embedded:base")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(base_ref):
+    from grpo_tasks.policy.load import load_tokenizer
+
+    return load_tokenizer(base_ref)
+
+
+@pytest.fixture
+def policy(base_ref):
+    """The embedded model with an adapter that is not zero, so that adapter on and off differ."""
+    import torch
+
+    from grpo_tasks.policy.load import trainable_policy
+    from schemas.config import ModelConfig
+
+    model = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=1)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer):
+    """Token ids of four prompts of different lengths."""
+    from grpo_tasks.policy.chat import prompt_ids
+
+    questions = ["What is 15 + 27?", "What is 99 - 13?", "Hi", "What is 12 + 77? Answer in one word, please."]
+    return [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]

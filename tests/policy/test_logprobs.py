@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from grpo_tasks.policy import logprobs
+from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.logprobs import completion_logprobs
+
+
+@pytest.fixture
+def batch(prompts):
+    torch.manual_seed(0)
+    completions = [torch.randint(0, 300, (length,)).tolist() for length in (5, 9, 1, 7, 3, 9, 2, 4)]
+    return token_batch(prompts, completions, [0, 0, 1, 1, 2, 2, 3, 3], device=torch.device("cpu"))
+
+
+def one_by_one(model, batch, temperature):
+    """Every completion alone, no padding, no cache: the independent reference."""
+    found = []
+    for row in range(len(batch.completion_ids)):
+        prompt_row = batch.prompt_of[row]
+        prompt = batch.prompt_ids[prompt_row][batch.prompt_mask[prompt_row]]
+        completion = batch.completion_ids[row][batch.completion_mask[row]]
+        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0] / temperature
+        logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append((logp.gather(-1, completion[:, None])[:, 0], -(logp.exp() * logp).sum(-1)))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_and_gradients_equal_one_completion_at_a_time(policy, batch, temperature, shared_prefix, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 7 * policy.config.vocab_size)
+    logps, entropies = one_by_one(policy, batch, temperature)
+    logps.square().sum().backward()
+    wanted = gradients(policy)
+    policy.zero_grad()
+    scores = completion_logprobs(policy, batch, temperature=temperature, shared_prefix=shared_prefix)
+    scores.logps.square().sum().backward()
+    torch.testing.assert_close(scores.logps[batch.completion_mask], logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.entropies[batch.completion_mask], entropies, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(policy), wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+
+
+def test_padding_scores_exactly_zero(policy, batch):
+    scores = completion_logprobs(policy, batch, temperature=1.0)
+    assert (scores.logps[~batch.completion_mask] == 0).all()
+    assert not scores.entropies.requires_grad

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_tasks.policy import merge as merging
+from grpo_tasks.policy.load import save_trained
+from grpo_tasks.policy.merge import MergeSpec, merge
+from schemas.config import ModelConfig
+from schemas.errors import MergeError
+
+CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60, 71)]
+
+
+@pytest.fixture
+def spec(policy, tokenizer, base_ref, tmp_path):
+    save_trained(policy, tokenizer, tmp_path / "adapter")
+    ref = base_ref.model_copy(update={"adapter": tmp_path / "adapter"})
+    return MergeSpec(model=ModelConfig(), ref=ref, prompts=CHATS, max_new_tokens=24)
+
+
+def merged(spec, tmp_path):
+    return merge(spec, tmp_path, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merged_model_equals_base_and_adapter_and_loads_with_transformers_alone(spec, tmp_path, policy, dtype):
+    spec = spec.model_copy(update={"model": ModelConfig(merged_dtype=dtype)})
+    figures = merged(spec, tmp_path)
+    assert figures.merge_difference < 1e-3
+    assert figures.mean_logprob_difference <= figures.tolerance
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = torch.tensor([tokenizer("What is 15 + 27?")["input_ids"]])
+    tolerance = 1e-3 if dtype == "float32" else 0.3
+    torch.testing.assert_close(model(ids).logits, policy.eval()(ids).logits, rtol=tolerance, atol=tolerance)
+    assert tokenizer.chat_template
+    assert (tmp_path / "model" / "generation_config.json").exists()
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{dtype}"}
+
+
+def test_a_saved_model_that_differs_is_refused(spec, tmp_path, monkeypatch):
+    honest = merging._save
+
+    def damaged(model, tokenizer, target, *, dtype):
+        honest(model, tokenizer, target, dtype=dtype)
+        weights = load_file(target / "model.safetensors")
+        name = next(name for name in weights if "down_proj" in name)
+        save_file({**weights, name: weights[name] * 3}, target / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(merging, "_save", damaged)
+    with pytest.raises(MergeError, match="differs from base \\+ adapter"):
+        merged(spec, tmp_path)
+
+
+def test_the_same_merge_twice_gives_the_same_bytes(spec, tmp_path):
+    first = merged(spec, tmp_path / "a")
+    assert merged(spec, tmp_path / "b").sha256 == first.sha256

@@ -1,0 +1,100 @@
+"""The rollout contract, shown on the local engine with the embedded model."""
+
+import pytest
+import torch
+
+from grpo_tasks.policy.batch import pad, token_batch
+from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
+from grpo_tasks.rollout.local import LocalEngine
+from schemas.config import RolloutConfig
+
+
+@pytest.fixture
+def engine(policy, tokenizer):
+    return LocalEngine(policy, tokenizer)
+
+
+@pytest.fixture
+def requests(prompts):
+    return [Request(prompt, completion_seed(1, index, k)) for index, prompt in enumerate(prompts) for k in range(6)]
+
+
+def sampling(temperature=None, **settings):
+    return Sampling.of(RolloutConfig(**{"max_completion_length": 48, **settings}), temperature=temperature)
+
+
+def test_sampled_logprobs_are_the_trainers(engine, policy, prompts, requests):
+    drawn = engine.generate(requests, sampling(temperature=0.9))
+    batch = token_batch(prompts, [c.token_ids for c in drawn], [i // 6 for i in range(24)], device=torch.device("cpu"))
+    scores = completion_logprobs(policy.eval(), batch, temperature=0.9)
+    sampled = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
+    torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), sampled, rtol=1e-4, atol=1e-4)
+
+
+def test_a_completion_comes_out_the_same_whatever_the_batch(engine, requests):
+    together = engine.generate(requests, sampling())
+    assert engine.generate(requests[9:10], sampling())[0].token_ids == together[9].token_ids
+    small = engine.generate(requests, sampling(max_batch_size=5))
+    assert [c.token_ids for c in small] == [c.token_ids for c in together]
+    backwards = engine.generate(requests[::-1], sampling())
+    assert [c.token_ids for c in backwards[::-1]] == [c.token_ids for c in together]
+
+
+def test_greedy_equals_generate_of_transformers(engine, policy, tokenizer, prompts):
+    ours = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0))
+    ids, mask = pad(prompts, left=True)
+    theirs = policy.eval().generate(
+        input_ids=ids, attention_mask=mask.long(), max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    for completion, row in zip(ours, theirs[:, ids.shape[1] :].tolist(), strict=True):
+        assert row[: len(completion.token_ids)] == completion.token_ids
+
+
+def test_an_ended_turn_is_a_stop_and_a_cut_one_is_a_length(engine, tokenizer, requests):
+    for completion in engine.generate(requests, sampling(max_completion_length=12)):
+        ended = completion.token_ids[-1] == tokenizer.eos_token_id
+        assert (completion.finish_reason == "stop") == ended
+        assert ended or len(completion.token_ids) == 12
+        assert "<|im_end|>" not in completion.text
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("stop", ["</reasoning>", " ", "is", "</answer>"])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_stop_string_ends_a_completion_at_its_first_place(engine, tokenizer, requests, stop, include):
+    free = engine.generate(requests, sampling())
+    stopped = engine.generate(requests, sampling(stop=[stop], include_stop_str_in_output=include))
+    assert any(stop in completion.text for completion in free)
+    for loose, tight in zip(free, stopped, strict=True):
+        assert tight.token_ids == loose.token_ids[: len(tight.token_ids)]
+        if stop not in loose.text:
+            assert (tight.token_ids, tight.text, tight.finish_reason) == (loose.token_ids, loose.text, loose.finish_reason)
+            continue
+        before, _, _ = loose.text.partition(stop)
+        assert tight.text == (before + stop if include else before)
+        assert tight.finish_reason == "stop"
+        decoded = tokenizer.decode(tight.token_ids)
+        assert stop in decoded
+        assert stop not in tokenizer.decode(tight.token_ids[:-1])
+
+
+def test_stop_token_ids_end_a_completion_and_stay_in_it(engine, tokenizer, requests):
+    [comma] = tokenizer(",", add_special_tokens=False)["input_ids"]
+    drawn = engine.generate(requests, sampling(stop_token_ids=[comma]))
+    with_comma = [completion for completion in drawn if comma in completion.token_ids]
+    assert with_comma
+    for completion in with_comma:
+        assert completion.token_ids.index(comma) == len(completion.token_ids) - 1
+        assert completion.finish_reason == "stop"
+
+
+def test_new_weights_are_sampled_from_only_after_a_sync(engine, policy, requests):
+    before = [c.token_ids for c in engine.generate(requests, sampling())]
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    assert [c.token_ids for c in engine.generate(requests, sampling())] == before
+    engine.sync()
+    assert [c.token_ids for c in engine.generate(requests, sampling())] != before
