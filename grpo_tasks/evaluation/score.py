@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
-from grpo_tasks.rewards.answers import Tags, answers_equal, extract_answer
+from grpo_tasks.rewards.answers import Equality, Tags, answers_equal, extract_answer
 from schemas.config import EvaluationConfig, RewardsConfig
 from schemas.results import Interval
 
@@ -59,7 +59,7 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], rewards: Rew
     truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of prompts that were not asked: {sorted(unknown)[:3]}"
-    tags = Tags(reasoning=rewards.tags.reasoning, answer=rewards.tags.answer)
+    tags = Tags.of(rewards.tags)
     verdicts = [
         _judge(completion, truth[prompt_id], tags, rewards.equality)
         for prompt_id, completion in samples.select("prompt_id", "completion").iter_rows()
@@ -74,7 +74,7 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], rewards: Rew
     )
 
 
-def _judge(completion: str, truth: str, tags: Tags, equality: str) -> tuple[bool, bool, bool]:
+def _judge(completion: str, truth: str, tags: Tags, equality: Equality) -> tuple[bool, bool, bool]:
     found = extract_answer(completion, tags)
     right = found.strict_format and found.answer is not None and answers_equal(found.answer, truth, equality)
     lenient = right or (found.lenient_answer is not None and answers_equal(found.lenient_answer, truth, equality))

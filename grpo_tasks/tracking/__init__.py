@@ -1,0 +1,1 @@
+"""The only room that says mlflow: runs, shipping the journal, plots, models."""

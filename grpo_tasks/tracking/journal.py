@@ -1,0 +1,124 @@
+"""Ships a stage's journal to its child run: in batches, with the journal's own times, no step ever twice.
+
+    metrics.jsonl  {"step": 12, "timestamp_ms": 1789..., "metrics": {"reward": 1.2}}   ->   log_batch, at most 1,000 metrics
+
+Where to go on is asked of the store, not kept on disk: the last step that any of the run's metrics has. A step travels whole
+in one call, which the store commits or not, so that answer is always right, also after a kill between call and answer, and also
+when a stage is trained again and its lines carry new times. A store that cannot be reached costs nothing but delay: `ship` says
+False and the next call sends what has gathered. What it does not do: read anything but whole lines, or write to the journal.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tenacity
+from mlflow.entities import Metric
+
+from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.lines import JournalLine, read_from
+from grpo_tasks.tracking.store import FAULTS, Store, passes
+from schemas.errors import TrackingError
+
+MAX_BATCH = 1_000
+FINAL = "final/"
+"""Prefix of the figures of a finished stage, which are no steps of the journal."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class JournalShipper:
+    """Follows one stage directory. Safe to be made anew at any time, by any process."""
+
+    store: Store
+    stage_dir: Path
+    open_child: Callable[[], RunHandle]
+    """Finds or makes the child run; called when there is something to send, so that a dead server stops no training."""
+    _run: RunHandle | None = None
+    _offset: int = 0
+    _last_step: int | None = None
+    _waiting: list[JournalLine] = field(default_factory=list)
+
+    def ship(self) -> bool:
+        """Send the whole lines written since; False when the store could not be reached (nothing is lost).
+
+        Raises:
+            TrackingError: the store answered, and refused.
+        """
+        lines, self._offset = read_from(StageDir(self.stage_dir).journal, self._offset)
+        self._waiting += lines
+        try:
+            self._send()
+        except (*FAULTS, TrackingError) as fault:
+            cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
+            if cause is None or not passes(cause):
+                raise self.store.error(fault) from fault
+            _log.warning("MLflow at %s cannot be reached; %d journal lines wait", self.store.uri, len(self._waiting))
+            return False
+        return True
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that is known to be in the store; 0 before the first."""
+        return self._last_step or 0
+
+    def finish(self, *, timeout_s: float = 60.0) -> None:
+        """Ship until everything is there.
+
+        Raises:
+            TrackingError: the store could not be reached for `timeout_s` seconds.
+        """
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda shipped: not shipped),
+            stop=tenacity.stop_after_delay(timeout_s),
+            wait=tenacity.wait_exponential(multiplier=0.5, max=5.0),
+        )
+        try:
+            attempts(self.ship)
+        except tenacity.RetryError as error:
+            raise TrackingError(
+                f"{len(self._waiting)} lines of the journal could not be shipped for {timeout_s:.0f} s",
+                place=f"{self.store.uri}, journal {StageDir(self.stage_dir).journal}",
+                mend="start the server, then run the same command: the stage is not trained again",
+            ) from error
+
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        run = self._run = self._run or self.open_child()
+        if self._last_step is None:
+            self._last_step = _find_last_step(run)
+        self._waiting = [line for line in self._waiting if line.step > self._last_step]
+        if self._waiting:
+            run.wake()
+        for batch in _batches(self._waiting):
+            # Not `ask`: its patience would hold the loop that follows the training; the next call is soon.
+            self.store.client.log_batch(run.run_id, metrics=[metric for line in batch for metric in _metrics(line)])
+            self._last_step = batch[-1].step
+        self._waiting = []
+
+
+def _find_last_step(run: RunHandle) -> int:
+    latest = run.store.client.get_run(run.run_id).data.to_proto().metrics
+    return max((metric.step for metric in latest if not metric.key.startswith(FINAL)), default=0)
+
+
+def _metrics(line: JournalLine) -> list[Metric]:
+    return [Metric(name, value, line.timestamp_ms, line.step) for name, value in line.metrics.items()]
+
+
+def _batches(lines: list[JournalLine]) -> Iterator[list[JournalLine]]:
+    """As many whole lines a call as hold at most a thousand metrics; steps in order, each once."""
+    batch: list[JournalLine] = []
+    size = 0
+    for line in sorted({line.step: line for line in reversed(lines)}.values(), key=lambda line: line.step):
+        if batch and size + len(line.metrics) > MAX_BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(line)
+        size += len(line.metrics)
+    if batch:
+        yield batch

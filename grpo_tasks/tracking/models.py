@@ -1,0 +1,250 @@
+"""The model registry: a version per published model, and the alias `champion` on the best of them.
+
+    merged folder --log by path--> logged model --register--> version --paired tests--> alias champion | stays
+
+The folder is logged as files, its weights are never loaded. A model that this run logged or registered before (same bytes, by
+SHA-256) is taken up again. The alias moves only if the new model beats the base and the champion it was compared with is still
+the champion. What it does not do: evaluate; the tests come from the evaluation room.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.runs import TrackedRun
+from grpo_tasks.tracking.store import FAULTS, Store, open_store
+from schemas.config import TrackingConfig
+from schemas.errors import TrackingError
+from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest
+
+ALIAS = "champion"
+SHA_TAG = "grpo.sha256"
+_REQUIREMENTS = ("transformers", "torch", "safetensors")
+_DONE = ".downloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Champion:
+    """The version that carries the alias."""
+
+    version: str
+    sha256: str
+    """Over all files of its model folder, as in `MergeProof`; empty for a version that somebody else registered."""
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a model stands in the registry now, and why."""
+
+    version: str
+    champion: bool
+    reason: str
+
+
+def find_champion(name: str, tracking: TrackingConfig) -> Champion | None:
+    """The present champion of a registered model; None when there is no such model or no alias."""
+    return _find_champion(open_store(tracking), name)
+
+
+def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
+    """The present champion, its files downloaded below `directory` (once per version); None when there is none.
+
+    Raises:
+        TrackingError: the store cannot be reached, or holds no model files for the version.
+    """
+    store = open_store(tracking)
+    champion = _find_champion(store, name)
+    if champion is None:
+        return None
+    target = directory / f"{name}-{champion.version}-{champion.run_id[:8]}"
+    if not (target / _DONE).exists():
+        target.mkdir(parents=True, exist_ok=True)
+        _download(store, f"models:/{name}/{champion.version}", target)
+        (target / _DONE).touch()
+    return champion, ModelRef(path=str(target / "model"))
+
+
+def publish(
+    run: TrackedRun, proof: MergeProof, *, tests: Sequence[PairedTest], champion: Champion | None, evaluation: EvalReport
+) -> Decision:
+    """Register the merged model and move the alias if the tests say so. Repeating it changes nothing.
+
+    Args:
+        run: the parent run; the model is logged to it and the version links to it.
+        proof: the merge; its sha256 is the model's identity.
+        tests: ours against base, and against `champion` where there is one (`against` says which).
+        champion: the champion that was compared with; None when there was none.
+        evaluation: of the merged model; its figures become tags of the version.
+
+    Raises:
+        TrackingError: the store cannot be reached or refuses; publishing again goes on where it stopped.
+    """
+    name = run.config.registered_model
+    version = _register(run, name, proof)
+    current = _find_champion(run.store, name)
+    decision = decide(version.version, proof.sha256, tests=tests, compared=champion, current=current)
+    if decision.champion and (current is None or current.version != decision.version):
+        run.store.ask(lambda client: client.set_registered_model_alias(name, ALIAS, decision.version))
+    _tag(run, name, decision, tests, evaluation)
+    return decision
+
+
+def decide(
+    version: str, sha256: str, *, tests: Sequence[PairedTest], compared: Champion | None, current: Champion | None
+) -> Decision:
+    """Whether a version becomes (or stays) champion, in one sentence. A pure function of its arguments.
+
+    Args:
+        version: the new version's number.
+        sha256: the new model's.
+        tests: against base, and against champion where one was compared with.
+        compared: the champion of the comparison.
+        current: the champion now; another one than `compared` means that somebody moved the alias meanwhile.
+    """
+    if current is not None and current.version == version:
+        return Decision(version, True, f"version {version} is the champion")
+    if current is not None and current.sha256 == sha256:
+        return Decision(version, False, f"version {version} has the same bytes as the champion, version {current.version}")
+    by_name = {test.against: test for test in tests}
+    assert "base" in by_name, "a model is never promoted without a test against the base"
+    if not by_name["base"].better:
+        return Decision(version, False, f"not better than the base: {_say(by_name['base'])}")
+    if current is None:
+        return Decision(version, True, f"better than the base: {_say(by_name['base'])}; there was no champion")
+    if compared is None or compared.version != current.version:
+        return Decision(
+            version, False, f"version {current.version} became champion meanwhile and was not compared with; run again"
+        )
+    assert ALIAS in by_name, "a champion is never replaced without a test against it"
+    verdict = "better" if by_name[ALIAS].better else "not better"
+    reason = f"{verdict} than the champion, version {current.version}: {_say(by_name[ALIAS])}"
+    return Decision(version, by_name[ALIAS].better, reason)
+
+
+def _say(test: PairedTest) -> str:
+    return f"{test.metric} {test.difference:+.4f} over {test.prompts} prompts, p = {test.p_value:.4g}"
+
+
+def _find_champion(store: Store, name: str) -> Champion | None:
+    def work() -> ModelVersion | None:
+        try:
+            return store.client.get_model_version_by_alias(name, ALIAS)
+        except MlflowException as fault:
+            # MLflow answers "no such model" and "no such alias" with these; anything else is a fault.
+            if fault.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
+                return None
+            raise
+
+    found = store.ask(lambda _: work())
+    if found is None:
+        return None
+    return Champion(version=str(found.version), sha256=found.tags.get(SHA_TAG, ""), run_id=found.run_id or "")
+
+
+def _register(run: TrackedRun, name: str, proof: MergeProof) -> ModelVersion:
+    """The version of this run with these bytes, made if there is none."""
+    known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
+    if known:
+        return known[-1]
+    run.handle.wake()
+    model_id = _logged_model(run, proof)
+
+    def work() -> ModelVersion:
+        # Looked for again in every attempt: the answer to the one before may have been lost on the way.
+        found = _versions(run, name, proof.sha256)
+        if found:
+            return found[-1]
+        _create_model(run.store, name)
+        tags = {SHA_TAG: proof.sha256, "grpo.key": run.key, "grpo.merge_key": proof.key}
+        return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
+
+    return run.store.ask(lambda _: work())
+
+
+def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
+    """The versions that this run made of these bytes, oldest first."""
+    found = run.store.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
+    return sorted((version for version in found if version.tags.get(SHA_TAG) == sha256), key=lambda version: int(version.version))
+
+
+def _create_model(store: Store, name: str) -> None:
+    try:
+        store.client.create_registered_model(name)
+    except MlflowException as fault:
+        if fault.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _logged_model(run: TrackedRun, proof: MergeProof) -> str:
+    """Id of the logged model with these bytes; logged now unless an attempt before got it there whole."""
+    found: Sequence[LoggedModel] = run.store.ask(
+        lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+    )
+    for model in found:
+        if model.tags.get(SHA_TAG) == proof.sha256 and model.status == LoggedModelStatus.READY:
+            return model.model_id
+    return _log_folder(run, proof)
+
+
+def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
+    # Importing transformers takes seconds; only publishing needs it.
+    import mlflow.transformers
+
+    packages = describe_environment().packages
+    try:
+        with run.store.as_default():
+            info = mlflow.transformers.log_model(
+                # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
+                str(Path(proof.model.path).resolve()),
+                name="model",
+                task="text-generation",
+                # Given, because mlflow would load the model in a fresh process to find out.
+                pip_requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
+                tags={SHA_TAG: proof.sha256, "grpo.key": run.key},
+                run_id=run.run_id,
+            )
+    except FAULTS as fault:
+        raise run.store.error(fault) from fault
+    return info.model_id
+
+
+def _download(store: Store, uri: str, target: Path) -> None:
+    def work() -> None:
+        with store.as_default():
+            mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(target))
+
+    store.ask(lambda _: work())
+    if not (target / "model" / "config.json").exists():
+        raise TrackingError(
+            f"{uri} holds no transformers model",
+            place=store.uri,
+            mend="move the alias champion to a version made by this project",
+        )
+
+
+def _tag(run: TrackedRun, name: str, decision: Decision, tests: Sequence[PairedTest], evaluation: EvalReport) -> None:
+    """The numbers of the decision on the version itself, where the registry shows them."""
+    tags = {"grpo.decision": decision.reason}
+    for test in tests:
+        tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
+        tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"
+    for metric, interval in evaluation.metrics.items():
+        tags[metric] = f"{interval.value:.6g}"
+    present = run.store.ask(lambda client: client.get_model_version(name, decision.version)).tags
+    for key, value in tags.items():
+        if key not in present:
+            # The first decision stands: publishing again finds "is the champion", which is no reason.
+            run.store.ask(partial(_set_tag, name=name, version=decision.version, key=key, value=value))
+
+
+def _set_tag(client: MlflowClient, *, name: str, version: str, key: str, value: str) -> None:
+    client.set_model_version_tag(name, version, key, value)

@@ -1,0 +1,163 @@
+"""What each kind of result becomes in MLflow: one function a kind, from the result's folder alone.
+
+    PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
+    EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
+
+Each is repeatable (see handle.py). What it does not do: decide whether to record; the run does.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import polars as pl
+from mlflow.data.polars_dataset import from_polars
+from mlflow.entities import Dataset, DatasetInput, InputTag
+
+from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.journal import FINAL, JournalShipper
+from grpo_tasks.tracking.plots import plot_stage
+from schemas.child import RESULT
+from schemas.results import (
+    DataReport,
+    EvalReport,
+    Interval,
+    LabReport,
+    MergeProof,
+    PreparedData,
+    Publication,
+    StageResult,
+    StepResult,
+)
+
+REPORT = "report.md"
+_DIGEST_CHARS = 36  # all that MLflow takes of a data set's digest; the whole one is the tag grpo.data_digest
+_TABLE_ROWS = 500
+
+
+def record_prepared(run: RunHandle, result: PreparedData) -> None:
+    """Which files were read: data/sources.json and a count."""
+    run.text(result.model_dump_json(indent=2), "data/sources.json")
+    run.metrics({"data/rows_read": result.rows}, timestamp_ms=made_at(result, run))
+
+
+def record_data(run: RunHandle, result: DataReport) -> None:
+    """Both sides as data set inputs with the content digest; report and quarantine as files; counts as metrics."""
+    sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
+    inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
+    run.wake()
+    run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
+    run.tags({"grpo.data_digest": result.digest})
+    _upload(run, result.directory, ("report.md", "quarantine.parquet"), "data")
+    counts = {
+        "rows": result.rows,
+        "quarantined": result.quarantined,
+        "train_rows": result.train_rows,
+        "eval_rows": result.eval_rows,
+        "longest_prompt_tokens": result.prompt_tokens.max,
+    }
+    run.metrics({f"data/{name}": value for name, value in counts.items()}, timestamp_ms=made_at(result, run))
+
+
+def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
+    frame = pl.read_parquet(path)
+    dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
+    return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
+
+
+def record_lab(run: RunHandle, result: LabReport) -> None:
+    """Report, every probe as a table, the forecasts as metrics."""
+    _upload(run, result.directory, (REPORT, "probes.parquet"), "lab")
+    _show(run, result.directory / "probes.parquet", "lab/probes.json")
+    figures: dict[str, float] = {"lab/failed_checks": len(result.failures)}
+    for forecast in result.forecasts:
+        figures[f"lab/{forecast.stage}/share_with_signal"] = forecast.share_with_signal
+        figures[f"lab/{forecast.stage}/mean_reward"] = forecast.mean_reward
+        figures[f"lab/{forecast.stage}/mean_reward_std"] = forecast.mean_reward_std
+    run.metrics(figures, timestamp_ms=made_at(result, run))
+
+
+def record_stage(run: RunHandle, result: StageResult) -> None:
+    """The whole stage into its child run: journal, completions, adapter, plots, final figures."""
+    stage = StageDir(result.directory)
+    JournalShipper(run.store, result.directory, lambda: run).finish()
+    run.files(stage.completions(0).parent, "completions")
+    _show_completions(run, stage.completions(0).parent)
+    if (stage.final / "adapter_config.json").exists():
+        # A fully fine-tuned stage leaves a whole model; it stays on disk, the merged model is what is published.
+        run.files(stage.final, "adapter")
+    _upload(run, result.directory, (stage.spec.name, stage.journal.name, stage.events.name, stage.result.name), None)
+    plots = result.directory / "plots"
+    if stage.journal.exists():
+        plot_stage(stage.journal, plots)
+    run.files(plots, "plots")
+    figures = {f"{FINAL}{name}": value for name, value in result.metrics.items()}
+    run.metrics(figures, timestamp_ms=made_at(result, run), step=result.steps)
+    run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})
+
+
+def record_evaluation(run: RunHandle, result: EvalReport) -> None:
+    """Figures as LABEL/METRIC (bounds as LABEL/METRIC_low and _high), the completions and the report."""
+    figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
+    run.metrics({f"{result.label}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
+    folder = f"evaluation/{result.label}"
+    _upload(run, result.directory, (REPORT, result.samples.name), folder)
+    _show(run, result.samples, f"{folder}/samples.json")
+
+
+def record_merge(run: RunHandle, result: MergeProof) -> None:
+    """The proof as metrics merge/... and as JSON. The model itself is published, not recorded."""
+    figures: dict[str, float] = {
+        "max_logprob_difference": result.max_logprob_difference,
+        "mean_logprob_difference": result.mean_logprob_difference,
+        "tolerance": result.tolerance,
+        "greedy_agreement": result.greedy_agreement,
+        "size_bytes": result.size_bytes,
+    }
+    run.metrics({f"merge/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
+    run.text(result.model_dump_json(indent=2), "merge/proof.json")
+
+
+def record_publication(run: RunHandle, result: Publication) -> None:
+    """The decision: tags for the list of runs, the tests with their numbers as JSON."""
+    run.text(result.model_dump_json(indent=2), "publication/decision.json")
+    run.tags(
+        {
+            "grpo.model_version": f"{result.model_name}/{result.model_version}",
+            "grpo.champion": str(result.champion).lower(),
+            "grpo.decision": result.reason[:8_000],
+        }
+    )
+
+
+def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:
+    """Value under its own name, bounds beside it."""
+    metrics: dict[str, float] = {}
+    for name, interval in figures.items():
+        metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return metrics
+
+
+def made_at(result: StepResult, run: RunHandle) -> int:
+    """When the result was written, in ms; the same on every shipment, so that shipping twice writes the same rows."""
+    written = result.directory / RESULT
+    return int(written.stat().st_mtime * 1000) if written.exists() else run.started_ms
+
+
+def _upload(run: RunHandle, directory: Path, names: tuple[str, ...], folder: str | None) -> None:
+    for name in names:
+        if (directory / name).exists():
+            run.file(directory / name, folder)
+
+
+def _show(run: RunHandle, parquet: Path, name: str) -> None:
+    if parquet.exists():
+        run.table(pl.read_parquet(parquet, n_rows=_TABLE_ROWS), name)
+
+
+def _show_completions(run: RunHandle, directory: Path) -> None:
+    """All completion tables as one, the first groups of each update; the Parquet files have the rest."""
+    files = sorted(directory.glob("*.parquet"))
+    if files:
+        rows = max(_TABLE_ROWS // len(files), 8)
+        run.table(pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed"), "completions.json")

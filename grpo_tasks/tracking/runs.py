@@ -1,0 +1,213 @@
+"""A run of the pipeline as an MLflow run: found again by its key, fed from step results, ended as it ended.
+
+    with open_run(config, key=...) as run:        parent run, tag grpo.key
+        run.record(result)                        once per step and content key; killed in the middle, done again
+        run.follow(stage_dir).ship()              child run per stage, tags grpo.stage and grpo.stage_key
+
+A run that is killed and started again goes on in the same MLflow run; one that is finished and finds nothing new to record is
+left exactly as it was. What it does not do: run steps, or know who orchestrates them.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import yaml
+from mlflow.entities import Run, ViewType
+
+from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.tracking import records
+from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.handle import EndStatus, RunHandle
+from grpo_tasks.tracking.journal import JournalShipper
+from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.plots import plot_overview
+from grpo_tasks.tracking.store import Store, open_store
+from schemas.config import RunConfig
+from schemas.errors import TrackingError
+from schemas.results import (
+    DataReport,
+    EvalReport,
+    LabReport,
+    MergeProof,
+    PreparedData,
+    Publication,
+    StageResult,
+    StepResult,
+)
+
+KEY_TAG = "grpo.key"
+_KEY_CHARS = 8
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, *, key: str, fresh: bool = False, flow_run_id: str | None = None, name: str | None = None
+) -> Iterator["TrackedRun"]:
+    """The MLflow run of this configuration, found or created; ends FINISHED, FAILED (an error) or KILLED (anything harder).
+
+    Args:
+        config: the whole configuration; each of its fields becomes a parameter.
+        key: content key of the run; the most recent run of the experiment with this key is gone on with.
+        fresh: create a new run even if there is one with this key.
+        flow_run_id: id of the orchestrator's run, kept as tag prefect.flow_run_id.
+        name: name of a new MLflow run; the configuration's name otherwise.
+
+    Raises:
+        TrackingError: the store cannot be reached or refuses.
+    """
+    run = TrackedRun(config, key=key, fresh=fresh, flow_run_id=flow_run_id, name=name)
+    try:
+        yield run
+    except BaseException as fault:
+        # The fault itself matters more than a store that cannot hear of it.
+        with suppress(TrackingError):
+            run.end("FAILED" if isinstance(fault, Exception) else "KILLED")
+        raise
+    run.end("FINISHED")
+
+
+class TrackedRun:
+    """The parent run and its children. Made by `open_run`."""
+
+    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow_run_id: str | None, name: str | None) -> None:
+        self.config = config
+        self.key = key
+        self.store: Store = open_store(config.tracking)
+        self._flow_run_id = flow_run_id
+        self._children: dict[str, RunHandle] = {}
+        self._stages: list[StageResult] = []
+        experiment_id = _experiment(self.store, config.experiment)
+        found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
+        tags = {KEY_TAG: key, "grpo.name": config.name}
+        run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name))
+        self.handle = RunHandle(self.store, run, on_wake=self._describe)
+        if not found:
+            self.handle.wake()
+        self._record_config()
+
+    @property
+    def run_id(self) -> str:
+        """Id of the parent run."""
+        return self.handle.run_id
+
+    @property
+    def experiment_id(self) -> str:
+        """Id of the experiment."""
+        return self.handle.experiment_id
+
+    def record(self, result: StepResult) -> bool:
+        """Record a step's result from its folder; False when it was recorded before (nothing is written then)."""
+        run = self.handle
+        match result:
+            case StageResult():
+                return self._record_stage(result)
+            case PreparedData():
+                step, work = "prepare_data", partial(records.record_prepared, run, result)
+            case DataReport():
+                step, work = "validate_data", partial(records.record_data, run, result)
+            case LabReport():
+                step, work = "probe_rewards", partial(records.record_lab, run, result)
+            case EvalReport():
+                step, work = f"evaluate_model.{result.label}", partial(records.record_evaluation, run, result)
+            case MergeProof():
+                step, work = "merge_adapter", partial(records.record_merge, run, result)
+            case Publication():
+                step, work = "publish_model", partial(records.record_publication, run, result)
+            case _:
+                raise AssertionError(f"no record is known for {type(result).__name__}")
+        return run.once(f"{step}.{result.key[:_KEY_CHARS]}", work)
+
+    def follow(self, stage_dir: Path) -> JournalShipper:
+        """The shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
+        spec = StageSpec.load(StageDir(stage_dir).spec)
+        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key))
+
+    def child(self, stage: str, key: str) -> RunHandle:
+        """The child run of a stage, found by its tags or created, with the stage's own settings as parameters."""
+        name = f"{stage}.{key}"
+        if name not in self._children:
+            tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
+            run = _find(self.store, self.experiment_id, tags)
+            if run is None:
+                self.handle.wake()
+                run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
+            handle = RunHandle(self.store, run)
+            params = flatten(self.config.stage(stage)) | {"seed": str(self.config.seed)}
+            handle.once(f"config.{_digest(params)}", lambda: handle.params(params))
+            self._children[name] = handle
+        return self._children[name]
+
+    def end(self, status: EndStatus) -> None:
+        """End the parent, and children that are still open, with this status."""
+        for child in self._children.values():
+            if child.status == "RUNNING":
+                child.end(status)
+        self.handle.end(status)
+
+    def _record_stage(self, result: StageResult) -> bool:
+        child = self.child(result.stage, result.key)
+        done = child.once(f"train_stage.{result.key[:_KEY_CHARS]}", lambda: records.record_stage(child, result))
+        child.end("FINISHED")
+        self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
+        overview = "overview." + "-".join(stage.key[:_KEY_CHARS] for stage in self._stages)
+        self.handle.once(overview, self._draw_overview)
+        return done
+
+    def _draw_overview(self) -> None:
+        journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
+        self.handle.file(plot_overview(journals, self._stages[-1].directory / "plots" / "overview.png"), "plots")
+
+    def _record_config(self) -> None:
+        params = flatten(self.config)
+        tree = self.config.model_dump(mode="json")
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+        def work() -> None:
+            self.handle.params(params)
+            self.handle.text(text, "config.yaml")
+            self.handle.tags({"seed": str(self.config.seed)})
+
+        self.handle.once(f"config.{_digest(params)}", work)
+
+    def _describe(self, handle: RunHandle) -> None:
+        """What this run runs on; said again by each process that writes to it."""
+        environment = describe_environment()
+        flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
+        handle.tags(environment.tags() | flow)
+        handle.text(environment.to_json(), "environment.json")
+
+
+def _digest(params: dict[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(params.items())).encode("utf-8")).hexdigest()[:_KEY_CHARS]
+
+
+def _experiment(store: Store, name: str) -> str:
+    """Id of the experiment of that name, created when there is none."""
+
+    def work() -> str:
+        found = store.client.get_experiment_by_name(name)
+        if found is None:
+            return store.client.create_experiment(name)
+        if found.lifecycle_stage == "deleted":
+            raise TrackingError(
+                f"the experiment {name} was deleted in MLflow",
+                place=store.uri,
+                mend=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
+            )
+        return str(found.experiment_id)
+
+    return store.ask(lambda _: work())
+
+
+def _find(store: Store, experiment_id: str, tags: dict[str, str]) -> Run | None:
+    """The most recent run with these tags."""
+    condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    found = store.ask(
+        lambda client: client.search_runs(
+            [experiment_id], condition, run_view_type=ViewType.ACTIVE_ONLY, max_results=1, order_by=["attributes.start_time DESC"]
+        )
+    )
+    return found[0] if found else None
