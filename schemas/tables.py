@@ -34,6 +34,8 @@ class Raw(pa.DataFrameModel):
     """Structural rules (grpo_tasks/data/rules.py) broken while reading; null for a sound row."""
 
     class Config:
+        """pandera: no other columns."""
+
         strict = True
 
 
@@ -54,6 +56,8 @@ class Prompts(pa.DataFrameModel):
     """Other columns of the row as one JSON object; reward functions get them as keyword arguments."""
 
     class Config:
+        """pandera: no other columns."""
+
         strict = True
 
 
@@ -71,6 +75,8 @@ class Quarantine(pa.DataFrameModel):
     """The rule in a sentence."""
 
     class Config:
+        """pandera: no other columns."""
+
         strict = True
 
 
@@ -85,4 +91,6 @@ class Samples(pa.DataFrameModel):
     finish_reason: str = pa.Field(isin=["stop", "length"])
 
     class Config:
+        """pandera: further columns are allowed."""
+
         strict = False

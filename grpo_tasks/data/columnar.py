@@ -24,7 +24,9 @@ def read_parquet(path: Path) -> Iterator[Record]:
                     yield Record(number, fields)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"not readable as Parquet: {error}", place=f"{path}, after row {number}", mend="write the file again, or set the source's format"
+            f"not readable as Parquet: {error}",
+            place=f"{path}, after row {number}",
+            mend="write the file again, or set the source's format",
         ) from error
 
 

@@ -35,7 +35,7 @@ def read_csv(path: Path) -> Iterator[Record]:
             begins = reader.line_num + 1
 
 
-def _next(reader: "csv._reader", path: Path, begins: int) -> list[str] | Fault | None:
+def _next(reader: Iterator[list[str]], path: Path, begins: int) -> list[str] | Fault | None:
     try:
         return next(reader, None)
     except csv.Error as error:

@@ -80,7 +80,9 @@ def _array(path: Path) -> list[object] | None:
         array: list[object] = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"the JSON array is broken: {error}", place=f"{path}:{error.lineno}", mend="mend it, or write one object per line as .jsonl"
+            f"the JSON array is broken: {error}",
+            place=f"{path}:{error.lineno}",
+            mend="mend it, or write one object per line as .jsonl",
         ) from error
     return array
 

@@ -73,7 +73,9 @@ def source_kind(source: DataSource) -> str:
         return kind
     if path.exists():
         raise DataError(
-            f"the ending {path.suffix!r} does not tell the format", place=source.path, mend="set format: jsonl, csv, parquet or hub"
+            f"the ending {path.suffix!r} does not tell the format",
+            place=source.path,
+            mend="set format: jsonl, csv, parquet or hub",
         )
     return "hub"
 
@@ -101,7 +103,9 @@ class _Seen:
         if not rows:
             raise DataError("the source holds no rows", place=source.path, mend="give it rows or take it out of the config")
         if not self.readable:
-            raise DataError("no line of the file can be read", place=source.path, mend="check the file, or set the source's format")
+            raise DataError(
+                "no line of the file can be read", place=source.path, mend="check the file, or set the source's format"
+            )
         if not self.with_prompt:
             raise self._missing(source, "question_column", "prompt_column")
         if not self.with_answer:
@@ -162,4 +166,6 @@ def _check_file(path: Path, source: DataSource) -> None:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise DataError(f"the file cannot be opened: {error.strerror}", place=source.path, mend="check its permissions") from error
+        raise DataError(
+            f"the file cannot be opened: {error.strerror}", place=source.path, mend="check its permissions"
+        ) from error

@@ -8,7 +8,7 @@ import re
 
 import polars as pl
 
-BLANKS = " \t\n\r\x0b\x0c\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+BLANKS = " \t\n\r\x0b\x0c\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 INVISIBLE = "\u200b\u2060\ufeff"
 _MAX_NUMBER_LENGTH = 400  # longer digit strings are left alone: no answer, and the expressions stay cheap
 

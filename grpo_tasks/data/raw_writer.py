@@ -63,7 +63,9 @@ class RawWriter:
             _messages(rows),
             pa.array([row.answer for row in rows], pa.large_string()),
             pa.array([row.extra for row in rows], pa.large_string()),
-            pa.array([[_fault(fault) for fault in row.faults] if row.faults else None for row in rows], RAW_ARROW.field("faults").type),
+            pa.array(
+                [[_fault(fault) for fault in row.faults] if row.faults else None for row in rows], RAW_ARROW.field("faults").type
+            ),
         ]
         self._writer.write_table(pa.Table.from_arrays(columns, schema=RAW_ARROW))
         self._rows, self._places = [], []

@@ -48,7 +48,9 @@ RULES: tuple[Rule, ...] = (
     Rule("last_not_user", "the last message is not the user's, so there is nothing to answer", "prompt"),
     Rule("content_empty", "a message is empty or blank", "prompt"),
     Rule("control_characters", "a message or the answer holds control characters (NUL, escape, ...)", "prompt"),
-    Rule("template_markers", "a message or the answer holds markers of a chat template, such as <|im_start|> or [INST]", "prompt"),
+    Rule(
+        "template_markers", "a message or the answer holds markers of a chat template, such as <|im_start|> or [INST]", "prompt"
+    ),
     Rule("answer_in_prompt", "the user's message holds the ground truth inside an answer block", "prompt"),
     _needed("template_refused", "the tokenizer's chat template refuses the messages", "prompt"),
     Rule("prompt_too_long", "the prompt is longer than validation.max_prompt_length after the chat template", "prompt"),

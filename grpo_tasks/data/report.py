@@ -1,0 +1,98 @@
+"""What the verdict looks like to people: `report.md`, and the `DataReport` that the next steps read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_tasks.data.judge import EXACT_ROWS, Verdict
+from grpo_tasks.data.quarantine import write_tables
+from schemas.results import DataReport, SourceFile
+
+REPORT = "report.md"
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a report is about: the step's key and folder, its time so far, and the sources."""
+
+    key: str
+    directory: Path
+    seconds: float
+    sources: Sequence[SourceFile]
+
+
+def report_data(verdict: Verdict, origin: Origin) -> DataReport:
+    """Write tables and report.md into the origin's folder; the folder exists. `quarantine.enforce` comes after."""
+    digest = write_tables(verdict, origin.directory)
+    (origin.directory / REPORT).write_text(render_report(verdict, origin, digest=digest), encoding="utf-8")
+    return DataReport(
+        key=origin.key,
+        directory=origin.directory,
+        seconds=origin.seconds,
+        rows=verdict.rows,
+        quarantined=verdict.quarantined,
+        train_rows=verdict.side("train").height,
+        eval_rows=verdict.side("eval").height,
+        rules=[count for count in verdict.rules if count.rows],
+        prompt_tokens=verdict.prompt_tokens,
+        digest=digest,
+    )
+
+
+def render_report(verdict: Verdict, origin: Origin, *, digest: str) -> str:
+    """The validation report as Markdown."""
+    parts = [_summary(verdict, digest), _sources(origin.sources), _broken(verdict), _lengths(verdict)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _summary(verdict: Verdict, digest: str) -> str:
+    share = verdict.quarantined / max(verdict.rows, 1)
+    lines = [
+        "# Data",
+        "",
+        f"{verdict.rows:,} rows read, **{verdict.quarantined:,} refused** ({share:.2%}), "
+        f"{verdict.side('train').height:,} for training, {verdict.side('eval').height:,} held out.",
+        "",
+        f"Digest of the accepted rows: `{digest}`",
+    ]
+    if verdict.ignored:
+        lines += ["", f"Rules not applied (validation.ignore_rules): {', '.join(sorted(verdict.ignored))}"]
+    return "\n".join(lines)
+
+
+def _sources(sources: Sequence[SourceFile]) -> str:
+    rows = [f"| {_cell(source.path)} | {source.side} | {source.rows:,} | `{source.sha256[:16]}` |" for source in sources]
+    return "\n".join(["## Sources", "", "| source | side | rows | SHA-256 |", "|---|---|---:|---|", *rows])
+
+
+def _broken(verdict: Verdict) -> str:
+    broken = [count for count in verdict.rules if count.rows]
+    if not broken:
+        return "## Rules\n\nEvery row keeps every rule."
+    counts = [f"| {count.rule} | {count.rows:,} | {count.meaning} |" for count in broken]
+    examples = [
+        f"| {_cell(row['source'])}:{row['line']} | {row['rule']} | {_cell(row['value'])} |"
+        for count in broken
+        for row in verdict.refused.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
+    ]
+    head = ["## Rules broken", "", "| rule | rows | meaning |", "|---|---:|---|"]
+    return "\n".join([*head, *counts, "", "First rows of each:", "", "| row | rule | found |", "|---|---|---|", *examples])
+
+
+def _lengths(verdict: Verdict) -> str:
+    tokens = verdict.prompt_tokens
+    note = ""
+    if verdict.rows > EXACT_ROWS:
+        note = "\n\nPrompts that are provably within the limit were not counted; upper bounds stand for them."
+    return (
+        "## Prompt lengths in tokens, after the chat template\n\n"
+        "| mean | median | 95 % | longest | limit |\n|---:|---:|---:|---:|---:|\n"
+        f"| {tokens.mean:.1f} | {tokens.p50} | {tokens.p95} | {tokens.max} | {tokens.limit} |{note}"
+    )
+
+
+def _cell(text: str) -> str:
+    """Text that breaks neither the table nor the page: a code span on one line."""
+    flat = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    return f"`{flat}`" if flat else "(blank)"
