@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 out = Console()
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset: demo, gsm8k-qwen2.5-0.5b, ...")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a preset's name: demo, gsm8k-qwen2.5-0.5b, ...")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, e.g. stages.0.learning_rate=1e-5.")
 ]
@@ -45,7 +45,8 @@ def run(
         if dry_run:
             from flows.show import show_plan
 
-            return show_plan(out, settings)
+            show_plan(out, settings)
+            return
         prepare_environment()
         from flows.pipeline import grpo_pipeline
         from flows.show import show_publication
@@ -79,7 +80,7 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, an adapter folder, a hub id, or models:/NAME@ALIAS.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model or adapter folder, a hub id, or models:/NAME@ALIAS.")],
     config: Config,
     override: Set = None,
     fresh: Fresh = False,

@@ -9,6 +9,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from schemas.config import ModelConfig
+
 
 class Result(BaseModel):
     """A frozen record."""
@@ -109,6 +111,8 @@ class LabCheck(Result):
     detail: str = ""
     """What was found, with the numbers."""
     prompt_id: str = ""
+    place: str = ""
+    """File and line of the row."""
     probe: str = ""
     """Which kind of completion (perfect, empty, tag_stuffed ...)."""
     completion: str = ""
@@ -165,6 +169,29 @@ class StageResult(StepResult):
     """Means over the last updates (at most ten)."""
 
 
+class MergeSpec(Result):
+    """What one merge works on; the step writes it as spec.json."""
+
+    model: ModelConfig
+    ref: ModelRef
+    prompts: list[list[dict[str, str]]]
+    """Held-out chats the proof is made on."""
+    max_new_tokens: int
+
+
+class MergeFigures(Result):
+    """The figures of the proof; the step makes a `MergeProof` of them."""
+
+    sha256: str
+    prompts: int
+    merge_difference: float
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    tolerance: float
+    greedy_agreement: float
+    size_bytes: int
+
+
 class MergeProof(StepResult):
     """A merged model in `directory`/model, and the evidence that it equals base + adapter."""
 
@@ -173,8 +200,10 @@ class MergeProof(StepResult):
     """Over all files of the model folder, names and contents."""
     prompts: int
     """Held-out prompts compared on."""
+    merge_difference: float
+    """Largest |difference| (nats) of a token's log-probability between base + adapter and the merge, in float32."""
     max_logprob_difference: float
-    """Largest |difference| of a completion token's log-probability between base + adapter and the reloaded merge, both in float32."""
+    """The same after saving in the wanted dtype and reloading."""
     mean_logprob_difference: float
     tolerance: float
     """Largest difference allowed at the saved precision."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.rewards.compose import RewardSuite, ScoreBatch, Scores
+from grpo_tasks.rewards.compose import RewardSuite, Scores
+from grpo_tasks.rewards.contract import ScoreBatch
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 
 
@@ -68,6 +69,7 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
             completion_ids=[completion.token_ids for completion in rollout.completions],
             columns=columns,
             step=step,
+            places=[f"{row.source}:{row.line} ({row.prompt_id})" for row in repeated],
         )
     )
     assert np.isfinite(scores.totals).all()

@@ -30,7 +30,7 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
         if len(known):
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
-            metrics[f"rewards/{name}/success"] = float((known >= 1.0).mean())
+            metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
     return metrics
 
 

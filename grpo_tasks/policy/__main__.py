@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
-from grpo_tasks.policy.merge import MergeSpec, merge
+from grpo_tasks.policy.merge import merge
 from schemas.child import RESULT, SPEC, run_child
 from schemas.config import ResourcesConfig
+from schemas.results import MergeSpec
 
 
 def main(directory: Path) -> None:

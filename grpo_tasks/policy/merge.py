@@ -20,37 +20,13 @@ from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from grpo_tasks.policy.chat import Message, prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
-from schemas.config import ModelConfig
 from schemas.errors import MergeError
-from schemas.results import ModelRef, Result
+from schemas.results import MergeFigures, MergeSpec, ModelRef
 
 MERGE_TOLERANCE = 2e-3
 """Largest |difference| of a token's log-probability allowed between base + adapter and the merge, both in float32."""
 MEAN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest mean |difference| allowed after rounding to the saved dtype (8, 11 and 24 bits of mantissa)."""
-
-
-class MergeSpec(Result):
-    """What one merge works on; the step writes it as spec.json."""
-
-    model: ModelConfig
-    ref: ModelRef
-    prompts: list[list[dict[str, str]]]
-    """Held-out chats the proof is made on."""
-    max_new_tokens: int
-
-
-class MergeFigures(Result):
-    """The figures of the proof; the step makes a `MergeProof` of them."""
-
-    sha256: str
-    prompts: int
-    merge_difference: float
-    max_logprob_difference: float
-    mean_logprob_difference: float
-    tolerance: float
-    greedy_agreement: float
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
-"""`python -m grpo_tasks.rollout DIRECTORY`: sample what DIRECTORY/spec.json asks for into DIRECTORY/completions.parquet."""
+"""`python -m grpo_tasks.rollout DIRECTORY`: sample what DIRECTORY/spec.json asks for into DIRECTORY/samples.parquet."""
 
 from pathlib import Path
 
-from grpo_tasks.rollout.sample import SampleSpec, sample
+from grpo_tasks.rollout.sample import sample
+from grpo_tasks.rollout.spec import SampleSpec
 from schemas.child import SPEC, run_child
 
 
 def main(directory: Path) -> None:
     """Sample and write the table."""
-    sample(SampleSpec.load(directory / SPEC)).write_parquet(directory / "completions.parquet")
+    sample(SampleSpec.load(directory / SPEC)).write_parquet(directory / "samples.parquet")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,15 @@
 """Completions of one model for a list of prompts, as a table: what the lab and the evaluation look at."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
 from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig
-from schemas.results import ModelRef, Result
-
-GREEDY = -1
-"""Sample number of the greedy completion."""
-
-
-class SampleSpec(Result):
-    """What to sample; the step writes it as spec.json."""
-
-    model: ModelConfig
-    ref: ModelRef
-    prompts: Path
-    """Accepted rows (schemas/tables.py Prompts)."""
-    max_prompts: int | None
-    """The first so many by prompt id, which is a hash; None takes all."""
-    num_samples: int
-    temperature: float
-    greedy: bool
-    rollout: RolloutConfig
-    resources: ResourcesConfig
-    seed: int
-
+from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
 
 def sample(spec: SampleSpec) -> pl.DataFrame:
     """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`."""
@@ -53,11 +30,6 @@ def sample(spec: SampleSpec) -> pl.DataFrame:
         return table
     likeliest = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
     return pl.concat([table, _table(rows, [GREEDY] * len(rows), likeliest)])
-
-
-def chosen_rows(prompts: Path, limit: int | None) -> list[PromptRow]:
-    """The rows that are sampled for, in order of their ids: the same ones whatever the order of the file."""
-    return sorted(read_prompts(prompts), key=lambda row: row.prompt_id)[:limit]
 
 
 def _table(of: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
     return str(value) if isinstance(value, Path) else value
 
 

@@ -5,9 +5,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.policy import merge as merging
 from grpo_tasks.policy.load import save_trained
-from grpo_tasks.policy.merge import MergeSpec, merge
+from grpo_tasks.policy.merge import merge
 from schemas.config import ModelConfig
 from schemas.errors import MergeError
+from schemas.results import MergeSpec
 
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60, 71)]
 

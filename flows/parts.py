@@ -1,0 +1,90 @@
+"""The pipeline's lines with the sections of the config each step depends on; a step is run again when one of them changes."""
+
+from collections.abc import Sequence
+
+from flows.session import FlowRun
+from grpo_tasks.evaluate_model import evaluate_model
+from grpo_tasks.prepare_data import prepare_data
+from grpo_tasks.probe_rewards import probe_rewards
+from grpo_tasks.tracking.models import Champion, fetch_champion
+from grpo_tasks.train_stage import train_stage
+from grpo_tasks.validate_data import validate_data
+from schemas.config import RunConfig, StageConfig
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, StageResult
+
+
+def first_model(config: RunConfig) -> ModelRef:
+    """The base model of a run."""
+    return ModelRef(path=config.model.path, revision=config.model.revision)
+
+
+def checked_data(run: FlowRun) -> DataReport:
+    """Rows read and judged."""
+    config = run.config
+    rows = prepare_data(run, config.data)
+    return validate_data(
+        run,
+        rows,
+        data=config.data,
+        validation=config.validation,
+        tags=config.rewards.tags,
+        model=config.model,
+        rollout=config.rollout,
+        seed=config.seed,
+    )
+
+
+def probed(run: FlowRun, data: DataReport) -> LabReport:
+    """Every reward of every stage tried before any training."""
+    config = run.config
+    names = {stage.name: stage.rewards for stage in config.stages}
+    group = config.stages[0].num_generations
+    return probe_rewards(
+        run,
+        data,
+        rewards=config.rewards,
+        stages=names,
+        num_generations=group,
+        lab=config.lab,
+        model=config.model,
+        rollout=config.rollout,
+        seed=config.seed,
+    )
+
+
+def trained(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport) -> StageResult:
+    """One stage, from the model of the one before."""
+    config = run.config
+    return train_stage(
+        run, stage, start, data, model=config.model, rewards=config.rewards, rollout=config.rollout, seed=config.seed
+    )
+
+
+def evaluated(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> EvalReport:
+    """A model on the held-out prompts."""
+    config = run.config
+    return evaluate_model(
+        run,
+        label,
+        ref,
+        data,
+        model=config.model,
+        rewards=config.rewards,
+        rollout=config.rollout,
+        evaluation=config.evaluation,
+        seed=config.seed,
+    )
+
+
+def rivals_of(
+    run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport
+) -> tuple[Champion | None, Sequence[EvalReport]]:
+    """Whom the new model has to beat: the base, and the present champion unless it is the same model."""
+    folder = run.output / "champions"
+    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve())
+    if found is None:
+        return None, [base]
+    champion, ref = found
+    if champion.sha256 == merged.sha256:
+        return champion, [base]
+    return champion, [base, evaluated(run, "champion", ref, data)]

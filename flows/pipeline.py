@@ -1,0 +1,28 @@
+"""The pipeline: data in, champion out. Read `grpo_pipeline` from top to bottom; each line is a step and a label in the UI."""
+
+from prefect import flow
+
+from flows.parts import checked_data, evaluated, first_model, probed, rivals_of, trained
+from flows.session import session
+from grpo_tasks.merge_adapter import merge_adapter
+from grpo_tasks.publish_model import publish_model
+from schemas.config import RunConfig
+from schemas.results import Publication
+
+
+@flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
+def grpo_pipeline(config: RunConfig, fresh: bool = False) -> Publication:
+    """The whole chain. Steps whose inputs have not changed are skipped, unless `fresh`."""
+    with session(config, flow="pipeline", fresh=fresh) as run:
+        data = checked_data(run)
+        probed(run, data)
+        base = evaluated(run, "base", first_model(config), data)
+        model = first_model(config)
+        for stage in config.stages:
+            model = trained(run, stage, model, data).model
+            if config.evaluation.stages:
+                evaluated(run, stage.name, model, data)
+        merged = merge_adapter(run, model, data, model=config.model)
+        final = evaluated(run, "merged", merged.model, data)
+        champion, rivals = rivals_of(run, merged, base, data)
+        return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)

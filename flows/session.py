@@ -1,0 +1,63 @@
+"""A flow's run: where its steps leave their folders and how their results reach MLflow."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect.runtime import flow_run
+
+from grpo_tasks.running.key import content_key
+from grpo_tasks.tracking.journal import JournalShipper
+from grpo_tasks.tracking.runs import TrackedRun, open_run
+from schemas.config import ResourcesConfig, RunConfig
+from schemas.errors import UserError
+from schemas.results import StepResult
+
+ROOMS = ("data", "rewards", "policy", "rollout", "grpo", "evaluation")
+SHOWN_OF_A_FAILURE = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
+
+
+@dataclass(slots=True, eq=False)
+class FlowRun:
+    """What steps see of the run (`grpo_tasks.running.step.Run`), kept by the tracking room."""
+
+    tracked: TrackedRun
+    output: Path
+    fresh: bool
+
+    @property
+    def config(self) -> RunConfig:
+        """The whole configuration."""
+        return self.tracked.config
+
+    @property
+    def resources(self) -> ResourcesConfig:
+        """Machine settings; no part of any content key."""
+        return self.config.resources
+
+    def record(self, result: StepResult) -> None:
+        """Send a result to MLflow, once."""
+        self.tracked.record(result)
+
+    def record_failure(self, step: str, directory: Path, error: UserError) -> None:
+        """Send what a failed step has left, and why it failed."""
+        handle = self.tracked.handle
+        handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
+        for name in SHOWN_OF_A_FAILURE:
+            if (directory / name).exists():
+                handle.file(directory / name, f"failed/{step}")
+
+    def follow(self, stage_dir: Path) -> JournalShipper:
+        """The shipper of a stage's journal."""
+        return self.tracked.follow(stage_dir)
+
+
+@contextmanager
+def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
+    """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
+    sections = {name: getattr(config, name) for name in RunConfig.model_fields if name not in ("tracking", "resources")}
+    key = content_key(flow, ROOMS, sections)
+    name = config.name if flow == "pipeline" else f"{flow} {config.name}"
+    with open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked:
+        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh)

@@ -1,0 +1,152 @@
+"""What the command line shows: plans and results as tables. Light to import: a dry run must answer at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from schemas.config import RunConfig, StageConfig
+from schemas.errors import ConfigError
+from schemas.paths import EMBEDDED, resolve
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, Publication
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
+
+
+def show_plan(console: Console, config: RunConfig) -> None:
+    """What a run would do; raises `ConfigError` for files that are not there."""
+    check_files(config)
+    table = Table(title=f"{config.name}: nothing was run", title_justify="left")
+    for heading in ("step", "what"):
+        table.add_column(heading, overflow="fold")
+    sources = ", ".join(source.path for source in [*config.data.train, *config.data.eval])
+    table.add_row("prepare_data", sources)
+    table.add_row("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens")
+    table.add_row("probe_rewards", ", ".join(sorted({name for stage in config.stages for name in stage.rewards})))
+    table.add_row("evaluate_model", f"base: {config.model.path}")
+    for stage in config.stages:
+        table.add_row(f"train_stage {stage.name}", stage_in_words(stage))
+    table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
+    table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {config.evaluation.max_prompts or 'all'} prompts")
+    table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}")
+    console.print(table)
+
+
+def check_files(config: RunConfig) -> None:
+    """Refuse a config whose data files are missing, before anything heavy is loaded."""
+    for side in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, side)):
+            path = Path(resolve(source.path))
+            looks_like_a_file = source.format in ("jsonl", "csv", "parquet") or path.suffix or source.path.startswith(EMBEDDED)
+            if looks_like_a_file and source.format != "hub" and not path.exists():
+                raise ConfigError(f"no such file: {path}", place=f"data.{side}.{index}.path", mend="paths are relative to where grpo is called")
+
+
+def stage_in_words(stage: StageConfig) -> str:
+    """One line about a stage."""
+    length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
+    prompts = stage.completions_per_update // stage.num_generations
+    rewards = ", ".join(stage.rewards)
+    return f"{length} of {prompts} prompts x {stage.num_generations} completions; rewards {rewards}; learning rate {stage.learning_rate:g}"
+
+
+def show_data(console: Console, report: DataReport) -> None:
+    """The verdict on the data."""
+    console.print(
+        f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
+        f"{report.quarantined:,} quarantined"
+    )
+    for rule in report.rules:
+        if rule.rows:
+            console.print(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})")
+    lengths = report.prompt_tokens
+    console.print(f"prompts: {lengths.p50} tokens in the median, {lengths.max} at most, limit {lengths.limit}")
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_lab(console: Console, report: LabReport) -> None:
+    """What the reward lab found."""
+    counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
+    console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+    for forecast in report.forecasts:
+        console.print(
+            f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups carry signal, "
+            f"mean reward {forecast.mean_reward:.2f}"
+        )
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
+    """Evaluations side by side."""
+    table = Table()
+    table.add_column("model")
+    for name in FIGURES:
+        table.add_column(name.replace("_", " "), justify="right")
+    for report in reports:
+        table.add_row(report.label, *(_figure(report, name) for name in FIGURES))
+    console.print(table)
+    if reports:
+        last = reports[-1]
+        console.print(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
+
+
+def show_merge(console: Console, proof: MergeProof) -> None:
+    """The merged model and its proof."""
+    console.print(f"merged model: {proof.model.path}", soft_wrap=True)
+    console.print(
+        f"differs from base + adapter by {proof.merge_difference:.2g} nats (float32), "
+        f"{proof.mean_logprob_difference:.2g} on average after saving; {proof.greedy_agreement:.1%} of greedy tokens agree"
+    )
+
+
+def show_publication(console: Console, config: RunConfig, publication: Publication, evaluations: Sequence[EvalReport]) -> None:
+    """The end of a pipeline run: figures, decision, where everything is."""
+    show_evaluations(console, evaluations)
+    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion stays"
+    console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
+    console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")
+
+
+def show_fields(console: Console) -> None:
+    """Every field of the config tree."""
+    table = Table("field", "default", "meaning")
+    for name, field in _fields(RunConfig, ""):
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        table.add_row(name, default if len(default) < 40 else "...", " ".join((field.description or "").split()))
+    console.print(table)
+
+
+def _fields(model: type[BaseModel], prefix: str) -> list[tuple[str, "FieldInfo"]]:
+    rows: list[tuple[str, FieldInfo]] = []
+    for name, field in model.model_fields.items():
+        inner, marker = _section_in(field.annotation)
+        if inner is None:
+            rows.append((prefix + name, field))
+        else:
+            rows += _fields(inner, f"{prefix}{name}{marker}.")
+    return rows
+
+
+def _section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, marker
+    origin = getattr(annotation, "__origin__", None)
+    marker = {list: "[]", dict: ".NAME"}.get(origin, marker)
+    for argument in get_args(annotation):
+        inner, found = _section_in(argument, marker)
+        if inner is not None:
+            return inner, found
+    return None, marker
+
+
+def _figure(report: EvalReport, name: str) -> str:
+    interval = report.metrics.get(name)
+    if interval is None:
+        return ""
+    return f"{interval.value:.1f}" if name == "mean_length" else f"{interval.value:.1%}"

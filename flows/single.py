@@ -1,0 +1,65 @@
+"""Each step as a flow of its own."""
+
+import shutil
+from pathlib import Path
+
+from prefect import flow
+
+from flows.parts import checked_data, evaluated, first_model, probed
+from flows.session import session
+from grpo_tasks.merge_adapter import merge_adapter
+from grpo_tasks.tracking.models import download_model
+from schemas.config import RunConfig
+from schemas.errors import ModelError
+from schemas.paths import is_local
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef
+
+
+@flow(name="grpo-validate", description="Read the data and judge every row.")
+def validate_flow(config: RunConfig, fresh: bool = False) -> DataReport:
+    """Data, judged."""
+    with session(config, flow="validate", fresh=fresh) as run:
+        return checked_data(run)
+
+
+@flow(name="grpo-rewards", description="The reward lab alone.")
+def rewards_flow(config: RunConfig, fresh: bool = False) -> LabReport:
+    """Rewards, probed."""
+    with session(config, flow="rewards", fresh=fresh) as run:
+        return probed(run, checked_data(run))
+
+
+@flow(name="grpo-evaluate", description="Evaluate a model on the held-out prompts.")
+def evaluate_flow(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
+    """`model`: a model folder, an adapter folder, a hub id, or models:/NAME@ALIAS."""
+    with session(config, flow="evaluate", fresh=fresh) as run:
+        if model.startswith("models:/"):
+            ref = download_model(model, config.tracking, (run.output / "downloads").resolve())
+        else:
+            ref = named_model(model, config)
+        return evaluated(run, "model", ref, checked_data(run))
+
+
+@flow(name="grpo-merge", description="Merge an adapter into the base model and prove it.")
+def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> MergeProof:
+    """`adapter`: a folder with adapter_config.json; `into`: where to copy the merged model."""
+    ref = named_model(str(adapter), config)
+    if ref.adapter is None:
+        raise ModelError("no adapter there", place=str(adapter), mend="name a folder that holds adapter_config.json")
+    if into is not None and into.exists() and any(into.iterdir()):
+        raise ModelError("the folder is not empty", place=str(into), mend="name a new folder with --into")
+    with session(config, flow="merge") as run:
+        proof = merge_adapter(run, ref, checked_data(run), model=config.model)
+    if into is not None:
+        shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
+    return proof
+
+
+def named_model(name: str, config: RunConfig) -> ModelRef:
+    """What a user means by a name: an adapter folder goes on the config's base; anything else is a model."""
+    path = Path(name)
+    if (path / "adapter_config.json").exists():
+        return first_model(config).model_copy(update={"adapter": path.resolve()})
+    if not is_local(name) and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise ModelError("no such model", place=name, mend="a model folder, an adapter folder, a hub id, or models:/NAME@ALIAS")
+    return ModelRef(path=str(path.resolve()) if path.exists() else name)

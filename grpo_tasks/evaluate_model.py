@@ -1,0 +1,53 @@
+"""Step: one model on the held-out prompts."""
+
+import time
+
+from grpo_tasks.evaluation.report import evaluate_samples
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.running.child import run_module
+from grpo_tasks.running.step import Work, step
+from schemas.child import SPEC
+from schemas.config import EvaluationConfig, ModelConfig, RewardsConfig, RolloutConfig
+from schemas.results import DataReport, EvalReport, ModelRef
+
+
+@step(rooms=("evaluation", "rollout", "policy", "rewards", "data"), retries=1)
+def evaluate_model(
+    work: Work,
+    label: str,
+    ref: ModelRef,
+    data: DataReport,
+    *,
+    model: ModelConfig,
+    rewards: RewardsConfig,
+    rollout: RolloutConfig,
+    evaluation: EvaluationConfig,
+    seed: int,
+) -> EvalReport:
+    """Sample completions in a process of their own, then judge them; no reward function has a say."""
+    began = time.perf_counter()
+    spec = SampleSpec(
+        model=model,
+        ref=ref,
+        prompts=data.eval,
+        max_prompts=evaluation.max_prompts,
+        num_samples=evaluation.num_samples,
+        temperature=evaluation.temperature,
+        greedy=evaluation.greedy,
+        rollout=rollout,
+        resources=work.run.resources,
+        seed=seed,
+    )
+    spec.save(work.directory / SPEC)
+    run_module("grpo_tasks.rollout", work.directory)
+    report = evaluate_samples(
+        work.directory,
+        key=work.key,
+        label=label,
+        model=ref,
+        prompts=chosen_rows(data.eval, evaluation.max_prompts),
+        rewards=rewards,
+        evaluation=evaluation,
+    )
+    work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))
+    return report.model_copy(update={"seconds": time.perf_counter() - began})

@@ -1,0 +1,46 @@
+"""Step: the last stage's adapter into the base model, with the proof."""
+
+import time
+
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.running.child import run_module
+from grpo_tasks.running.step import Work, step
+from schemas.child import RESULT, SPEC
+from schemas.config import ModelConfig
+from schemas.results import DataReport, MergeFigures, MergeProof, MergeSpec, ModelRef
+
+PROOF_PROMPTS = 16
+PROOF_TOKENS = 64
+
+
+@step(rooms=("policy", "data"), retries=1)
+def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig) -> MergeProof:
+    """Merge in float32, save, reload, compare; a merge that differs raises and is never published."""
+    began = time.perf_counter()
+    rows = read_prompts(data.eval, limit=PROOF_PROMPTS)
+    chats = [[dict(message) for message in row.messages] for row in rows]
+    MergeSpec(model=model, ref=ref, prompts=chats, max_new_tokens=PROOF_TOKENS).save(work.directory / SPEC)
+    run_module("grpo_tasks.policy", work.directory)
+    figures = MergeFigures.load(work.directory / RESULT)
+    work.artifact("merge", _markdown(figures))
+    return MergeProof(
+        key=work.key,
+        directory=work.directory,
+        seconds=time.perf_counter() - began,
+        model=ModelRef(path=str(work.directory / "model")),
+        **figures.model_dump(),
+    )
+
+
+def _markdown(figures: MergeFigures) -> str:
+    return f"""# Merge
+
+| what | value |
+|---|---:|
+| held-out prompts compared on | {figures.prompts} |
+| largest difference of a log-probability, float32 merge | {figures.merge_difference:.2g} nats |
+| mean difference after saving and reloading | {figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance}) |
+| greedy tokens that agree | {figures.greedy_agreement:.1%} |
+| size | {figures.size_bytes / 2**20:.1f} MiB |
+| SHA-256 | `{figures.sha256}` |
+"""

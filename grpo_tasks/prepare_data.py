@@ -1,0 +1,22 @@
+"""Step: read every source into one table of raw rows."""
+
+import time
+
+from grpo_tasks.data.load import load_sources
+from grpo_tasks.running.step import Work, step
+from schemas.config import DataConfig
+from schemas.results import PreparedData
+
+
+@step(rooms=("data",))
+def prepare_data(work: Work, data: DataConfig) -> PreparedData:
+    """All rows of all sources, each with its file and line; broken rows keep their faults."""
+    began = time.perf_counter()
+    loaded = load_sources(data, directory=work.directory)
+    return PreparedData(
+        key=work.key,
+        directory=work.directory,
+        seconds=time.perf_counter() - began,
+        sources=loaded.sources,
+        rows=loaded.rows,
+    )

@@ -1,0 +1,102 @@
+"""A stage's progress for people: a bar in the terminal, lines in the Prefect log; and the journal on its way to MLflow.
+
+The trainer knows none of them; all is read from its journal.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from prefect import get_run_logger
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from grpo_tasks.grpo.journal import Journal
+from grpo_tasks.grpo.stage_dir import StageDir
+from schemas.config import StageConfig
+
+LOOK_S = 0.5
+LOG_S = 5.0
+WATCHED = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}
+
+
+class StageProgress:
+    """Follows the journal of a stage while it is trained. `ship` is called every few seconds and at the end."""
+
+    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object]) -> None:
+        self._stage, self._directory, self._ship = stage, directory, ship
+        self._log = get_run_logger()
+        self._journal, self._events = _Tail(directory.journal), _Tail(directory.events)
+        self._looked = self._told = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
+        self._task = self._bar.add_task(f"stage {stage.name}", total=stage.max_steps, figures="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._look(final=True)
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Look, at most twice a second."""
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._look(final=False)
+
+    def summary(self, journal: Journal) -> str:
+        """The stage as Markdown: first, middle and last updates."""
+        names = [name for name in WATCHED if name in journal.steps.get(journal.last_step, {}) or name == "reward"]
+        steps = sorted({1, *(round(journal.last_step * part / 8) for part in range(1, 9))} & journal.steps.keys())
+        lines = [f"# Stage {self._stage.name}", "", f"| update | {' | '.join(names)} |", f"|---:|{'---:|' * len(names)}"]
+        lines += [f"| {step} | {' | '.join(_number(journal.steps[step].get(name)) for name in names)} |" for step in steps]
+        return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model gets better: watch the reward."])
+
+    def _look(self, *, final: bool) -> None:
+        self._looked = time.monotonic()
+        lines, events = self._journal.read(), self._events.read()
+        for event in events:
+            self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
+        if lines:
+            last = lines[-1]
+            figures = " ".join(f"{short} {_number(last['metrics'][name])}" for name, short in WATCHED.items() if name in last["metrics"])
+            self._bar.update(self._task, completed=last["step"], figures=figures)
+            if final or self._looked - self._told >= LOG_S:
+                self._told = self._looked
+                self._log.info("stage %s, update %s%s: %s", self._stage.name, last["step"], self._of(), figures)
+        if lines or final:
+            self._ship()
+
+    def _of(self) -> str:
+        return f"/{self._stage.max_steps}" if self._stage.max_steps else ""
+
+
+class _Tail:
+    """Whole lines of a growing file of JSON lines, each once."""
+
+    def __init__(self, path) -> None:
+        self._path, self._at = path, 0
+
+    def read(self) -> list[dict]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,42 @@
+"""Step: one GRPO stage in a process of its own, followed live."""
+
+from grpo_tasks.grpo.journal import Journal
+from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.running.child import run_module
+from grpo_tasks.running.progress import StageProgress
+from grpo_tasks.running.step import Work, step
+from schemas.config import ModelConfig, RewardsConfig, RolloutConfig, StageConfig
+from schemas.results import DataReport, ModelRef, StageResult
+
+
+@step(rooms=("grpo", "rollout", "policy", "rewards", "data"), retries=1, resumable=True)
+def train_stage(
+    work: Work,
+    stage: StageConfig,
+    start: ModelRef,
+    data: DataReport,
+    *,
+    model: ModelConfig,
+    rewards: RewardsConfig,
+    rollout: RolloutConfig,
+    seed: int,
+) -> StageResult:
+    """Train one stage from `start`; a stage that was killed goes on from its last checkpoint."""
+    directory = StageDir(work.directory)
+    spec = StageSpec(
+        key=work.key,
+        stage=stage,
+        seed=seed,
+        model=model,
+        start=start,
+        rewards=rewards,
+        rollout=rollout,
+        resources=work.run.resources,
+        train=data.train,
+    )
+    spec.save(directory.spec)
+    shipper = work.run.follow(work.directory)
+    with StageProgress(stage, directory, ship=shipper.ship) as progress:
+        run_module("grpo_tasks.grpo", work.directory, tick=progress.tick)
+    work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
+    return StageResult.load(directory.result)
