@@ -173,6 +173,9 @@ class RewardConfig(Section):
     on_error: Literal["raise", "zero", "skip"] = "raise"
     """After an exception, a hang or a broken result: raise stops the run, zero scores the batch 0, skip leaves the
     function out of that batch. zero and skip are logged each time."""
+    full_score: float | None = None
+    """Score from which a completion counts as a success of this function (adaptive weight, success rate); empty: 1, and 0 for
+    repetition."""
     adaptive: AdaptiveWeightConfig | None = None
     """Adaptive weight; none keeps the weight fixed."""
 

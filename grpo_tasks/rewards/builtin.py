@@ -1,0 +1,167 @@
+"""The built-in reward functions: plain functions of TRL's signature, linear in the text. Weights are the config's business.
+
+    format              1 when the whole completion keeps the format, else 0
+    incremental_format  0.25 for each tag in its place, minus 0.001 a character after the closing answer tag, at least 0
+    correctness         1 when the answer equals the ground truth, else 0
+    length              1 inside a range of lengths, falling to 0 outside it
+    repetition          -1 .. 0, minus the share of repeated n-grams
+    style               -1 .. 1, four signs of tidiness
+
+A hollow completion (an empty answer, or a tag twice; see answers.py) earns nothing anywhere: 0, or style's lowest.
+"""
+
+# ruff: noqa: ARG001 - TRL hands every function more than it looks at
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from grpo_tasks.rewards.answers import Equality, Extraction, Tags, answers_equal, extract_answer, is_blank
+
+Completion = str | Sequence[Mapping[str, str]]
+"""Plain text, or chat messages of which the last is the assistant's."""
+
+FULL_SCORES: dict[str, float] = {"repetition": 0.0}
+"""Best score of the functions whose best is not 1."""
+
+TAG_CREDIT = 0.25
+TRAILING_PENALTY = 0.001
+SHORT_ANSWER_CHARS = 100
+REPETITION_WINDOW = 100_000
+"""Characters at the end that are searched for repetition; loops of a degenerate model stand there."""
+LONGEST_WORD = 32
+
+
+def completion_text(completion: Completion) -> str:
+    """The text of one completion in either shape."""
+    if isinstance(completion, str):
+        return completion
+    return (completion[-1].get("content") or "") if completion else ""
+
+
+def format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
+    """1.0 for exactly one reasoning block followed by one answer block and nothing else, 0.0 otherwise."""
+    return [float(found.strict_format) for found in _extractions(completions, tags)]
+
+
+def incremental_format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
+    """0 .. 1, so that a base model which knows a tag or two is already told apart from one that knows none."""
+    return [_tag_score(found) for found in _extractions(completions, tags)]
+
+
+def correctness(
+    prompts: object,
+    completions: Sequence[Completion],
+    *,
+    answer: Sequence[str],
+    tags: Tags,
+    equality: Equality,
+    **columns: object,
+) -> list[float]:
+    """1.0 for the right answer in the one answer block outside the reasoning, 0.0 for everything else."""
+    found = _extractions(completions, tags)
+    return [
+        float(one.answer is not None and answers_equal(one.answer, truth, equality))
+        for one, truth in zip(found, answer, strict=True)
+    ]
+
+
+def length(
+    prompts: object,
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    tags: Tags,
+    min_length: int = 10,
+    max_length: int = 1_000,
+    unit: Literal["characters", "tokens"] = "characters",
+    **columns: object,
+) -> list[float]:
+    """1.0 from `min_length` to `max_length`; below it the share reached, above it falling to 0 at twice `max_length`.
+
+    Args:
+        prompts: not looked at.
+        completions: N completions.
+        completion_ids: their token ids; needed for unit tokens.
+        tags: names of the blocks.
+        min_length: shortest length with the full score.
+        max_length: longest length with the full score.
+        unit: characters of the reasoning (of the completion, when it has not one reasoning block), or tokens of the completion.
+        columns: not looked at.
+    """
+    if not 0 < min_length <= max_length or unit not in ("characters", "tokens"):
+        raise ValueError(
+            f"length wants 0 < min_length <= max_length and unit characters or tokens, not {min_length}, {max_length}, {unit}"
+        )
+    found = _extractions(completions, tags)
+    if unit == "tokens":
+        if completion_ids is None:
+            raise ValueError("length with unit tokens needs completion_ids")
+        sizes = [len(ids) for ids in completion_ids]
+    else:
+        sizes = [
+            len((completion_text(completion) if one.reasoning is None else one.reasoning).strip())
+            for one, completion in zip(found, completions, strict=True)
+        ]
+    return [0.0 if one.hollow else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
+
+
+def repetition(prompts: object, completions: Sequence[Completion], *, ngram: int = 3, **columns: object) -> list[float]:
+    """Minus the share of word n-grams that stood in the completion before; words without end are cut into pieces."""
+    if ngram < 1:
+        raise ValueError(f"repetition wants ngram of at least 1, not {ngram}")
+    return [-_repeated_share(completion_text(completion), ngram) for completion in completions]
+
+
+def style(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
+    """Mean of four signs, each 1 or -1: nothing after the answer, a short answer, visible work, printable text."""
+    texts = [completion_text(completion) for completion in completions]
+    return [_style_score(text, extract_answer(text, tags)) for text in texts]
+
+
+BUILTIN: dict[str, Callable[..., list[float]]] = {
+    function.__name__: function for function in (format, incremental_format, correctness, length, repetition, style)
+}
+"""The functions by their names in the configuration."""
+
+
+def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extraction]:
+    return [extract_answer(completion_text(completion), tags) for completion in completions]
+
+
+def _tag_score(found: Extraction) -> float:
+    if found.hollow:
+        return 0.0
+    # Two tags around nothing are no reasoning block.
+    empty_pair = 2 if found.reasoning is not None and is_blank(found.reasoning) else 0
+    score = TAG_CREDIT * max(0, found.tags_in_place - empty_pair) - TRAILING_PENALTY * found.trailing_chars
+    return max(0.0, score)
+
+
+def _range_score(size: int, low: int, high: int) -> float:
+    if size < low:
+        return size / low
+    return max(0.0, min(1.0, 2.0 - size / high))
+
+
+def _repeated_share(text: str, ngram: int) -> float:
+    words = [piece for word in text[-REPETITION_WINDOW:].split() for piece in _pieces(word)]
+    grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _pieces(word: str) -> list[str]:
+    # Text without spaces would be one word that never repeats.
+    return [word] if len(word) <= LONGEST_WORD else [word[start : start + 8] for start in range(0, len(word), 8)]
+
+
+def _style_score(text: str, found: Extraction) -> float:
+    if found.hollow:
+        return -1.0
+    answer, reasoning = found.answer or "", found.reasoning or ""
+    signs = (
+        found.answer is not None and found.trailing_chars == 0,
+        0 < len(answer) <= SHORT_ANSWER_CHARS and "\n" not in answer,
+        len(reasoning.strip()) > len(answer),
+        all(letter.isprintable() or letter in "\n\t" for letter in set(text)),
+    )
+    return sum(1.0 if sign else -1.0 for sign in signs) / len(signs)

@@ -1,0 +1,216 @@
+"""The contract between a reward function and everybody else: what goes in, what may come out, what a breach is called.
+
+In: a `ScoreBatch`. Out: one score per completion, a finite number or None ("does not apply to this row", as in TRL). A list of
+numbers per completion (per-token rewards) counts as its sum. Everything else is a `Fault`, which is data until somebody decides
+what to do about it: `reward_error` words it for the user.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from schemas.errors import RewardError
+
+SHOWN_CHARS = 300
+"""Characters of a completion shown in an error."""
+RESERVED = frozenset({"answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments every function is given; columns of these names are left out."""
+
+
+class Row(Protocol):
+    """What rewards need to know of a prompt (grpo_tasks/data gives more)."""
+
+    @property
+    def prompt_id(self) -> str:
+        """First 16 hex digits of the row's hash."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """File or hub id the row comes from."""
+        ...
+
+    @property
+    def line(self) -> int:
+        """Line there."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, str]]:
+        """Chat messages of the prompt."""
+        ...
+
+    @property
+    def answer(self) -> str:
+        """Ground truth."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Other columns of the data."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """N completions to be scored, each with its prompt and columns."""
+
+    prompts: Sequence[Sequence[Mapping[str, str]]]
+    """Chat messages of the prompt, once per completion."""
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+    """Columns of the data by name, N values each; `answer` is the ground truth."""
+    step: int = 0
+    """The update this is for; functions see it as trainer_state.global_step."""
+    places: Sequence[str] = field(default=())
+    """Where each row comes from, for errors; may be empty."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
+        assert len(sizes) == 1, f"a batch with columns of unequal length: {sorted(sizes)}"
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def take(self, indices: Sequence[int]) -> "ScoreBatch":
+        """The batch of these completions, in this order."""
+        return ScoreBatch(
+            prompts=[self.prompts[index] for index in indices],
+            completions=[self.completions[index] for index in indices],
+            completion_ids=[self.completion_ids[index] for index in indices],
+            columns={name: [values[index] for index in indices] for name, values in self.columns.items()},
+            step=self.step,
+            places=[self.places[index] for index in indices] if self.places else (),
+        )
+
+
+def batch_of(
+    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], *, step: int = 0
+) -> ScoreBatch:
+    """The batch in which `completions[i]` answers `rows[i]`; rows may repeat.
+
+    Columns are `answer` and every extra column of any row (None where a row lacks it), save names a function gets anyway.
+    """
+    names = sorted({name for row in rows for name in row.extra} - RESERVED)
+    return ScoreBatch(
+        prompts=[row.messages for row in rows],
+        completions=completions,
+        completion_ids=completion_ids,
+        columns={"answer": [row.answer for row in rows], **{name: [row.extra.get(name) for row in rows] for name in names}},
+        step=step,
+        places=[place_of(row) for row in rows],
+    )
+
+
+def place_of(row: Row) -> str:
+    """Where a row comes from, for people."""
+    return f"{row.source}:{row.line} (prompt_id {row.prompt_id})"
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a function returned, checked."""
+
+    scores: list[float | None]
+    seconds: float
+    """Time inside the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One broken call."""
+
+    kind: Literal["raised", "hung", "died", "broken"]
+    detail: str
+    """What happened, as the end of a sentence that begins with the function's name."""
+    source: str = ""
+    """File, line and function that raised, when known."""
+    index: int | None = None
+    """Number of the completion in the batch, when known."""
+    mend: str = ""
+
+
+class ContractError(Exception):
+    """A result that breaks the contract; carries the fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+def check_result(result: Any, num: int) -> list[float | None]:
+    """The scores of a function's return value.
+
+    Args:
+        result: what the function returned; numpy arrays and torch tensors are taken too.
+        num: number of completions it was given.
+
+    Raises:
+        ContractError: wrong count, wrong type, or a number that is not finite.
+    """
+    result = _as_list(result)
+    if not isinstance(result, list | tuple):
+        raise _breach(f"returned {_kind(result)} instead of a list of {num} scores", "return one score per completion")
+    if len(result) != num:
+        first_without = len(result) if len(result) < num else None
+        raise _breach(f"returned {len(result)} scores for {num} completions", "return one score per completion", first_without)
+    return [_score(value, index) for index, value in enumerate(result)]
+
+
+def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
+    """The fault in words: function, row, completion, and what to do."""
+    places = [fault.source]
+    index = fault.index or 0
+    if len(batch):
+        only_together = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
+        places.append(f"{only_together}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
+    mend = fault.mend or "mend the function, or set on_error: zero | skip for it"
+    return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, places)), mend=mend)
+
+
+def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
+    """Beginning and end of a long text."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 30) // 2
+    return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+
+
+def _row(batch: ScoreBatch, index: int) -> str:
+    if batch.places:
+        return batch.places[index]
+    question = batch.prompts[index][-1].get("content", "") if batch.prompts[index] else ""
+    return f"completion {index} of the batch, question {shorten(question, 120)!r}"
+
+
+def _score(value: Any, index: int) -> float | None:
+    value = _as_list(value)
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        value = sum(_number(part, index) for part in value)
+    return _number(value, index)
+
+
+def _number(value: Any, index: int) -> float:
+    if not isinstance(value, numbers.Real):
+        raise _breach(f"returned {_kind(value)} instead of a number", "return a float or None per completion", index)
+    if not math.isfinite(value):
+        raise _breach(f"returned {float(value)}, which is not finite", "guard the division or logarithm it comes from", index)
+    return float(value)
+
+
+def _as_list(value: Any) -> Any:
+    # Arrays and tensors, of any library, become lists; their scalars become numbers.
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
+
+
+def _breach(detail: str, mend: str, index: int | None = None) -> ContractError:
+    return ContractError(Fault("broken", detail, index=index, mend=mend))

@@ -1,0 +1,47 @@
+"""Will a stage learn anything? Counted on the base model's own samples: groups whose completions earn different totals.
+
+A group that ties has zero advantage everywhere (grpo/advantages.py); when nearly all do, training is wasted time. A later stage
+starts from a better model than the base, so its forecast is a lower bound in most cases, and no promise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.results import SignalForecast
+
+TIE = 1e-6
+"""As in the advantages: totals that differ by no more than this, relative to their size, are a tie."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSample:
+    """A group of completions the base model gave to one training prompt."""
+
+    prompt_id: str
+    completions: list[str]
+    completion_ids: list[list[int]]
+    finish_reasons: list[str]
+
+
+def forecast(stage: str, samples: Sequence[GroupSample], totals: NDArray[np.float64]) -> SignalForecast:
+    """The share of groups with signal.
+
+    Args:
+        stage: name of the stage.
+        samples: groups, at least one.
+        totals: [N] weighted sums of the stage's rewards, group by group.
+    """
+    ends = np.cumsum([len(sample.completions) for sample in samples])
+    groups = np.split(totals, ends[:-1])
+    alive = [float(np.ptp(group)) > TIE * max(1.0, float(np.abs(group).max())) for group in groups]
+    deviations = [float(group.std(ddof=1)) if len(group) > 1 else 0.0 for group in groups]
+    return SignalForecast(
+        stage=stage,
+        groups=len(groups),
+        share_with_signal=sum(alive) / len(groups),
+        mean_reward=float(totals.mean()),
+        mean_reward_std=sum(deviations) / len(deviations),
+    )

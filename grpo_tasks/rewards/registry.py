@@ -1,0 +1,106 @@
+"""From a configured reward to something that can be called. Runs in the worker only, so that own code stays out of the trainer.
+
+A built-in is found by its name; an own function by `package.module:function`, imported with the working directory on the path.
+Parameters of the configuration win over columns of the same name.
+"""
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_tasks.rewards.answers import Tags
+from grpo_tasks.rewards.builtin import BUILTIN
+from schemas.config import RewardConfig, RewardsConfig
+from schemas.errors import ConfigError
+
+RewardFunction = Callable[..., Any]
+
+_GIVEN = {"prompts", "completions", "completion_ids", "answer", "tags", "equality", "columns"}
+
+
+def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> RewardFunction:
+    """The callable behind one entry, its parameters bound.
+
+    Args:
+        name: name of the entry, for errors.
+        reward: its settings, resolved (`function` filled in).
+        rewards: tags and equality, which built-in functions get as keyword arguments.
+
+    Raises:
+        ConfigError: the function cannot be imported, is not callable, or has no such parameter.
+    """
+    place = f"rewards.functions.{name}"
+    if reward.function in BUILTIN:
+        function = BUILTIN[reward.function]
+        known = inspect.signature(function).parameters.keys()
+        _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
+        given = {"tags": Tags.of(rewards.tags), "equality": rewards.equality}
+        bound = {key: value for key, value in given.items() if key in known} | reward.params
+    else:
+        function, bound = _import(reward.function or name, place=place), dict(reward.params)
+    return _bind(function, bound)
+
+
+def _bind(function: RewardFunction, bound: Mapping[str, Any]) -> RewardFunction:
+    def call(**arguments: Any) -> Any:
+        result = function(**(arguments | dict(bound)))
+        return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+
+    return call
+
+
+async def _finish(result: Any) -> Any:
+    return await result
+
+
+def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) -> None:
+    for param in params:
+        if param not in known:
+            near = difflib.get_close_matches(param, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
+            raise ConfigError(f"{param} is no parameter of this reward", place=f"{place}.params", mend=hint)
+
+
+def _import(path: str, *, place: str) -> RewardFunction:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{path} names no function", place=place, mend="write package.module:function")
+    found: Any = _module(module_name, place=place)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"define it there, or name another: {_functions_of(found)}"
+            raise ConfigError(f"{module_name} has no {part}", place=place, mend=hint)
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{path} is {type(found).__name__}, which cannot be called", place=place, mend="name a function")
+    function: RewardFunction = found
+    return function
+
+
+def _module(name: str, *, place: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{name} wants {error.name}, which is not installed", place=place, mend=f"install {error.name}"
+            ) from error
+        files = [path.stem for path in Path.cwd().glob("*.py")] + [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
+        near = difflib.get_close_matches(name.partition(".")[0], files, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"put it beside where you start the run ({Path.cwd()}), or install it"
+        raise ConfigError(f"there is no module {error.name}", place=place, mend=hint) from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{name} cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", mend="mend that line") from error
+
+
+def _functions_of(module: Any) -> str:
+    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return ", ".join(names) or "it defines none"
