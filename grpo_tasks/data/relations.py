@@ -8,15 +8,17 @@ import polars as pl
 
 from grpo_tasks.data.normalise import INVISIBLE
 
+_LOOK_ALIKES = {"‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", **dict.fromkeys(INVISIBLE, "")}
 _KEYS = ("prompt_key", "question_key", "plain_key")
 
 
 def relation_keys(rows: pl.DataFrame) -> pl.DataFrame:
-    """Three hashes of `rows.prompt`: of all messages, of all but the system's, and of the latter without case and punctuation."""
+    """Three hashes of each prompt: of all messages, of all but the system's, and of the latter without case and punctuation.
+
+    `rows` holds prompt and the views of `row_rules.with_views`.
+    """
     asked = pl.col("prompt").list.eval(pl.element().filter(pl.element().struct.field("role") != "system").struct.field("content"))
-    keys = rows.select(
-        whole=pl.struct("prompt").struct.json_encode(), asked=asked.list.join("\x1e"), known=pl.col("prompt").is_not_null()
-    )
+    keys = rows.select(whole=pl.struct("roles", "text"), asked=asked.list.join("\n"), known=pl.col("prompt").is_not_null())
     hashed = keys.select(
         "known", prompt_key=pl.col("whole").hash(), question_key=pl.col("asked").hash(), plain_key=plain(pl.col("asked")).hash()
     )
@@ -27,13 +29,11 @@ def plain(text: pl.Expr) -> pl.Expr:
     """A question without case, repeated blanks and the punctuation of sentences; operators and numbers stay as they are."""
     # Only punctuation at the edge of a word goes: 1.5 is not 15, and 3 - 4 is not 3 / 4.
     return (
-        text.str.normalize("NFC")
-        .str.to_lowercase()
-        .str.replace_all(f"[{INVISIBLE}]", "")
-        .str.replace_all(r"[‘’]", "'")
-        .str.replace_all(r"[.,;:?'\"“”…]+(\s|$)", " ")
-        .str.replace_all(r"(^|\s)['\"“”…]+", " ")
-        .str.replace_all(r"\s+", " ")
+        text.str.to_lowercase()
+        .str.replace_many(_LOOK_ALIKES)
+        .str.replace_all(r"[.,;:?'\"]+(\s|$)", " ")
+        .str.replace_all(r"(^|\s)['\"]+", " ")
+        .str.replace_all(r"\s\s+|[^\S ]", " ")
         .str.strip_chars()
     )
 
@@ -41,7 +41,7 @@ def plain(text: pl.Expr) -> pl.Expr:
 def broken_copies(marks: pl.DataFrame) -> pl.DataFrame:
     """Duplicates and contradictions inside a side: columns row, rule, value, as `row_rules.broken_rules`.
 
-    `marks`: row, side, source, line, prompt_id, answer, the keys of `relation_keys`, in reading order; rows with prompt and answer.
+    `marks`: row, side, source, line, prompt_id, answer, the keys of `relation_keys`, in reading order, all whole rows.
     Called before any split of ours, which would tear copies apart.
     """
     return pl.concat([_duplicates(marks), _contradictions(marks)])
