@@ -1,0 +1,130 @@
+"""The rules of the house that no linter knows."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import grimp
+import pytest
+
+from grpo_tasks.running.key import source_digest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("flows", "grpo_tasks", "schemas")
+STEPS = sorted(path.stem for path in (ROOT / "grpo_tasks").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph("flows", "grpo_tasks", "schemas", include_external_packages=True, cache_dir=None)
+
+
+def declared_rooms(step):
+    tree = ast.parse((ROOT / "grpo_tasks" / f"{step}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "step":
+            return {element.value for keyword in node.keywords if keyword.arg == "rooms" for element in keyword.value.elts}
+    raise AssertionError(f"{step} declares no rooms")
+
+
+def rooms_behind(graph, module):
+    below = graph.find_upstream_modules(module, as_package=graph.find_children(module) != set())
+    rooms = {name.split(".")[1] for name in below if name.startswith("grpo_tasks.")}
+    return {room for room in rooms if (ROOT / "grpo_tasks" / room).is_dir()}
+
+
+def test_the_steps_are_the_files_of_grpo_tasks():
+    assert STEPS == [
+        "evaluate_model", "merge_adapter", "prepare_data", "probe_rewards", "publish_model", "train_stage", "validate_data",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_declares_every_room_its_code_reaches(graph, step):
+    declared = declared_rooms(step)
+    behind = rooms_behind(graph, f"grpo_tasks.{step}")
+    for room in declared:
+        behind |= rooms_behind(graph, f"grpo_tasks.{room}")
+    # How a step is run and how it is told do not change what it makes.
+    assert behind - {"running", "tracking", "grpo"} <= declared | {"running", "tracking", "grpo"}
+    if step == "train_stage":
+        assert "grpo" in declared
+
+
+def test_the_digest_of_a_room_ignores_comments_and_sees_code(tmp_path, monkeypatch):
+    from grpo_tasks.running import key
+
+    room = tmp_path / "grpo_tasks" / "room"
+    room.mkdir(parents=True)
+    monkeypatch.setattr(key, "_ROOT", tmp_path / "grpo_tasks")
+
+    def digest(text):
+        (room / "file.py").write_text(text)
+        source_digest.cache_clear()
+        return source_digest("room")
+
+    first = digest('"""Doc."""\nx = 1  # why\n')
+    assert digest('"""Another."""\nx = 1\n') == first
+    assert digest("x = 2\n") != first
+    source_digest.cache_clear()
+
+
+@pytest.mark.parametrize("heavy", ["torch", "pandera", "polars", "prefect", "mlflow", "transformers"])
+def test_help_and_a_refused_config_import_nothing_heavy(heavy):
+    code = (
+        "import sys, flows.cli\nfrom schemas.load import load_config\nfrom schemas.errors import ConfigError\n"
+        "try:\n    load_config('demo', ['seeed=1'])\nexcept ConfigError as error:\n    assert 'did you mean seed' in str(error)\n"
+        f"assert {heavy!r} not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_trainer_imports_neither_orchestrator_nor_tracker():
+    code = "import sys, grpo_tasks.grpo.__main__\nassert not {'prefect', 'mlflow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_data_rewards_and_evaluation_need_no_torch():
+    code = (
+        "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.rewards.lab, grpo_tasks.evaluation.report\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_wheel_holds_exactly_the_three_packages_and_nobody_else_provides_them(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == set(PACKAGES)
+    files = zipfile.ZipFile(wheel).namelist()
+    assert "grpo_tasks/demo/base/model.safetensors" in files
+    others = [
+        other.name
+        for other in distributions()
+        if other.name != "grpo-pipeline"
+        for file in other.files or []
+        if file.parts[0] in PACKAGES
+    ]
+    assert others == []
+
+
+def test_init_files_hold_a_docstring_only():
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("__init__.py"):
+            body = ast.parse(path.read_text()).body
+            assert len(body) == 1, path
+            assert isinstance(body[0], ast.Expr), path
+
+
+def test_every_field_of_the_config_is_described():
+    from flows.show import _fields
+    from schemas.config import RunConfig
+
+    fields = _fields(RunConfig, "")
+    assert len(fields) > 90
+    assert [name for name, field in fields if not field.description] == []
