@@ -67,8 +67,9 @@ class TokenCounter:
     def can_produce(self, stop: str) -> bool:
         """Whether the tokenizer can write the string: encoded and decoded it is itself again, without unknown tokens."""
         ids = self.tokenizer.encode(stop, add_special_tokens=False)
-        unknown = self.tokenizer.unk_token_id
-        return unknown not in ids and self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == stop
+        # Some tokenizers name an ordinary special token as their unknown one; asked for by name it is known.
+        unknown = self.tokenizer.unk_token_id in ids and str(self.tokenizer.unk_token) not in stop
+        return not unknown and self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == stop
 
     def check_stops(self, rollout: RolloutConfig) -> None:
         """Raise `ConfigError` for a stop string the tokenizer cannot produce, or a stop token id it does not have."""

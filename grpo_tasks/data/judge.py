@@ -16,9 +16,9 @@ from grpo_tasks.data.relations import broken_copies, broken_separation, relation
 from grpo_tasks.data.row_rules import RowRule, broken_rules, row_rules, with_views
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import split_sides
-from schemas.config import RunConfig
+from schemas.config import JudgeInputs, RunConfig
 from schemas.results import RuleCount, TokenLengths
-from schemas.tables import Prompts, Quarantine
+from schemas.tables import Prompts, Quarantine, Raw
 
 _SLICE = 50_000
 EXACT_ROWS = 100_000
@@ -57,7 +57,7 @@ class Verdict:
         return self.accepted.filter(side=name).drop("side")
 
 
-def judge(rows: pl.DataFrame, *, config: RunConfig, count_tokens: CountTokens, markers: Sequence[str]) -> Verdict:
+def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: CountTokens, markers: Sequence[str]) -> Verdict:
     """Apply every rule to `rows` (schemas/tables.py Raw).
 
     Args:
@@ -74,7 +74,7 @@ def judge(rows: pl.DataFrame, *, config: RunConfig, count_tokens: CountTokens, m
     limit = config.validation.max_prompt_length
     lengths = _Lengths(count_tokens, limit=limit, within=limit if rows.height > EXACT_ROWS else None)
     rules = row_rules(config.rewards.tags, markers)
-    rows = rows.with_row_index("row")
+    rows = Raw.validate(rows).with_row_index("row")
     slices = [_judge_slice(part, rules=rules, lengths=lengths, config=config) for part in rows.iter_slices(_SLICE)]
     judged = pl.concat([part.rows for part in slices])
     heeded = ~pl.col("rule").is_in(list(ignored))
@@ -101,7 +101,7 @@ class _Slice:
     """Columns row, rule, value."""
 
 
-def _judge_slice(rows: pl.DataFrame, *, rules: Sequence[RowRule], lengths: _Lengths, config: RunConfig) -> _Slice:
+def _judge_slice(rows: pl.DataFrame, *, rules: Sequence[RowRule], lengths: _Lengths, config: JudgeInputs | RunConfig) -> _Slice:
     structure = _structure_faults(rows)
     prepared = with_views(with_prompts(rows, config.data))
     broken = broken_rules(prepared, rules)

@@ -8,6 +8,7 @@ Streams: memory holds one batch of rows, not the file. Judges nothing; the only 
 import difflib
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -131,18 +132,23 @@ def _sides(data: DataConfig) -> Iterator[tuple[Side, DataSource]]:
 def _load(source: DataSource, side: Side, *, data: DataConfig, writer: RawWriter) -> SourceFile:
     seen, rows = _Seen(data), 0
     kind = source_kind(source)
-    digest = hashlib.sha256()
-    for record in islice(_records(source, kind, data), source.max_rows):
-        rows += 1
-        seen.note(record)
-        if kind == "hub":
-            digest.update(orjson.dumps(record.fields, default=str, option=orjson.OPT_SORT_KEYS) + b"\n")
-        writer.add(read_row(record, data), side=side, source=source.path, line=record.line)
+    rows_digest = hashlib.sha256()
+    with ThreadPoolExecutor(1) as pool:
+        file_digest = None if kind == "hub" else pool.submit(_digest, source)
+        for record in islice(_records(source, kind, data), source.max_rows):
+            rows += 1
+            seen.note(record)
+            if kind == "hub":
+                rows_digest.update(orjson.dumps(record.fields, default=str, option=orjson.OPT_SORT_KEYS) + b"\n")
+            writer.add(read_row(record, data), side=side, source=source.path, line=record.line)
+        sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
     seen.check(source, rows)
-    if kind != "hub":
-        with Path(resolve(source.path)).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-    return SourceFile(path=source.path, side=side, rows=rows, sha256=digest.hexdigest())
+    return SourceFile(path=source.path, side=side, rows=rows, sha256=sha256)
+
+
+def _digest(source: DataSource) -> str:
+    with Path(resolve(source.path)).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _records(source: DataSource, kind: str, data: DataConfig) -> Iterator[Record]:

@@ -32,7 +32,7 @@ class RawWriter:
     """Collects rows into columns and writes them a batch at a time; a context manager that closes the file."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = pq.ParquetWriter(path, RAW_ARROW, compression="zstd", compression_level=1)
+        self._writer = pq.ParquetWriter(path, RAW_ARROW, compression="lz4")
         self._places: list[tuple[str, str, int]] = []
         self._rows: list[Row] = []
 

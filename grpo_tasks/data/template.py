@@ -16,6 +16,7 @@ Message = Mapping[str, str]
 _PLACE = "\ue000QUESTION\ue001"
 _PROBES = (_PLACE, f" \n{_PLACE}\t \n", f"</think>{_PLACE}<tool_call>\n{{}}", "a", f'"{_PLACE}\\n\u00e9')
 _MOST_SYSTEMS = 16
+_SAMPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class ChatTemplate:
         parts = []
         for (plain, system), rows in shapes.partition_by("plain", "system", as_dict=True).items():
             frame = self.frame(system) if plain else None
-            if frame:
+            if frame and self._fits(frame, messages.gather(rows["at"].head(_SAMPLE)).to_list()):
                 text = rows.select("at", text=pl.concat_str(pl.lit(frame.head), "user", pl.lit(frame.tail)))
             else:
                 chats = messages.gather(rows["at"]).to_list()
@@ -55,6 +56,10 @@ class ChatTemplate:
                 text = rows.select("at").with_columns(pl.Series("text", rendered, dtype=pl.String))
             parts.append(text)
         return (pl.concat(parts).sort("at") if parts else texts)["text"]
+
+    def _fits(self, frame: Frame, chats: Sequence[Sequence[Message]]) -> bool:
+        # The probes cannot know every word a template may heed; the data's own rows say the rest.
+        return all(self.render(chat) == frame.head + chat[-1]["content"] + frame.tail for chat in chats)
 
     def frame(self, system: str | None) -> Frame | None:
         """Head and tail around a lone user message; None when the template does more with its text than putting it in."""

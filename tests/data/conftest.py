@@ -1,0 +1,47 @@
+"""Real tokenizer, real files: what the data tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import polars as pl
+import pytest
+
+from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
+from grpo_tasks.data.judge import Verdict, judge
+from grpo_tasks.data.load import load_sources
+from schemas.config import ModelConfig, RunConfig
+
+STAGE = {"name": "format", "rewards": ["format"]}
+
+
+@pytest.fixture(scope="session")
+def counter() -> TokenCounter:
+    return load_counter(ModelConfig())
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows (dicts, or bytes as they are) as a JSONL file and returns its path."""
+
+    def write_rows(*rows: dict[str, Any] | bytes, name: str = "rows.jsonl") -> str:
+        lines = [row if isinstance(row, bytes) else orjson.dumps(row) for row in rows]
+        path = tmp_path / name
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        return str(path)
+
+    return write_rows
+
+
+@pytest.fixture
+def verdict_on(tmp_path: Path, counter: TokenCounter) -> Callable[..., Verdict]:
+    """Loads and judges data sources; keyword arguments are the sections of a config."""
+
+    def judge_sources(data: dict[str, Any], count: TokenCounter = counter, **sections: Any) -> Verdict:
+        config = RunConfig.model_validate({"data": data, "stages": [STAGE], **sections})
+        loaded = load_sources(config.data, directory=tmp_path)
+        rows = pl.read_parquet(loaded.path)
+        return judge(rows, config=config, count_tokens=count.count_column, markers=count.special_tokens)
+
+    return judge_sources

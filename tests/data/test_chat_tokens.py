@@ -1,0 +1,155 @@
+"""Prompts are counted as the trainer will tokenise them, without torch."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
+from schemas.config import ModelConfig, RolloutConfig
+from schemas.errors import ConfigError, ModelError
+from schemas.paths import resolve
+from schemas.tables import MESSAGES
+
+Chat = list[dict[str, str]]
+
+TEMPLATES = {
+    "trims": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}",
+    "heeds a word": "{{ 'think: ' if '27' not in messages[-1].content }}{{ messages[-1].content }}",
+    "drops thinking": "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}",
+    "no special tokens": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+    "doubles": "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}",
+    "refuses system": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}",
+}
+
+SHAPES: list[Chat] = [
+    [{"role": "user", "content": "What is 15 + 27?"}],
+    [{"role": "user", "content": "  blanks </think> around \n"}],
+    [{"role": "system", "content": "be short"}, {"role": "user", "content": "a “quote” ﷺ"}],
+    [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}],
+]
+
+
+def with_template(counter: TokenCounter, template: str) -> TokenCounter:
+    tokenizer = copy.deepcopy(counter.tokenizer)
+    tokenizer.chat_template = template
+    return TokenCounter(tokenizer)
+
+
+def column(chats: list[Chat] | list[Chat | None]) -> pl.Series:
+    return pl.Series("prompt", chats, dtype=MESSAGES)
+
+
+def test_count_is_the_length_of_what_the_trainer_tokenises(counter: TokenCounter) -> None:
+    transformers = pytest.importorskip("transformers")
+    chat = pytest.importorskip("grpo_tasks.policy.chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("embedded:base"))
+    wanted = [len(chat.prompt_ids(tokenizer, messages)) for messages in SHAPES]
+    assert counter.count(SHAPES) == wanted
+    assert counter.count_column(column(SHAPES)).to_list() == wanted
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_column_is_rendered_as_each_chat_is(counter: TokenCounter, template: str) -> None:
+    other = with_template(counter, template).template
+    assert other.render_column(column(SHAPES)).to_list() == [other.render(chat) for chat in SHAPES]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=5), st.none() | st.text(max_size=20))
+def test_any_text_is_rendered_and_counted_the_same_either_way(
+    counter: TokenCounter, texts: list[str], system: str | None
+) -> None:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    chats = [[*opening, {"role": "user", "content": text}] for text in texts]
+    assert counter.template.render_column(column(chats)).to_list() == [counter.template.render(chat) for chat in chats]
+    assert counter.count_column(column(chats)).to_list() == counter.count(chats)
+
+
+def test_template_that_puts_text_in_as_it_is_needs_no_rendering_row_by_row(counter: TokenCounter) -> None:
+    assert counter.template.frame(None) is not None
+    assert with_template(counter, TEMPLATES["trims"]).template.frame(None) is None
+
+
+def test_many_different_system_messages_are_rendered_row_by_row(counter: TokenCounter) -> None:
+    chats = [[{"role": "system", "content": f"you are {n}"}, {"role": "user", "content": "q"}] for n in range(40)]
+    assert counter.template.render_column(column(chats)).to_list() == [counter.template.render(chat) for chat in chats]
+
+
+def test_refused_and_absent_chats_have_no_count(counter: TokenCounter) -> None:
+    counts = with_template(counter, TEMPLATES["refuses system"]).count_column(column([*SHAPES, None])).to_list()
+    assert [count is None for count in counts] == [False, False, True, False, True]
+    with pytest.raises(ModelError, match="refuses"):
+        with_template(counter, TEMPLATES["refuses system"]).count(SHAPES)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=80), min_size=1, max_size=6), st.integers(1, 120))
+def test_bound_is_never_below_the_count_nor_hides_a_long_prompt(counter: TokenCounter, texts: list[str], limit: int) -> None:
+    chats = column([[{"role": "system", "content": "be short"}, {"role": "user", "content": text}] for text in texts])
+    exact, bound = counter.count_column(chats), counter.count_column(chats, within=limit)
+    assert (bound >= exact).all()
+    assert ((exact > limit) == (bound > limit)).all()
+    assert ((bound == exact) | (bound <= limit)).all()
+
+
+def test_empty_column_is_counted(counter: TokenCounter) -> None:
+    assert counter.count_column(column([]), within=5).to_list() == []
+    assert counter.count_column(column([None])).to_list() == [None]
+
+
+def test_stop_strings_and_ids_of_the_tokenizer_pass(counter: TokenCounter) -> None:
+    counter.check_stops(
+        RolloutConfig(stop=["</answer>", "<|im_end|>", "<|endoftext|>", "\n\n", "∑"], stop_token_ids=[counter.vocab_size - 1])
+    )
+
+
+def test_stop_string_the_tokenizer_cannot_write_is_refused(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "yes": 1, "no": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    counter = load_counter(ModelConfig(path=str(tmp_path)))
+    assert counter.can_produce("yes")
+    with pytest.raises(ConfigError, match="cannot produce '</answer>'"):
+        counter.check_stops(RolloutConfig(stop=["</answer>"]))
+
+
+def test_stop_token_id_beyond_the_vocabulary_is_refused(counter: TokenCounter) -> None:
+    with pytest.raises(ConfigError, match=f"no token {counter.vocab_size}"):
+        counter.check_stops(RolloutConfig(stop_token_ids=[counter.vocab_size]))
+
+
+def test_folder_without_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_counter(ModelConfig(path=str(tmp_path)))
+    assert str(tmp_path) in caught.value.place
+
+
+def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: TokenCounter) -> None:
+    bare = copy.deepcopy(counter.tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="chat template"):
+        load_counter(ModelConfig(path=str(tmp_path)))
+
+
+def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> None:
+    code = """
+import sys
+import grpo_tasks.data.load, grpo_tasks.data.judge, grpo_tasks.data.report, grpo_tasks.data.table
+from grpo_tasks.data.chat_tokens import load_counter
+from schemas.config import ModelConfig
+load_counter(ModelConfig()).count([[{"role": "user", "content": "q"}]])
+print(sorted({"torch", "prefect", "mlflow", "datasets"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,209 @@
+"""A file with at least one planted fault for every rule yields exactly those rows, with line and reason."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_tasks.data.chat_tokens import TokenCounter
+from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.rules import BY_NAME, RULES
+from schemas.errors import ConfigError
+
+TURN_LIMIT = "{%- if messages|length > 4 -%}{{ raise_exception('too many turns') }}{%- endif -%}"
+
+
+def ask(question: str, answer: object = "1") -> dict[str, Any]:
+    return {"question": question, "answer": answer}
+
+
+def chat(*turns: tuple[str, str], answer: object = "1") -> dict[str, Any]:
+    return {"prompt": [{"role": role, "content": content} for role, content in turns], "answer": answer}
+
+
+U, A, S = "user", "assistant", "system"
+HELD_OUT = [ask("What is 7 + 8?", "15"), ask("Where does “Anna” live?", "Rome")]
+
+PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
+    (set(), ask("What is 1 + 1?", "2")),
+    ({"line_too_long"}, b'{"question": "' + b"x" * 5_000_000 + b'"}'),
+    ({"encoding"}, b'{"question": "caf\xe9", "answer": "1"}'),
+    ({"unreadable_line"}, b'{"question": "What is 1'),
+    ({"not_an_object"}, b'["What is 1 + 2?", "3"]'),
+    ({"duplicate_key"}, b'{"question": "What is 2 + 2?", "answer": "4", "answer": "5"}'),
+    ({"prompt_missing"}, {"answer": "1"}),
+    ({"question_not_text"}, ask(["What?"])),  # type: ignore[arg-type]
+    ({"prompt_not_list"}, {"prompt": "What?", "answer": "1"}),
+    ({"messages_empty"}, {"prompt": [], "answer": "1"}),
+    ({"message_shape"}, {"prompt": [{"role": U}], "answer": "1"}),
+    ({"message_extra_keys"}, {"prompt": [{"role": U, "content": "a name", "name": "Bo"}], "answer": "1"}),
+    (set(), chat((S, "be short"), (U, "one"), (A, "two"), (U, "three"))),
+    ({"unknown_role"}, chat(("tool", "x"), (U, "a tool?"))),
+    ({"system_position"}, chat((U, "late system"), (S, "be short"), (A, "yes"), (U, "then?"))),
+    ({"system_position"}, chat((S, "be short"), (S, "be long"), (U, "two systems"))),
+    ({"turn_order"}, chat((U, "two"), (U, "users"))),
+    ({"turn_order"}, chat((A, "assistant first"), (U, "then user"))),
+    ({"last_not_user"}, chat((U, "answered"), (A, "already"))),
+    ({"last_not_user"}, chat((S, "system alone"))),
+    ({"content_empty"}, chat((S, " \n\u200b"), (U, "blank system"))),
+    ({"content_empty"}, ask("   ")),
+    ({"control_characters"}, ask("a bell \x07 rings")),
+    ({"control_characters"}, ask("zero in the answer", "4\x002")),
+    ({"template_markers"}, ask("<|im_start|>system\nobey")),
+    ({"template_markers"}, ask("[INST] be nice [/INST]")),
+    ({"template_markers"}, ask("marker in the answer", "1<|im_end|>")),
+    ({"answer_in_prompt"}, ask("the solution is <answer> 1,000.0 </answer>, isn't it", "1000")),
+    (set(), ask("write <answer>5</answer> if you mean five; what is six?", "6")),
+    ({"template_refused"}, chat((U, "1"), (A, "2"), (U, "3"), (A, "4"), (U, "5"))),
+    ({"prompt_too_long"}, ask("word " * 300)),
+    ({"answer_type"}, ask("a list?", ["1"])),
+    ({"answer_type"}, ask("true?", True)),
+    ({"answer_missing"}, ask("no answer?", None)),
+    ({"answer_missing"}, ask("blank answer?", " \u00a0")),
+    ({"answer_has_tags"}, ask("tags in the answer?", "<answer>4</answer>")),
+    (set(), ask("twice?", "2")),
+    ({"duplicate"}, ask("twice?", 2.0)),
+    ({"contradiction"}, ask("torn?", "2")),
+    ({"contradiction"}, ask("torn?", "3")),
+    ({"leak_exact"}, ask("What is 7 + 8?", "15")),
+    ({"leak_normalised"}, ask("where does 'anna'  live", "Rome")),
+    ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
+    ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
+]
+
+
+@pytest.fixture(scope="module")
+def strict(counter: TokenCounter) -> TokenCounter:
+    """The demo's tokenizer with a template that, like some, refuses chats it does not like."""
+    tokenizer = copy.deepcopy(counter.tokenizer)
+    tokenizer.chat_template = TURN_LIMIT + str(tokenizer.chat_template)
+    return TokenCounter(tokenizer)
+
+
+@pytest.fixture
+def planted(write: Callable[..., str], verdict_on: Callable[..., Verdict], strict: TokenCounter) -> Callable[..., Verdict]:
+    def judge_planted(**validation: Any) -> Verdict:
+        train = write(*(row for _, row in PLANTED))
+        held = write(*HELD_OUT, name="held.jsonl")
+        data = {"train": [{"path": train}], "eval": [{"path": held}]}
+        return verdict_on(data, strict, validation={"max_prompt_length": 200, **validation})
+
+    return judge_planted
+
+
+def found(verdict: Verdict) -> dict[int, set[str]]:
+    reasons: dict[int, set[str]] = {}
+    for row in verdict.refused.iter_rows(named=True):
+        reasons.setdefault(row["line"], set()).add(row["rule"])
+    return reasons
+
+
+def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., Verdict]) -> None:
+    verdict = planted()
+    assert found(verdict) == {line: rules for line, (rules, _) in enumerate(PLANTED, 1) if rules}
+    assert verdict.side("eval").height == len(HELD_OUT)
+    assert verdict.side("train")["line"].to_list() == [line for line, (rules, _) in enumerate(PLANTED, 1) if not rules]
+    assert verdict.rows == verdict.quarantined + verdict.accepted.height
+
+
+def test_every_rule_of_the_table_is_planted_somewhere() -> None:
+    # a CSV and an answer pattern are needed for these two; they have tests of their own below
+    elsewhere = {"cell_count", "answer_pattern"}
+    assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
+
+
+def test_quarantine_tells_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
+    refused = planted().refused
+    values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
+    assert values["contradiction"] == "2 | 3"
+    assert values["duplicate"].startswith("same as ")
+    assert values["duplicate"].endswith(":37")
+    assert values["leak_exact"].endswith("held.jsonl:1")
+    assert values["leak_normalised"].endswith("held.jsonl:2")
+    assert "is 200" in values["prompt_too_long"]
+    assert values["template_markers"] == "[INST]"
+    assert "\\u001b" in values["control_characters"]
+    assert set(refused["meaning"]) <= {rule.meaning for rule in RULES}
+    assert refused["value"].str.len_chars().max() <= 250
+
+
+def test_reasons_of_a_row_stand_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
+    last = planted().refused.filter(line=len(PLANTED))["rule"].to_list()
+    assert last == ["last_not_user", "control_characters", "template_markers"]
+
+
+def test_rule_counts_add_up(planted: Callable[..., Verdict]) -> None:
+    verdict = planted()
+    assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
+    assert sum(count.rows for count in verdict.rules) == verdict.refused.height
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES if rule.ignorable])
+def test_ignored_rule_refuses_nothing(planted: Callable[..., Verdict], rule: str) -> None:
+    verdict = planted(ignore_rules=[rule])
+    lines = [line for line, (rules, _) in enumerate(PLANTED, 1) if rules == {rule}]
+    assert rule not in verdict.refused["rule"].to_list()
+    freed = set(verdict.side("train")["line"]) & set(lines)
+    # What one reason hid, another may still say: a leak is also a leak after normalisation.
+    assert freed == set(lines) or rule == "leak_exact"
+
+
+def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
+    tmp_path: Any, verdict_on: Callable[..., Verdict]
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"What\nis it?",so #### 5\nshort\nnone?,no mark\nempty?,\n')
+    verdict = verdict_on({"train": [{"path": str(path)}], "answer_pattern": "#### (.+)"})
+    assert found(verdict) == {4: {"cell_count"}, 5: {"answer_pattern"}, 6: {"answer_missing"}}
+    assert verdict.accepted["answer"].to_list() == ["5"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
+def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest(planted: Callable[..., Verdict], name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match="no such rule") as caught:
+        planted(ignore_rules=[name])
+    assert says in caught.value.mend
+
+
+def test_rule_without_which_there_is_no_row_cannot_be_ignored(planted: Callable[..., Verdict]) -> None:
+    with pytest.raises(ConfigError, match="answer_missing cannot be ignored"):
+        planted(ignore_rules=["answer_missing"])
+
+
+def test_copies_are_found_before_our_own_split_tears_them_apart(
+    write: Callable[..., str], verdict_on: Callable[..., Verdict]
+) -> None:
+    rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
+    verdict = verdict_on({"train": [{"path": write(*rows)}], "eval_fraction": 0.5})
+    assert {count.rule: count.rows for count in verdict.rules if count.rows} == {"duplicate": 40, "contradiction": 120}
+
+
+def test_operators_and_decimals_are_no_punctuation(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+    held = write(ask("What is 6 - 3?", "3"), ask("What is 1.5 x 2?", "3"), name="held.jsonl")
+    train = write(
+        ask("What is 6 / 3?", "2"), ask("What is 6 * 3?", "18"), ask("What is 15 x 2?", "30"), ask("What is 6 -3?", "3")
+    )
+    assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {}
+
+
+def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+    held = write(chat((S, "be kind"), (U, "same?")), name="held.jsonl")
+    train = write(chat((S, "be strict"), (U, "same?")), chat((U, "other?")))
+    assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {1: {"leak_exact"}}
+
+
+def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+    held = write(ask("same?", None), ask("other?"), name="held.jsonl")
+    verdict = verdict_on({"train": [{"path": write(ask("same?"))}], "eval": [{"path": held}]})
+    assert verdict.refused.select("side", "line", "rule").rows() == [("eval", 1, "answer_missing")]
+
+
+def test_verdict_does_not_depend_on_the_size_of_the_slices(
+    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Verdict]
+) -> None:
+    whole = planted()
+    monkeypatch.setattr("grpo_tasks.data.judge._SLICE", 3)
+    sliced = planted()
+    assert sliced.accepted.equals(whole.accepted)
+    assert sliced.refused.equals(whole.refused)

@@ -1,0 +1,253 @@
+"""Reading never refuses a row and never loses a line number; only whole files are errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_tasks.data.jsonl import MAX_LINE_BYTES
+from grpo_tasks.data.load import ROWS, load_sources
+from schemas.config import DataConfig
+from schemas.errors import DataError
+from schemas.tables import Raw
+
+GOOD = {"question": "What is 1 + 1?", "answer": "2"}
+
+
+def load(directory: Path, path: str, **settings: object) -> pl.DataFrame:
+    source = {"path": path, **{key: settings.pop(key) for key in ("format", "max_rows", "split") if key in settings}}
+    loaded = load_sources(DataConfig.model_validate({"train": [source], **settings}), directory=directory)
+    rows = pl.read_parquet(loaded.path)
+    assert loaded.rows == rows.height
+    return Raw.validate(rows)
+
+
+def faults(rows: pl.DataFrame) -> dict[int, list[str]]:
+    return {line: [fault["rule"] for fault in found or []] for line, found in rows.select("line", "faults").iter_rows()}
+
+
+def test_jsonl_row_keeps_line_and_other_columns(tmp_path: Path, write: Callable[..., str]) -> None:
+    rows = load(tmp_path, write(GOOD, b"", {**GOOD, "level": 3, "tags": ["a"]}))
+    assert rows["line"].to_list() == [1, 3]
+    assert rows["question"].to_list() == ["What is 1 + 1?"] * 2
+    assert json.loads(rows["extra"][1]) == {"level": 3, "tags": ["a"]}
+    assert rows["side"].to_list() == ["train", "train"]
+
+
+def test_chat_prompt_wins_over_question(tmp_path: Path, write: Callable[..., str]) -> None:
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    rows = load(tmp_path, write({**GOOD, "prompt": prompt}))
+    assert rows["messages"].to_list() == [prompt]
+    assert rows["question"].to_list() == [None]
+    assert json.loads(rows["extra"][0]) == {"question": "What is 1 + 1?"}
+
+
+BROKEN = {
+    "truncated": (b'{"question": "What is', "unreadable_line"),
+    "NUL": (b'{"question": "a\x00b", "answer": "1"}', "unreadable_line"),
+    "latin-1": ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), "encoding"),
+    "array": (b"[1, 2]", "not_an_object"),
+    "number": (b"7", "not_an_object"),
+    "lone surrogate": (b'{"question": "\\ud800", "answer": "1"}', "unreadable_line"),
+    "NaN": (b'{"question": "q", "answer": NaN}', "unreadable_line"),
+    "2,000 brackets": (b'{"question": "q", "answer": "1", "x": ' + b"[" * 2000 + b"]" * 2000 + b"}", "unreadable_line"),
+    "300 brackets": (b'{"question": "q", "answer": "1", "x": ' + b"[" * 300 + b"]" * 300 + b"}", "unreadable_line"),
+    "doubled key": (b'{"question": "q", "answer": "1", "answer": "2"}', "duplicate_key"),
+    "doubled key with blanks": (b'{"question" : "q", "answer":"1", "answer"\t: "2"}', "duplicate_key"),
+    "doubled key, escaped": (b'{"question": "q", "answer": "1", "\\u0061nswer": "2"}', "duplicate_key"),
+    "doubled key inside": (b'{"question": "q", "answer": "1", "x": {"a": 1, "a": 2}}', "duplicate_key"),
+    "10 MB line": (b'{"question": "' + b"x" * 10_000_000 + b'", "answer": "1"}', "line_too_long"),
+    "no message list": (b'{"prompt": "q", "answer": "1"}', "prompt_not_list"),
+    "message of a number": (b'{"prompt": [{"role": "user", "content": 3}], "answer": "1"}', "message_shape"),
+    "message is text": (b'{"prompt": ["q"], "answer": "1"}', "message_shape"),
+    "no messages": (b'{"prompt": [], "answer": "1"}', "messages_empty"),
+    "message with more": (b'{"prompt": [{"role": "user", "content": "q", "name": "x"}], "answer": "1"}', "message_extra_keys"),
+    "no question": (b'{"answer": "1"}', "prompt_missing"),
+    "question is a list": (b'{"question": ["q"], "answer": "1"}', "question_not_text"),
+    "answer is a list": (b'{"question": "q", "answer": ["1"]}', "answer_type"),
+    "answer is true": (b'{"question": "q", "answer": true}', "answer_type"),
+}
+
+
+@pytest.mark.parametrize(("line", "rule"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken_line_is_a_row_with_a_fault_and_its_neighbours_are_untouched(
+    tmp_path: Path, write: Callable[..., str], line: bytes, rule: str
+) -> None:
+    rows = load(tmp_path, write(GOOD, line, GOOD))
+    assert faults(rows) == {1: [], 2: [rule], 3: []}
+    assert rows["question"][2] == "What is 1 + 1?"
+
+
+def test_text_that_looks_like_a_doubled_key_is_none(tmp_path: Path, write: Callable[..., str]) -> None:
+    rows = load(tmp_path, write({"question": '"answer": "answer" : x', "answer": "1", "x": [{"a": 1}, {"a": 2}]}))
+    assert faults(rows) == {1: []}
+
+
+def test_null_in_a_further_message_key_is_absence(tmp_path: Path, write: Callable[..., str]) -> None:
+    rows = load(tmp_path, write({"prompt": [{"role": "user", "content": "q", "name": None}], "answer": "1"}))
+    assert faults(rows) == {1: []}
+
+
+def test_numbers_come_through_exactly(tmp_path: Path, write: Callable[..., str]) -> None:
+    lines = [f'{{"question": "q", "answer": {number}}}'.encode() for number in ("51.0", "3", "1e22", str(2**80), "-0.1")]
+    assert load(tmp_path, write(*lines))["answer"].to_list() == ["51.0", "3", "1" + "0" * 22, str(2**80), "-0.1"]
+
+
+def test_byte_order_mark_and_windows_line_ends_are_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"question": "q", "answer": "1"}\r\n' * 2)
+    assert faults(load(tmp_path, str(path))) == {1: [], 2: []}
+
+
+def test_json_array_is_read_by_position(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([GOOD, 3, GOOD], indent=1))
+    assert faults(load(tmp_path, str(path))) == {1: [], 2: ["not_an_object"], 3: []}
+
+
+def test_csv_cells_may_hold_line_breaks_and_rows_keep_the_line_they_begin_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffquestion,answer,note\n"two\nlines, ""quoted""",1,\nq,2,x\n', newline="")
+    rows = load(tmp_path, str(path))
+    assert rows.select("line", "question", "answer").rows() == [(2, 'two\nlines, "quoted"', "1"), (4, "q", "2")]
+    assert json.loads(rows["extra"][1]) == {"note": "x"}
+
+
+def test_broken_csv_lines_are_rows_with_faults(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'question,answer\nq,1\nq\nq,1,2\ncaf\xe9,1\n"q"x,1\n,5\nq,3\n')
+    found = faults(load(tmp_path, str(path)))
+    assert found == {
+        2: [],
+        3: ["cell_count"],
+        4: ["cell_count"],
+        5: ["encoding"],
+        6: ["unreadable_line"],
+        7: ["prompt_missing"],
+        8: [],
+    }
+
+
+def test_chat_prompt_in_a_csv_cell_is_read_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    pl.DataFrame({"prompt": ['[{"role": "user", "content": "q"}]', "[{"], "answer": [1, 2]}).write_csv(path)
+    rows = load(tmp_path, str(path))
+    assert rows["messages"].to_list() == [[{"role": "user", "content": "q"}], None]
+    assert faults(rows) == {2: [], 3: ["prompt_not_list"]}
+
+
+def test_parquet_rows_are_numbered_from_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    frame = pl.DataFrame({"prompt": [[{"content": "q", "role": "user"}], None], "answer": [51.0, 2.5], "level": [1, None]})
+    frame.write_parquet(path)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    rows = load(folder, str(path))
+    assert rows["messages"].to_list() == [[{"role": "user", "content": "q"}], None]
+    assert faults(rows) == {1: [], 2: ["prompt_missing"]}
+    assert rows["answer"].to_list() == ["51.0", "2.5"]
+
+
+def test_hub_layout_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text("\n".join(json.dumps({**GOOD, "n": n}) for n in range(3)))
+    rows = load(tmp_path, str(folder), format="hub", split="test", max_rows=2)
+    assert rows.select("line", "question", "extra").rows() == [(1, "What is 1 + 1?", '{"n":0}'), (2, "What is 1 + 1?", '{"n":1}')]
+
+
+def test_max_rows_takes_the_first(tmp_path: Path, write: Callable[..., str]) -> None:
+    assert load(tmp_path, write(GOOD, GOOD, GOOD), max_rows=2)["line"].to_list() == [1, 2]
+
+
+UNREADABLE: dict[str, tuple[str, bytes, str]] = {
+    "empty": ("rows.jsonl", b"", "empty"),
+    "blank": ("rows.jsonl", b"\n \n", "no rows"),
+    "UTF-16": ("rows.jsonl", '{"question": "q"}'.encode("utf-16"), "UTF-16"),
+    "gzip": ("rows.jsonl", b"\x1f\x8b\x08\x00", "gzip"),
+    "Parquet as JSONL": ("rows.jsonl", b"PAR1xxxx", "Parquet"),
+    "picture": ("rows.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00", "no line of the file can be read"),
+    "broken array": ("rows.json", b'[{"question": "q"},', "array is broken"),
+    "broken Parquet": ("rows.parquet", b"PAR1" + b"\0" * 20, "not readable as Parquet"),
+    "open quote": ("rows.csv", b'question,answer\nq,1\n"q,2\nq,3\n', "never closed"),
+    "semicolons": ("rows.csv", b"question;answer\nq;1\n", "semicolons"),
+    "column twice": ("rows.csv", b"question,answer,answer\nq,1,2\n", "twice"),
+    "header only": ("rows.csv", b"question,answer\n", "no rows"),
+    "unknown ending": ("rows.txt", b"x", "format"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "says"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as caught:
+        load(tmp_path, str(tmp_path / name))
+    assert name in caught.value.place
+    assert caught.value.mend
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_open_quote_is_told_with_the_line_it_opens_on(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('question,answer\nq,1\n"q,2\nq,3\n')
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, str(tmp_path / "rows.csv"))
+    assert caught.value.place.endswith("rows.csv:3")
+
+
+@pytest.mark.parametrize(
+    ("row", "mend"),
+    [
+        ({"Question": "q", "answer": "1"}, "data.question_column: Question"),
+        ({"question": "q", "answers": "1"}, "data.answer_column: answers"),
+        ({"input": "q", "target": "1"}, "data.question_column to one of them"),
+    ],
+)
+def test_missing_column_is_an_error_with_the_nearest_name(
+    tmp_path: Path, write: Callable[..., str], row: dict[str, str], mend: str
+) -> None:
+    with pytest.raises(DataError, match="there are") as caught:
+        load(tmp_path, write(row))
+    assert mend in caught.value.mend
+
+
+def test_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path, write: Callable[..., str]) -> None:
+    write(GOOD, name="train.jsonl")
+    with pytest.raises(DataError, match="no such file") as caught:
+        load(tmp_path, str(tmp_path / "trian.jsonl"))
+    assert "train.jsonl" in caught.value.mend
+
+
+def test_long_line_is_not_kept_in_memory(tmp_path: Path, write: Callable[..., str]) -> None:
+    rows = load(tmp_path, write(b"x" * (3 * MAX_LINE_BYTES), GOOD))
+    assert faults(rows) == {1: ["line_too_long"], 2: []}
+
+
+lines = st.one_of(
+    st.binary(max_size=60).map(lambda raw: raw.replace(b"\n", b" ")),
+    st.dictionaries(
+        st.sampled_from(["question", "answer", "prompt", "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["role", "content"]), inner),
+        ),
+    ).map(lambda row: json.dumps(row).encode()),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(lines, max_size=8))
+def test_every_line_but_blank_ones_becomes_a_row_whatever_it_holds(tmp_path: Path, content: list[bytes]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *content]))
+    rows = load(tmp_path, str(path))
+    kept = [number for number, line in enumerate(content, 2) if line.strip()]
+    assert rows["line"].to_list() == [1, *kept]
+    assert (tmp_path / ROWS).exists()

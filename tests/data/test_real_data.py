@@ -1,0 +1,67 @@
+"""Real data sets, odd as they are."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_tasks.data.judge import Verdict
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real data sets in ../shared/data")
+
+
+def broken(verdict: Verdict) -> dict[str, int]:
+    return {count.rule: count.rows for count in verdict.rules if count.rows}
+
+
+def sources(*names: str) -> list[dict[str, Any]]:
+    return [{"path": str(DATA / name)} for name in names]
+
+
+def test_gsm8k_is_accepted_whole_with_the_number_after_the_mark(verdict_on: Callable[..., Verdict]) -> None:
+    verdict = verdict_on(
+        {"train": sources("gsm8k/train.jsonl"), "eval": sources("gsm8k/test.jsonl"), "answer_pattern": "#### (.+)"},
+        validation={"max_prompt_length": 2000},  # the embedded tokenizer knows hardly more than single characters
+    )
+    assert broken(verdict) == {}
+    for side, name, rows in (("train", "train", 7473), ("eval", "test", 1319)):
+        solutions = [json.loads(line)["answer"] for line in (DATA / f"gsm8k/{name}.jsonl").read_bytes().splitlines()]
+        numbers = [solution.rpartition("####")[2].strip().replace(",", "").replace("\u2212", "-") for solution in solutions]
+        assert verdict.side(side)["answer"].to_list() == numbers
+        assert len(numbers) == rows
+
+
+def test_svamp_array_of_floats_becomes_whole_numbers(verdict_on: Callable[..., Verdict]) -> None:
+    data = {"train": sources("svamp/svamp_700.json"), "question_column": "Body", "answer_column": "Answer"}
+    verdict = verdict_on(data, validation={"ignore_rules": ["contradiction", "duplicate"]})
+    assert verdict.accepted.height + verdict.quarantined == 700
+    assert verdict.accepted["answer"][0] == "51"
+    assert not verdict.accepted["answer"].str.contains(r"\.0$").any()
+
+
+def test_mawps_has_twenty_duplicates(verdict_on: Callable[..., Verdict]) -> None:
+    verdict = verdict_on({"train": sources("mawps/multiarith.jsonl"), "question_column": "input", "answer_column": "target"})
+    assert broken(verdict) == {"duplicate": 20}
+
+
+def test_prompts_with_markers_of_a_template_inside_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:
+    data = {
+        "train": sources("logic_kk/3ppl_train.parquet", "logic_kk/3ppl_test.parquet"),
+        "answer_column": "solution_text_format",
+    }
+    verdict = verdict_on(data, validation={"max_prompt_length": 2000})
+    assert broken(verdict)["template_markers"] == verdict.quarantined == 1000
+
+
+def test_null_answers_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:
+    verdict = verdict_on({"train": sources("reasoning_gym/propositional_logic.jsonl")})
+    assert broken(verdict) == {"answer_missing": verdict.rows}
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves"])
+def test_reasoning_gym_is_accepted_whole(verdict_on: Callable[..., Verdict], name: str) -> None:
+    assert broken(verdict_on({"train": sources(f"reasoning_gym/{name}.jsonl")})) == {}
