@@ -77,13 +77,14 @@ class Extraction:
     answer_blocks: int
     """How often the opening answer tag occurs."""
     tags_in_place: int
-    """Tags (0 to 4) that occur exactly once and after all of those that belong before them."""
+    """Tags (0 to 4) that occur exactly once and after all of those that belong before them; the two around blank reasoning do not
+    count."""
     trailing_chars: int
     """Characters after the last closing answer tag, whitespace at either end not counted."""
     stuffed: bool
     """Whether a tag occurs more than once."""
     empty_answer: bool
-    """Whether the completion is blank, or its last answer block is."""
+    """Whether the last answer block is blank or, without one, everything beside the tags."""
 
     @property
     def hollow(self) -> bool:
@@ -93,7 +94,8 @@ class Extraction:
 
 def is_blank(text: str) -> bool:
     """Whether there is nothing to see: only whitespace, control, format and filler characters."""
-    return not any(letter.isprintable() and letter != " " and letter not in _FILLERS for letter in set(text))
+    # The beginning first: it nearly always decides, and a set over a million characters costs tens of milliseconds.
+    return not _shows_something(text[:1_000]) and not _shows_something(text[1_000:])
 
 
 def extract_answer(text: str, tags: Tags) -> Extraction:
@@ -101,17 +103,21 @@ def extract_answer(text: str, tags: Tags) -> Extraction:
     order = tags.in_order
     counts = [text.count(tag) for tag in order]
     first = [text.find(tag) for tag in order]
+    reasoning = _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
     block = _last_block(text, order)
+    # Each part is looked at once: whether a long text is blank is the dearest question here.
+    no_work = reasoning is not None and is_blank(reasoning)
+    no_answer = is_blank(_without_tags(text, order) if block is None else block)
     return Extraction(
-        answer=_answer(text, order, counts),
-        reasoning=_between(text, order[0], order[1]) if counts[:2] == [1, 1] else None,
-        strict_format=_strict(text, order, counts, first),
-        lenient_answer=_lenient(text, order, block),
+        answer=None if no_answer else _answer(text, order, counts),
+        reasoning=reasoning,
+        strict_format=not (no_work or no_answer) and _strict(text, order, counts, first),
+        lenient_answer=None if no_answer else _lenient(text, order, block),
         answer_blocks=counts[2],
-        tags_in_place=_in_place(counts, first),
+        tags_in_place=_in_place(counts, first) - (2 if no_work else 0),
         trailing_chars=len(text[text.rfind(order[3]) + len(order[3]) :].strip()) if counts[3] else 0,
         stuffed=max(counts) > 1,
-        empty_answer=is_blank(text) or (block is not None and is_blank(block)),
+        empty_answer=no_answer,
     )
 
 
@@ -137,10 +143,20 @@ def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
     return prediction == truth or expressions_equal(prediction, truth)
 
 
+def _shows_something(text: str) -> bool:
+    return any(letter.isprintable() and letter != " " and letter not in _FILLERS for letter in set(text))
+
+
 def _between(text: str, opening: str, closing: str) -> str | None:
     start = text.find(opening)
     end = text.find(closing, start)
     return text[start + len(opening) : end] if start >= 0 and end >= 0 else None
+
+
+def _without_tags(text: str, order: list[str]) -> str:
+    for tag in order:
+        text = text.replace(tag, "")
+    return text
 
 
 def _strict(text: str, order: list[str], counts: list[int], first: list[int]) -> bool:
@@ -148,13 +164,12 @@ def _strict(text: str, order: list[str], counts: list[int], first: list[int]) ->
         return False
     ends = [place + len(tag) for place, tag in zip(first, order, strict=True)]
     outside = (text[: first[0]], text[ends[1] : first[2]], text[ends[3] :])
-    inside = (text[ends[0] : first[1]], text[ends[2] : first[3]])
-    return not any(part.strip() for part in outside) and not any(is_blank(part) for part in inside)
+    return not any(part.strip() for part in outside)
 
 
 def _answer(text: str, order: list[str], counts: list[int]) -> str | None:
     found = _between(text, order[2], order[3]) if counts[2:] == [1, 1] else None
-    if found is None or is_blank(found) or any(tag in found for tag in order[:2]):
+    if found is None or any(tag in found for tag in order[:2]):
         return None
     return None if _inside_reasoning(text, order) else found.strip()
 
@@ -186,7 +201,7 @@ def _last_block(text: str, order: list[str]) -> str | None:
 
 def _lenient(text: str, order: list[str], block: str | None) -> str | None:
     if block is not None:
-        return None if is_blank(block) else block.strip()
+        return block.strip()
     closed = text.rfind(order[1])
     rest = text[closed + len(order[1]) :] if closed >= 0 else text
     numbers = _NUMBER.findall(rest[-LENIENT_WINDOW:])

@@ -55,7 +55,7 @@ class Subject:
     worker: RewardWorker
 
     def ask(self, batch: ScoreBatch, size: int) -> Values | Fault:
-        """Score a batch in calls of `size` completions, each under the function's own time limit; a fault names its completion."""
+        """Score a batch in calls of `size` completions, each under the function's time limit; a fault names its completion."""
         scores: list[float | None] = []
         seconds = 0.0
         for start in range(0, len(batch), size):

@@ -15,7 +15,7 @@ A hollow completion (an empty answer, or a tag twice; see answers.py) earns noth
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.rewards.answers import Equality, Extraction, Tags, answers_equal, extract_answer, is_blank
+from grpo_tasks.rewards.answers import Equality, Extraction, Tags, answers_equal, extract_answer
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages of which the last is the assistant's."""
@@ -131,9 +131,7 @@ def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extracti
 def _tag_score(found: Extraction) -> float:
     if found.hollow:
         return 0.0
-    # Two tags around nothing are no reasoning block.
-    empty_pair = 2 if found.reasoning is not None and is_blank(found.reasoning) else 0
-    score = TAG_CREDIT * max(0, found.tags_in_place - empty_pair) - TRAILING_PENALTY * found.trailing_chars
+    score = TAG_CREDIT * found.tags_in_place - TRAILING_PENALTY * found.trailing_chars
     return max(0.0, score)
 
 

@@ -17,7 +17,7 @@ from grpo_tasks.rewards.forecast import GroupSample, forecast
 from grpo_tasks.rewards.stages import stage_totals, try_signal, try_stage
 from grpo_tasks.rewards.trial import Trial, try_function
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.config import RewardConfig, RunConfig
+from schemas.config import LabInputs, RewardConfig, RunConfig
 from schemas.errors import LabError
 from schemas.results import LabCheck, LabReport, SignalForecast
 
@@ -36,7 +36,7 @@ class LabFindings:
     """Every probe with every function's score (null: does not apply, or contract broken) and every stage's total."""
 
 
-def probe_rewards_of(config: RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None) -> LabFindings:
+def probe_rewards_of(config: LabInputs | RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None) -> LabFindings:
     """Try every reward function of every stage.
 
     Args:
@@ -74,7 +74,7 @@ def lab_error(report: LabReport) -> LabError:
     return LabError(message, place=row, mend=f"{mend}; report: {report.directory / 'report.md'}")
 
 
-def _settings(config: RunConfig, name: str) -> RewardConfig:
+def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
     settings = config.rewards.resolve(name)
     assert settings is not None, f"unknown reward {name}"
     return settings
@@ -85,7 +85,7 @@ def _lenient(check: LabCheck, ignored: Sequence[str]) -> LabCheck:
     return check.model_copy(update={"outcome": "warned"}) if named and check.outcome == "failed" else check
 
 
-def _forecasts(config: RunConfig, samples: Sequence[GroupSample], trials: dict[str, Trial]) -> list[SignalForecast]:
+def _forecasts(config: LabInputs | RunConfig, samples: Sequence[GroupSample], trials: dict[str, Trial]) -> list[SignalForecast]:
     scores = {name: trial.base_scores for name, trial in trials.items() if trial.base_scores is not None}
     return [
         forecast(stage.name, samples, stage_totals(stage, config.rewards, scores))
@@ -94,7 +94,7 @@ def _forecasts(config: RunConfig, samples: Sequence[GroupSample], trials: dict[s
     ]
 
 
-def _table(config: RunConfig, bench: Bench, trials: dict[str, Trial]) -> pl.DataFrame:
+def _table(config: LabInputs | RunConfig, bench: Bench, trials: dict[str, Trial]) -> pl.DataFrame:
     count = len(bench.probes)
     rows = [bench.row(index) for index in range(count)]
     known = {name: trial.scores for name, trial in trials.items() if trial.scores is not None}

@@ -113,6 +113,7 @@ def _empty(tags: Tags, work: str) -> Iterator[Probe]:
     yield Probe("empty_answer", "empty", _block(tags, work, ""))
     yield Probe("blank_answer", "empty", _block(tags, work, " \n"))
     yield Probe("invisible_answer", "empty", _block(tags, work, "\u200b"))
+    yield Probe("bare_tags", "empty", f"{tags.in_order[0]}{tags.in_order[3]}")
     yield Probe("empty_blocks", "empty", _block(tags, "", ""))
 
 

@@ -1,0 +1,72 @@
+"""Rows, own reward modules in a temporary working directory, and suites of them."""
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_tasks.rewards.contract import ScoreBatch, batch_of
+from schemas.config import RewardsConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class PlainRow:
+    prompt_id: str
+    source: str
+    line: int
+    messages: list[dict[str, str]]
+    answer: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def make_row() -> Callable[..., PlainRow]:
+    def make(line: int = 1, answer: str = "42", question: str = "What is 15 + 27?", **extra: Any) -> PlainRow:
+        return PlainRow(f"{line:016x}", "train.jsonl", line, [{"role": "user", "content": question}], answer, extra)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_batch(make_row) -> Callable[..., ScoreBatch]:
+    def make(*completions: str, answer: str = "42", step: int = 0, **extra: Any) -> ScoreBatch:
+        rows = [make_row(line, answer, **extra) for line in range(1, len(completions) + 1)]
+        return batch_of(rows, completions, [[1, 2, 3] for _ in completions], step=step)
+
+    return make
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Write a module into the working directory and give its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(source: str, name: str = "my_rewards") -> str:
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+        return name
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def rewards_config() -> Callable[..., RewardsConfig]:
+    """Rewards with these functions: name -> settings."""
+
+    def make(**functions: dict[str, Any]) -> RewardsConfig:
+        return RewardsConfig.model_validate({"functions": functions})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_config() -> Callable[..., RunConfig]:
+    """A run whose stages have these rewards: stage -> names."""
+
+    def make(stages: dict[str, list[str]], **sections: Any) -> RunConfig:
+        listed = [{"name": name, "rewards": rewards} for name, rewards in stages.items()]
+        return RunConfig.model_validate({"data": {"train": [{"path": "train.jsonl"}]}, "stages": listed, **sections})
+
+    return make

@@ -1,0 +1,313 @@
+"""Functions in their process: whatever they do, the caller gets scores or a fault, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_tasks.rewards.contract import Fault, Values, check_result
+from grpo_tasks.rewards.worker import RewardWorker
+from schemas.errors import ConfigError, RewardError
+
+FUNCTIONS = """
+    import asyncio, ctypes, os, subprocess, sys, time
+    import numpy as np
+
+    def bad(completions):
+        return any("bad" in chat[0]["content"] for chat in completions)
+
+    def signature(prompts, completions, completion_ids, answer, trainer_state, **columns):
+        assert prompts[0] == [{"role": "user", "content": "What is 15 + 27?"}], prompts
+        assert completions[0] == [{"role": "assistant", "content": "first"}], completions
+        assert completion_ids == [[1, 2, 3]] * len(completions)
+        assert answer == ["42"] * len(completions)
+        assert trainer_state.global_step == 7
+        assert columns["level"] == [3] * len(completions)
+        columns["log_metric"]("seen", 1.0)
+        return [1.0] * len(completions)
+
+    def params(prompts, completions, factor, level, **columns):
+        return [factor * level] * len(completions)
+
+    async def later(prompts, completions, **columns):
+        await asyncio.sleep(0.01)
+        return [0.5] * len(completions)
+
+    class Judge:
+        def __call__(self, prompts, completions, **columns):
+            return [0.25] * len(completions)
+    judge = Judge()
+
+    def arrays(prompts, completions, **columns):
+        return np.arange(len(completions), dtype=np.float32)
+
+    def scalars(prompts, completions, **columns):
+        return [np.float32(0.5), np.int64(1), True][: len(completions)]
+
+    def per_token(prompts, completions, **columns):
+        return [[0.1, 0.2, 0.3]] * len(completions)
+
+    def chatty(prompts, completions, **columns):
+        print("on stdout", flush=True)
+        print("on stderr", file=sys.stderr, flush=True)
+        os.write(1, b"raw bytes")
+        return [1.0] * len(completions)
+
+    def raises(prompts, completions, **columns):
+        return [1 / 0 if "bad" in chat[0]["content"] else 1.0 for chat in completions]
+
+    def gives_up(prompts, completions, **columns):
+        sys.exit("no licence")
+
+    def hangs(prompts, completions, **columns):
+        while bad(completions):
+            pass
+        return [1.0] * len(completions)
+
+    def segfaults(prompts, completions, **columns):
+        if bad(completions):
+            ctypes.string_at(0)
+        return [1.0] * len(completions)
+
+    def leaves(prompts, completions, **columns):
+        os._exit(3)
+
+    def spawns(prompts, completions, **columns):
+        child = subprocess.Popen(["sleep", "300"])
+        return [float(child.pid)] * len(completions)
+
+    def narrow(prompts, completions):
+        return [1.0] * len(completions)
+
+    def nothing(prompts, completions, **columns):
+        return None
+
+    def too_few(prompts, completions, **columns):
+        return [1.0]
+
+    def text(prompts, completions, **columns):
+        return ["good"] * len(completions)
+
+    def not_a_number(prompts, completions, **columns):
+        return [1.0] + [float("nan")] * (len(completions) - 1)
+
+    def endless(prompts, completions, **columns):
+        return [float("inf")] * len(completions)
+"""
+
+
+@pytest.fixture
+def worker_of(own_module, rewards_config):
+    own_module(FUNCTIONS)
+    opened = []
+
+    def make(name, **settings):
+        config = rewards_config(**{name: {"function": f"my_rewards:{name}", **settings}})
+        worker = RewardWorker(config, [name]).__enter__()
+        opened.append(worker)
+        return worker
+
+    yield make
+    for worker in opened:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [
+        ("later", [0.5, 0.5, 0.5]),
+        ("judge", [0.25, 0.25, 0.25]),
+        ("arrays", [0.0, 1.0, 2.0]),
+        ("scalars", [0.5, 1.0, 1.0]),
+        ("per_token", [pytest.approx(0.6)] * 3),
+        ("chatty", [1.0, 1.0, 1.0]),
+    ],
+)
+def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch, name, scores):
+    outcome = worker_of(name).call(name, make_batch("a", "b", "c"), 30.0)
+    assert isinstance(outcome, Values)
+    assert outcome.scores == scores
+    assert outcome.seconds >= 0.0
+
+
+def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
+    outcome = worker_of("signature").call("signature", make_batch("first", "second", step=7, level=3), 30.0)
+    assert outcome == Values([1.0, 1.0], outcome.seconds if isinstance(outcome, Values) else 0.0)
+
+
+def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch):
+    worker = worker_of("params", params={"factor": 2.0, "level": 10})
+    outcome = worker.call("params", make_batch("a", level=3), 30.0)
+    assert isinstance(outcome, Values)
+    assert outcome.scores == [20.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("raises", "raised", "raised ZeroDivisionError: division by zero"),
+        ("gives_up", "raised", "raised SystemExit: no licence"),
+        ("narrow", "raised", "unexpected keyword argument"),
+        ("hangs", "hung", "did not return within 0.5 s"),
+        ("segfaults", "died", "took its worker process down (signal SIGSEGV)"),
+        ("leaves", "died", "took its worker process down (exit code 3)"),
+        ("nothing", "broken", "returned None instead of a list of 2 scores"),
+        ("too_few", "broken", "returned 1 scores for 2 completions"),
+        ("text", "broken", "returned str 'good' instead of a number"),
+        ("not_a_number", "broken", "returned nan, which is not finite"),
+        ("endless", "broken", "returned inf, which is not finite"),
+    ],
+)
+def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, kind, words):
+    outcome = worker_of(name).call(name, make_batch("good", "bad"), 0.5)
+    assert isinstance(outcome, Fault)
+    assert outcome.kind == kind
+    assert words in outcome.detail
+
+
+def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
+    outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
+    assert isinstance(outcome, Fault)
+    assert "my_rewards.py:" in outcome.source
+
+
+@pytest.mark.parametrize("name", ["raises", "hangs", "segfaults"])
+def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
+    completions = ["good"] * 11
+    completions[6] = "bad"
+    assert worker_of(name).culprit(name, make_batch(*completions), 0.5) == 6
+
+
+@pytest.mark.parametrize("name", ["hangs", "segfaults"])
+def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
+    worker = worker_of(name)
+    assert isinstance(worker.call(name, make_batch("bad"), 0.5), Fault)
+    assert isinstance(worker.call(name, make_batch("good"), 30.0), Values)
+
+
+def test_nothing_a_function_prints_reaches_stdout(worker_of, make_batch, capfd):
+    worker_of("chatty").call("chatty", make_batch("a"), 30.0)
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "on stdout" in printed.err
+
+
+def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
+    worker = worker_of("spawns")
+    outcome = worker.call("spawns", make_batch("a"), 30.0)
+    assert isinstance(outcome, Values)
+    grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
+    worker.close()
+    assert not psutil.pid_exists(child)
+    assert _gone(grandchild)
+
+
+def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
+    own_module(FUNCTIONS)
+    script = """
+        import sys
+        from grpo_tasks.rewards.contract import ScoreBatch
+        from grpo_tasks.rewards.worker import RewardWorker
+        from schemas.config import RewardsConfig
+        rewards = RewardsConfig.model_validate({"functions": {"hangs": {"function": "my_rewards:hangs"}}})
+        with RewardWorker(rewards, ["hangs"]) as worker:
+            print(worker._process.pid, flush=True)
+            worker.call("hangs", ScoreBatch([[]], ["bad"], [[1]], {}), 300.0)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(0.3)
+    assert psutil.pid_exists(child)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert _gone(child)
+
+
+def test_own_code_is_never_imported_by_the_parent(worker_of, make_batch):
+    worker_of("later").call("later", make_batch("a"), 30.0)
+    assert "my_rewards" not in sys.modules
+
+
+def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rewards_config, make_batch):
+    own_module("""
+        import sys
+        def loaded(prompts, completions, **columns):
+            return [float(bool({"torch", "sympy", "polars"} & {*sys.modules}))]
+    """)
+    with RewardWorker(rewards_config(loaded={"function": "my_rewards:loaded"}), ["loaded", "correctness"]) as worker:
+        assert isinstance(worker.call("correctness", make_batch("a"), 30.0), Values)
+        outcome = worker.call("loaded", make_batch("a"), 30.0)
+    assert isinstance(outcome, Values)
+    assert outcome.scores == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "words"),
+    [
+        ("my_reward:later", {}, "did you mean my_rewards?"),
+        ("my_rewards:latr", {}, "did you mean later?"),
+        ("my_rewards:os", {}, "module, which cannot be called"),
+        ("broken:f", {}, "ZeroDivisionError"),
+        ("wanting:f", {}, "wants no_such_library, which is not installed"),
+        ("length", {"min_lenth": 3}, "did you mean min_length?"),
+        ("format", {"tags": 1}, "tags is no parameter"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_the_mend(own_module, rewards_config, function, params, words):
+    own_module(FUNCTIONS)
+    own_module("1 / 0", name="broken")
+    own_module("import no_such_library", name="wanting")
+    with (
+        pytest.raises(ConfigError) as caught,
+        RewardWorker(rewards_config(mine={"function": function, "params": params}), ["mine"]),
+    ):
+        pass
+    assert words in str(caught.value)
+    assert "rewards.functions.mine" in caught.value.place
+
+
+def test_a_module_that_ends_the_process_is_reported(own_module, rewards_config):
+    own_module("import os\nos._exit(5)\n", name="leaving")
+    with pytest.raises(RewardError, match="exit code 5"), RewardWorker(rewards_config(mine={"function": "leaving:f"}), ["mine"]):
+        pass
+
+
+def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, rewards_config, make_batch):
+    own_module("raise RuntimeError('shadowed')", name="json")
+    with RewardWorker(rewards_config(), ["format"]) as worker:
+        assert isinstance(worker.call("format", make_batch("a"), 30.0), Values)
+
+
+def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
+    config = rewards_config(think={"function": "trl.rewards.format_rewards:think_format_reward"})
+    with RewardWorker(config, ["think"]) as worker:
+        outcome = worker.call("think", make_batch("<think>w</think>42", "42"), 60.0)
+    assert isinstance(outcome, Values)
+    assert outcome.scores == [1.0, 0.0]
+
+
+def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
+    with RewardWorker(rewards_config(), ["format"]) as worker:
+        outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
+    assert isinstance(outcome, Values)
+
+
+def test_none_stays_none():
+    assert check_result([None, 1, 0.5], 3) == [None, 1.0, 0.5]
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
