@@ -91,7 +91,7 @@ def publish(
     name = run.config.registered_model
     version = _register(run, name, proof)
     current = _find_champion(run.store, name)
-    decision = decide(version.version, proof.sha256, tests=tests, compared=champion, current=current)
+    decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current)
     if decision.champion and (current is None or current.version != decision.version):
         run.store.ask(lambda client: client.set_registered_model_alias(name, ALIAS, decision.version))
     _tag(run, name, decision, tests, evaluation)
@@ -165,7 +165,9 @@ def _register(run: TrackedRun, name: str, proof: MergeProof) -> ModelVersion:
             return found[-1]
         _create_model(run.store, name)
         tags = {SHA_TAG: proof.sha256, "grpo.key": run.key, "grpo.merge_key": proof.key}
-        return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
+        # The registry of a database store looks the logged model up in mlflow's global store.
+        with run.store.as_default():
+            return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
 
     return run.store.ask(lambda _: work())
 
@@ -200,21 +202,37 @@ def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
     import mlflow.transformers
 
     packages = describe_environment().packages
+    tags = {SHA_TAG: proof.sha256, "grpo.key": run.key}
+    # Made first, because mlflow would put it into the default experiment.
+    made = run.store.ask(
+        lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
+    )
     try:
         with run.store.as_default():
-            info = mlflow.transformers.log_model(
+            mlflow.transformers.log_model(
                 # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
                 str(Path(proof.model.path).resolve()),
-                name="model",
+                model_id=made.model_id,
+                run_id=run.run_id,
                 task="text-generation",
                 # Given, because mlflow would load the model in a fresh process to find out.
                 pip_requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
-                tags={SHA_TAG: proof.sha256, "grpo.key": run.key},
-                run_id=run.run_id,
             )
     except FAULTS as fault:
         raise run.store.error(fault) from fault
-    return info.model_id
+    return made.model_id
+
+
+def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
+    """The files of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, fetched anew.
+
+    Raises:
+        TrackingError: the store cannot be reached, or has no such model.
+    """
+    target = directory / hashlib.sha256(uri.encode()).hexdigest()[:16]
+    target.mkdir(parents=True, exist_ok=True)
+    _download(open_store(tracking), uri, target)
+    return ModelRef(path=str(target / "model"))
 
 
 def _download(store: Store, uri: str, target: Path) -> None:

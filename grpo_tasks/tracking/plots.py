@@ -158,7 +158,7 @@ def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, nam
         axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
     if not named:
         return
-    for name, start, end in zip(names, boundaries, boundaries[1:], strict=True):
+    for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
         middle = (start + end) / 2
         axes.text(middle, 1.0, name, ha="center", va="bottom", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())
 

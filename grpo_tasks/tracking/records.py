@@ -6,6 +6,7 @@
 Each is repeatable (see handle.py). What it does not do: decide whether to record; the run does.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def record_data(run: RunHandle, result: DataReport) -> None:
 
 def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
     frame = pl.read_parquet(path)
-    dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
+    with warnings.catch_warnings():
+        # "can be interpreted in multiple ways: LocalArtifactDatasetSource, LocalArtifactDatasetSource"
+        warnings.simplefilter("ignore", UserWarning)
+        dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
     return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
 
 
@@ -107,13 +111,7 @@ def record_evaluation(run: RunHandle, result: EvalReport) -> None:
 
 def record_merge(run: RunHandle, result: MergeProof) -> None:
     """The proof as metrics merge/... and as JSON. The model itself is published, not recorded."""
-    figures: dict[str, float] = {
-        "max_logprob_difference": result.max_logprob_difference,
-        "mean_logprob_difference": result.mean_logprob_difference,
-        "tolerance": result.tolerance,
-        "greedy_agreement": result.greedy_agreement,
-        "size_bytes": result.size_bytes,
-    }
+    figures = {name: value for name, value in result.model_dump().items() if isinstance(value, int | float)}
     run.metrics({f"merge/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
     run.text(result.model_dump_json(indent=2), "merge/proof.json")
 

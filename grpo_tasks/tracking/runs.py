@@ -158,7 +158,7 @@ class TrackedRun:
 
     def _draw_overview(self) -> None:
         journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
-        self.handle.file(plot_overview(journals, self._stages[-1].directory / "plots" / "overview.png"), "plots")
+        self.handle.file(plot_overview(journals, self._stages[-1].directory / "overview.png"), "plots")
 
     def _record_config(self) -> None:
         params = flatten(self.config)

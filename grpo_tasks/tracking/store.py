@@ -12,6 +12,7 @@ import os
 # mlflow's default of seven would hold a training stage's follower for minutes when the server is down.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -60,7 +61,7 @@ class Store:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(passes),
             stop=tenacity.stop_after_attempt(_ATTEMPTS),
-            wait=tenacity.wait_exponential_jitter(initial=0.3, max=_LONGEST_WAIT_S),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=_LONGEST_WAIT_S),
             reraise=True,
         )
         try:
@@ -79,14 +80,12 @@ class Store:
     @contextmanager
     def as_default(self) -> Iterator[None]:
         """Make this the store of mlflow's global functions for a while (model logging and download have no other way)."""
-        tracking, registry, variable = mlflow.get_tracking_uri(), mlflow.get_registry_uri(), os.environ.get("MLFLOW_TRACKING_URI")
+        before, variable = mlflow.get_tracking_uri(), os.environ.get("MLFLOW_TRACKING_URI")
         mlflow.set_tracking_uri(self.uri)
-        mlflow.set_registry_uri(self.uri)
         try:
             yield
         finally:
-            mlflow.set_tracking_uri(tracking)
-            mlflow.set_registry_uri(registry)
+            mlflow.set_tracking_uri(before)
             # set_tracking_uri leaves its argument in the environment, where it would pass for the user's own choice.
             os.environ.pop("MLFLOW_TRACKING_URI", None)
             if variable is not None:
@@ -114,7 +113,7 @@ def open_store(tracking: TrackingConfig) -> Store:
     uri = resolve_uri(tracking)
     _check_database_file(uri)
     try:
-        return Store(uri=uri, client=MlflowClient(tracking_uri=uri, registry_uri=uri))
+        return Store(uri=uri, client=MlflowClient(tracking_uri=uri))
     except ModuleNotFoundError as fault:
         raise TrackingError(
             f"the database driver {fault.name} is not installed", place=uri, mend=f"pip install {fault.name}"

@@ -1,0 +1,286 @@
+"""Real stores: an SQLite file per test, and one `mlflow server` on 127.0.0.1 for the session."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from mlflow import MlflowClient
+from safetensors.numpy import save_file
+
+from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from schemas.config import RunConfig
+from schemas.results import (
+    DataReport,
+    EvalReport,
+    Interval,
+    LabCheck,
+    LabReport,
+    MergeProof,
+    ModelRef,
+    RuleCount,
+    SignalForecast,
+    StageResult,
+    TokenLengths,
+)
+
+STARTED_MS = 1_789_000_000_000
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory):
+    """An SQLite store with its tables made: making them takes seconds, copying the file does not."""
+    file = tmp_path_factory.mktemp("template") / "empty.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture(scope="session")
+def server(empty_database, tmp_path_factory):
+    """Address of a real server with one worker."""
+    home = tmp_path_factory.mktemp("server")
+    shutil.copy(empty_database, home / "server.db")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{home / 'server.db'}", "--artifacts-destination", str(home / "artifacts")]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (home / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, home / "server.log")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+def _wait_until_healthy(address, process, log):
+    for _ in range(240):
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(address, timeout=1) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.25)
+    raise AssertionError(f"the server did not come up: {log.read_text()}")
+
+
+@pytest.fixture
+def database(empty_database, tmp_path, monkeypatch):
+    """Uri of an SQLite store of the test's own; its artifacts lie beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture(params=["database", "server"])
+def any_store(request):
+    """Each test that asks for it runs on both kinds of store."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def make_config(request):
+    """A small configuration with two stages; the experiment carries the test's name."""
+
+    def make(uri, **changes):
+        name = "t-" + "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:50].strip("-")
+        tree = {
+            "name": name,
+            "data": {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."},
+            "rewards": {"functions": {"own": {"function": "my.rewards:own", "params": {"needle": ["a", "b"]}}}},
+            "stages": [
+                {"name": "format", "rewards": ["format", "own"], "max_steps": 40, "learning_rate": 1e-3},
+                {"name": "correctness", "rewards": ["correctness"], "max_steps": 30},
+            ],
+            "tracking": {"tracking_uri": uri},
+        }
+        return RunConfig.model_validate(tree | changes)
+
+    return make
+
+
+def write_journal(path: Path, steps, *, started_ms=STARTED_MS, shift=0.0):
+    """Append the lines of some updates, as the trainer writes them."""
+    with path.open("a", encoding="utf-8") as file:
+        for step in steps:
+            metrics = {
+                "reward": 0.1 * step + shift,
+                "reward_std": 1.0 / step,
+                "kl": 0.001 * step,
+                "rewards/format/mean": min(1.0, step / 40),
+                "rewards/own/mean": 0.5,
+                "completions/mean_length": 30.0 + step % 5,
+                "completions/max_length": 60.0,
+                "completions/clipped_ratio": 0.0,
+                "frac_reward_zero_std": 0.25,
+                "learning_rate": 1e-3 * (1 - step / 100),
+                "tokens_per_s": 2_000.0 + step,
+            }
+            line = {"step": step, "timestamp_ms": started_ms + 250 * step, "metrics": metrics}
+            file.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture
+def make_stage(tmp_path):
+    """A stage directory as the trainer leaves it, finished or (finish=False) in the middle."""
+
+    def make(config, stage="format", *, key="a1b2c3d4e5f60718", steps=40, finish=True):
+        directory = tmp_path / "stages" / f"{stage}-{key[:8]}"
+        paths = StageDir(directory)
+        paths.completions(0).parent.mkdir(parents=True)
+        spec = StageSpec(
+            key=key,
+            stage=config.stage(stage),
+            seed=config.seed,
+            model=config.model,
+            start=ModelRef(path=config.model.path),
+            rewards=config.rewards,
+            rollout=config.rollout,
+            resources=config.resources,
+            train=tmp_path / "train.parquet",
+        )
+        spec.save(paths.spec)
+        write_journal(paths.journal, range(1, steps + 1))
+        rows = {"prompt_id": ["a", "a", "b"], "sample": [0, 1, 0], "completion": ["x" * 5_000, "", "<answer>4</answer>"]}
+        pl.DataFrame(rows | {"reward": [0.0, 0.5, 1.0]}).write_parquet(paths.completions(20))
+        pl.DataFrame(rows | {"reward": [1.0, 0.5, 1.0], "advantage": [0.5, -0.5, 0.0]}).write_parquet(paths.completions(40))
+        paths.final.mkdir()
+        save_file({"lora_A.weight": np.ones((2, 3), np.float32)}, paths.final / "adapter_model.safetensors")
+        (paths.final / "adapter_config.json").write_text('{"r": 2}')
+        result = StageResult(
+            key=key,
+            directory=directory,
+            seconds=10.0,
+            stage=stage,
+            model=ModelRef(path=config.model.path, adapter=paths.final),
+            sha256="5" * 64,
+            steps=steps,
+            stopped="max_steps",
+            metrics={"reward": 3.5, "kl": 0.03},
+        )
+        if finish:
+            result.save(paths.result)
+        return result
+
+    return make
+
+
+@pytest.fixture
+def data_report(tmp_path):
+    """Validated data on disk."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for side, count in (("train", 12), ("eval", 4)):
+        rows = {
+            "prompt_id": [f"{number:016x}" for number in range(count)],
+            "prompt": [[{"role": "user", "content": f"What is {number} + 1?"}] for number in range(count)],
+            "answer": [str(number + 1) for number in range(count)],
+        }
+        pl.DataFrame(rows).write_parquet(directory / f"{side}.parquet")
+    pl.DataFrame({"source": ["a.jsonl"], "line": [3], "rule": ["empty_answer"]}).write_parquet(directory / "quarantine.parquet")
+    (directory / "report.md").write_text("# Data\n")
+    return DataReport(
+        key="d" * 16,
+        directory=directory,
+        seconds=1.0,
+        rows=17,
+        quarantined=1,
+        train_rows=12,
+        eval_rows=4,
+        rules=[RuleCount(rule="empty_answer", meaning="the answer is empty", rows=1)],
+        prompt_tokens=TokenLengths(mean=20, p50=20, p95=22, max=23, limit=128),
+        digest="abc123" * 10 + "abcd",
+    )
+
+
+@pytest.fixture
+def lab_report(tmp_path):
+    """A lab's findings on disk, a probe of 1 MB among them."""
+    directory = tmp_path / "lab"
+    directory.mkdir()
+    pl.DataFrame(
+        {"probe": ["perfect", "megabyte"], "completion": ["ok", "z" * 1_000_000], "scores": [[1.0], [0.0]], "format": [1.0, 0.0]}
+    ).write_parquet(directory / "probes.parquet")
+    (directory / "report.md").write_text("# Lab\n")
+    return LabReport(
+        key="e" * 16,
+        directory=directory,
+        seconds=1.0,
+        checks=[LabCheck(function="format", check="order", outcome="passed")],
+        forecasts=[SignalForecast(stage="format", groups=16, share_with_signal=0.75, mean_reward=0.4, mean_reward_std=0.2)],
+    )
+
+
+@pytest.fixture
+def make_evaluation(tmp_path):
+    """An evaluation on disk."""
+
+    def make(label, accuracy=0.9, key="f" * 16):
+        directory = tmp_path / f"evaluation-{label}-{key[:4]}"
+        directory.mkdir()
+        rows = {"prompt_id": ["a", "b"], "sample": [0, 0], "completion": ["x", "y"], "correct": [True, False]}
+        pl.DataFrame(rows).write_parquet(directory / "samples.parquet")
+        (directory / "report.md").write_text(f"# {label}\n")
+        interval = Interval(value=accuracy, low=accuracy - 0.05, high=accuracy + 0.05)
+        report = EvalReport(
+            key=key,
+            directory=directory,
+            seconds=1.0,
+            label=label,
+            model=ModelRef(path="embedded:base"),
+            prompts=2,
+            num_samples=1,
+            temperature=1.0,
+            confidence=0.95,
+            metrics={"accuracy": interval, "format_rate": interval, "greedy_accuracy": interval, "lenient_accuracy": interval},
+            pass_at_k={1: interval, 4: interval},
+        )
+        report.save(directory / "result.json")
+        return report
+
+    return make
+
+
+@pytest.fixture
+def make_merge(tmp_path):
+    """A merged model on disk: the embedded base, which any transformers loads."""
+    base = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
+
+    def make(sha256="7" * 64, key="9" * 16):
+        directory = tmp_path / f"merge-{sha256[:6]}"
+        shutil.copytree(base, directory / "model")
+        return MergeProof(
+            key=key,
+            directory=directory,
+            seconds=1.0,
+            model=ModelRef(path=str(directory / "model")),
+            sha256=sha256,
+            prompts=8,
+            merge_difference=1e-6,
+            max_logprob_difference=1e-6,
+            mean_logprob_difference=1e-7,
+            tolerance=1e-3,
+            greedy_agreement=1.0,
+            size_bytes=1_300_000,
+        )
+
+    return make
+
+
+def history(client, run_id, metric):
+    """(step, value, timestamp) of everything the store has of a metric."""
+    return [(found.step, found.value, found.timestamp) for found in client.get_metric_history(run_id, metric)]

@@ -1,0 +1,77 @@
+"""Every field is a parameter, none dropped, none cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from grpo_tasks.tracking.params import MAX_KEY, MAX_VALUE, flatten
+from schemas.config import RunConfig
+from schemas.load import PRESETS, load_config
+
+
+def field_paths(section: BaseModel, prefix=""):
+    """Dotted paths of all fields, by walking the models themselves."""
+    for name in type(section).model_fields:
+        value, path = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from field_paths(value, path + ".")
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                yield from field_paths(item, f"{path}.{index}.")
+        elif isinstance(value, dict) and value:
+            for key, item in value.items():
+                yield from field_paths(item, f"{path}.{key}.") if isinstance(item, BaseModel) else [f"{path}.{key}"]
+        else:
+            yield path
+
+
+@pytest.mark.parametrize("preset", sorted(Path(PRESETS).glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_field_of_every_preset_is_a_parameter(preset):
+    config = load_config(preset)
+    assert set(field_paths(config)) == set(flatten(config))
+
+
+def test_parameters_read_back_as_the_values_they_were():
+    tree = {
+        "data": {"train": [{"path": "a b.jsonl"}, {"path": "c.jsonl"}]},
+        "stages": [{"name": "one", "rewards": ["format", "correctness"], "learning_rate": 1e-5}],
+    }
+    params = flatten(RunConfig.model_validate(tree))
+    assert params["data.train.1.path"] == "c.jsonl"
+    assert json.loads(params["stages.0.rewards"]) == ["format", "correctness"]
+    assert float(params["stages.0.learning_rate"]) == 1e-5
+    assert params["model.revision"] == "null"
+    assert params["data.eval"] == "[]"
+    assert params["rewards.functions"] == "{}"
+    assert yaml.safe_load(params["resources.deterministic"]) is True
+
+
+class Section(BaseModel):
+    params: dict[str, object] = {}
+    text: str = ""
+
+
+@given(st.text(max_size=3 * MAX_VALUE), st.integers(0, 4))
+def test_a_long_text_is_whole_in_its_parts(text, repeats):
+    text = text * (1 + repeats)
+    params = flatten(Section(text=text))
+    assert all(len(value) <= MAX_VALUE for value in params.values())
+    parts = [key for key in params if key.startswith("text.part")]
+    assert "".join(params[key] for key in parts) == text if parts else params["text"] == text
+    assert bool(parts) == (len(text) > MAX_VALUE)
+
+
+@given(st.dictionaries(st.text(max_size=400), st.integers(), max_size=5))
+def test_any_key_of_a_users_parameters_becomes_one_that_mlflow_takes(params):
+    from mlflow.utils.validation import _validate_param
+
+    flat = flatten(Section(params=params))
+    assert len(flat) == 1 + max(1, len(params))
+    for key, value in flat.items():
+        assert len(key) <= MAX_KEY
+        _validate_param(key, value)

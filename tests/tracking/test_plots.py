@@ -1,0 +1,81 @@
+"""Plots come from journals, and show what the journal says."""
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from grpo_tasks.tracking import plots
+from grpo_tasks.tracking.lines import read_journal
+from schemas.metrics import TRAINING
+
+from .conftest import write_journal
+
+
+@pytest.fixture
+def journals(tmp_path):
+    write_journal(tmp_path / "format.jsonl", range(1, 61))
+    write_journal(tmp_path / "correctness.jsonl", range(1, 201), shift=-3.0)
+    return [("format", tmp_path / "format.jsonl"), ("correctness", tmp_path / "correctness.jsonl")]
+
+
+def test_a_stage_has_one_picture_per_title_it_measured(journals, tmp_path):
+    files = plots.plot_stage(journals[0][1], tmp_path / "plots")
+    assert {file.stem for file in files} == {
+        *(
+            "reward",
+            "reward_std",
+            "kl",
+            "rewards",
+            "completion_length",
+            "truncated",
+            "dead_groups",
+            "learning_rate",
+            "tokens_per_s",
+        )
+    }
+    for file in files:
+        picture = imread(file)
+        assert picture.shape[0] > 300
+        assert picture[..., :3].std() > 0.01, f"{file.name} is blank"
+
+
+def test_every_title_of_the_metrics_table_has_words():
+    assert {metric.plot for metric in TRAINING if metric.plot} == set(plots._TITLES)
+
+
+def test_series_hold_the_journals_own_numbers(journals):
+    lines = read_journal(journals[0][1])
+    groups = plots._group(lines)
+    assert groups["reward"][0].values == [line.metrics["reward"] for line in lines]
+    assert {series.label for series in groups["rewards"]} == {"format", "own"}
+    assert {series.label for series in groups["completion_length"]} == {"mean length", "max length"}
+
+
+def test_stages_are_put_end_to_end(journals):
+    boundaries, groups = plots._join([(name, read_journal(path)) for name, path in journals])
+    assert boundaries == [0, 60, 260]
+    assert groups["reward"][0].steps == list(range(1, 261))
+    pieces = plots._pieces(groups["reward"][0], boundaries)
+    assert [len(steps) for steps, _ in pieces] == [60, 200]
+
+
+def test_the_overview_is_drawn_and_the_same_journals_give_the_same_bytes(journals, tmp_path):
+    first = plots.plot_overview(journals, tmp_path / "a" / "overview.png")
+    second = plots.plot_overview(journals, tmp_path / "b" / "overview.png")
+    assert first.read_bytes() == second.read_bytes()
+    assert imread(first).shape[1] > 1_200
+
+
+def test_an_empty_or_missing_journal_is_no_fault(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    assert plots.plot_stage(tmp_path / "missing.jsonl", tmp_path / "plots") == []
+    assert plots.plot_overview([("a", tmp_path / "empty.jsonl")], tmp_path / "overview.png").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2, 19, 200, 3_000])
+def test_smoothing_keeps_the_length_the_mean_of_a_constant_and_the_range(size):
+    values = np.random.default_rng(size).random(size)
+    smooth = plots._smooth(values)
+    assert smooth.shape == values.shape
+    assert values.min() - 1e-9 <= smooth.min() <= smooth.max() <= values.max() + 1e-9
+    np.testing.assert_allclose(plots._smooth(np.full(size, 3.0)), 3.0)

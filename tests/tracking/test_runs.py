@@ -1,0 +1,325 @@
+"""A run is found again, fed from folders, and ends as it ended."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.runs import KEY_TAG, open_run
+from schemas.config import RunConfig
+from schemas.errors import TrackingError
+from schemas.results import PairedTest, PreparedData, Publication, SourceFile
+
+from .conftest import history, write_journal
+
+
+@pytest.fixture
+def config(any_store, make_config):
+    return make_config(any_store)
+
+
+@pytest.fixture
+def client(any_store):
+    return MlflowClient(any_store)
+
+
+def artifacts(client, run_id, folder=None):
+    found = set()
+    for entry in client.list_artifacts(run_id, folder):
+        found |= artifacts(client, run_id, entry.path) if entry.is_dir else {entry.path}
+    return found
+
+
+def children(client, run):
+    experiment = client.get_run(run.run_id).info.experiment_id
+    found = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.run_id}'")
+    return {child.info.run_name: child for child in found}
+
+
+def snapshot(client, run_id):
+    """Everything that can be seen of a run, down to each stored value."""
+    run = client.get_run(run_id)
+    values = {metric: history(client, run_id, metric) for metric in run.data.metrics}
+    inputs = [(found.dataset.name, found.dataset.digest) for found in run.inputs.dataset_inputs]
+    files = artifacts(client, run_id)
+    return (run.info.status, run.info.end_time, dict(run.data.params), dict(run.data.tags), values, inputs, files)
+
+
+def test_every_config_field_is_a_param_and_the_file_gives_the_config_back(config, client):
+    with open_run(config, key="k1") as run:
+        pass
+    assert client.get_run(run.run_id).data.params == flatten(config)
+    text = Path(client.download_artifacts(run.run_id, "config.yaml")).read_text()
+    assert RunConfig.model_validate(yaml.safe_load(text)) == config
+
+
+def test_a_long_field_is_neither_dropped_nor_cut(any_store, make_config, client):
+    prompt = "".join(f"Rule {number}: think – then answer.\n" for number in range(700))
+    sources = [{"path": f"part-{number}.jsonl"} for number in range(40)]
+    config = make_config(any_store, data={"train": sources, "system_prompt": prompt})
+    with open_run(config, key="long") as run:
+        pass
+    params = client.get_run(run.run_id).data.params
+    assert params == flatten(config)
+    assert len(params) > 300
+    parts = [params[f"data.system_prompt.part{number}"] for number in range(1, 5)]
+    assert "".join(parts) == prompt
+
+
+def test_a_run_says_what_it_ran_on(config, client):
+    with open_run(config, key="env", flow_run_id="flow-1") as run:
+        pass
+    tags = client.get_run(run.run_id).data.tags
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert tags["git.commit"] == (head.stdout.strip() or "none")
+    assert tags["git.dirty"] in {"true", "false"}
+    assert tags["seed"] == str(config.seed)
+    assert tags["prefect.flow_run_id"] == "flow-1"
+    assert tags["python"].startswith("3.")
+    packages = json.loads(Path(client.download_artifacts(run.run_id, "environment.json")).read_text())["packages"]
+    assert tags["version.torch"] == packages["torch"]
+    assert {"transformers", "polars", "mlflow"} <= packages.keys()
+
+
+def test_the_same_key_finds_the_same_run_and_fresh_makes_a_new_one(config):
+    with open_run(config, key="same") as first:
+        pass
+    with open_run(config, key="same") as second:
+        pass
+    with open_run(config, key="other") as other:
+        pass
+    with open_run(config, key="same", fresh=True) as fresh:
+        pass
+    with open_run(config, key="same") as latest:
+        pass
+    assert first.run_id == second.run_id
+    assert len({first.run_id, other.run_id, fresh.run_id}) == 3
+    assert latest.run_id == fresh.run_id
+    assert first.handle.store.client.get_run(first.run_id).data.tags[KEY_TAG] == "same"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")],
+)
+def test_a_run_ends_as_it_ended_children_too(database, make_config, make_stage, fault, status):
+    config, client = make_config(database), MlflowClient(database)
+    stage = make_stage(config, finish=False)
+
+    def go():
+        with open_run(config, key="end") as run:
+            run.follow(stage.directory).ship()
+            if fault:
+                raise fault
+        return run
+
+    if fault:
+        with pytest.raises(type(fault)):
+            go()
+    else:
+        go()
+    found = client.search_runs([client.get_experiment_by_name(config.experiment).experiment_id])
+    assert {run.info.status for run in found} == {status}
+    assert len(found) == 2
+    with open_run(config, key="end") as run:
+        run.record(stage)
+    assert {run.info.status for run in [client.get_run(run.run_id), *children(client, run).values()]} == {"FINISHED"}
+
+
+def test_recording_everything_twice_changes_nothing(
+    config, client, make_stage, data_report, lab_report, make_evaluation, make_merge
+):
+    stages = [make_stage(config), make_stage(config, "correctness", key="b" * 16, steps=30)]
+    results = [
+        data_report,
+        lab_report,
+        make_evaluation("base", 0.3),
+        *stages,
+        make_merge(),
+        make_evaluation("merged", 0.9, "c" * 16),
+    ]
+    with open_run(config, key="twice", flow_run_id="flow-1") as run:
+        outcomes = [run.record(result) for result in results]
+        assert all(outcomes)
+    ids = [run.run_id, *(child.info.run_id for child in children(client, run).values())]
+    before = [snapshot(client, run_id) for run_id in ids]
+    with open_run(config, key="twice", flow_run_id="flow-2") as run:
+        outcomes = [run.record(result) for result in results]
+        assert not any(outcomes)
+    assert [snapshot(client, run_id) for run_id in ids] == before
+    assert len(children(client, run)) == 2
+
+
+def test_recorded_again_after_a_kill_before_the_marker_changes_no_figure(
+    config, client, make_stage, data_report, lab_report, make_evaluation
+):
+    results = [data_report, lab_report, make_evaluation("base", 0.3), make_stage(config)]
+    with open_run(config, key="torn") as run:
+        for result in results:
+            run.record(result)
+    ids = [run.run_id, children(client, run)["format"].info.run_id]
+    before = [snapshot(client, run_id) for run_id in ids]
+    for run_id in ids:
+        for tag in [tag for tag in client.get_run(run_id).data.tags if tag.startswith("grpo.recorded.")]:
+            client.delete_tag(run_id, tag)
+    with open_run(config, key="torn") as run:
+        outcomes = [run.record(result) for result in results]
+        assert all(outcomes)
+    after = [snapshot(client, run_id) for run_id in ids]
+    assert [state[2:] for state in after] == [state[2:] for state in before]
+    table = json.loads(Path(client.download_artifacts(run.run_id, "lab/probes.json")).read_text())
+    assert len(table["data"]) == 2, "the table was appended to"
+
+
+def test_data_becomes_dataset_inputs_with_the_content_digest(config, client, data_report):
+    prepared = PreparedData(
+        key="1" * 16,
+        directory=data_report.directory,
+        seconds=0.1,
+        rows=17,
+        sources=[SourceFile(path="a.jsonl", side="train", rows=17, sha256="0" * 64)],
+    )
+    with open_run(config, key="data") as run:
+        run.record(prepared)
+        run.record(data_report)
+    found = client.get_run(run.run_id)
+    inputs = {entry.dataset.name: entry for entry in found.inputs.dataset_inputs}
+    assert set(inputs) == {"train", "eval"}
+    assert all(data_report.digest.startswith(entry.dataset.digest) for entry in inputs.values())
+    assert json.loads(inputs["train"].dataset.profile)["num_rows"] == 12
+    assert [tag.value for tag in inputs["eval"].tags if tag.key == "mlflow.data.context"] == ["evaluation"]
+    assert found.data.tags["grpo.data_digest"] == data_report.digest
+    assert {"data/report.md", "data/quarantine.parquet", "data/sources.json"} <= artifacts(client, run.run_id)
+    assert found.data.metrics["data/quarantined"] == 1
+
+
+def test_the_labs_probes_are_a_table_with_long_texts_shortened(config, client, lab_report):
+    with open_run(config, key="lab") as run:
+        run.record(lab_report)
+    table = json.loads(Path(client.download_artifacts(run.run_id, "lab/probes.json")).read_text())
+    assert table["columns"] == ["probe", "completion", "scores", "format"]
+    assert len(table["data"]) == 2
+    assert len(table["data"][1][1]) < 3_000
+    assert "1000000 characters" in table["data"][1][1]
+    assert {"lab/report.md", "lab/probes.parquet"} <= artifacts(client, run.run_id)
+    assert client.get_run(run.run_id).data.metrics["lab/format/share_with_signal"] == 0.75
+
+
+def test_a_stage_is_a_child_run_with_everything_of_its_folder(config, client, make_stage):
+    stage = make_stage(config)
+    with open_run(config, key="stage") as run:
+        run.record(stage)
+    child = children(client, run)["format"]
+    assert child.data.tags["grpo.stage"] == "format"
+    assert child.data.params == flatten(config.stages[0]) | {"seed": "42"}
+    assert [step for step, _, _ in history(client, child.info.run_id, "reward")] == list(range(1, 41))
+    assert child.data.metrics["final/reward"] == 3.5
+    files = artifacts(client, child.info.run_id)
+    assert {"adapter/adapter_model.safetensors", "adapter/adapter_config.json"} <= files
+    assert {"completions/step-000020.parquet", "completions.json", "metrics.jsonl", "spec.json", "result.json"} <= files
+    assert {
+        f"plots/{title}.png" for title in ("reward", "reward_std", "kl", "rewards", "completion_length", "truncated")
+    } <= files
+    assert {f"plots/{title}.png" for title in ("dead_groups", "learning_rate", "tokens_per_s")} <= files
+    assert "plots/overview.png" in artifacts(client, run.run_id)
+    adapter = Path(client.download_artifacts(child.info.run_id, "adapter/adapter_model.safetensors"))
+    assert adapter.read_bytes() == (stage.directory / "final" / "adapter_model.safetensors").read_bytes()
+    table = json.loads(Path(client.download_artifacts(child.info.run_id, "completions.json")).read_text())
+    assert len(table["data"]) == 6
+
+
+def test_a_stage_killed_in_the_middle_goes_on_in_the_same_child(config, client, make_stage):
+    stage = make_stage(config, steps=25, finish=False)
+
+    def ship_and_be_killed():
+        with open_run(config, key="cut") as run:
+            run.follow(stage.directory).ship()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ship_and_be_killed()
+    with open_run(config, key="cut") as run:
+        first = children(client, run)["format"]
+    assert first.info.status == "KILLED"
+    write_journal(stage.directory / "metrics.jsonl", range(26, 41), started_ms=1_789_000_900_000)
+    with open_run(config, key="cut") as run:
+        shipper = run.follow(stage.directory)
+        assert shipper.ship()
+        assert children(client, run)["format"].info.status == "RUNNING"
+        run.record(stage)
+    child = children(client, run)["format"]
+    assert child.info.run_id == first.info.run_id
+    assert child.info.status == "FINISHED"
+    assert [step for step, _, _ in history(client, child.info.run_id, "reward")] == list(range(1, 41))
+
+
+def test_evaluations_are_figures_of_the_parent_run(config, client, make_evaluation):
+    with open_run(config, key="eval") as run:
+        run.record(make_evaluation("base", 0.25))
+        run.record(make_evaluation("merged", 0.9, "a" * 16))
+    metrics = client.get_run(run.run_id).data.metrics
+    assert metrics["base/accuracy"] == 0.25
+    assert metrics["merged/format_rate"] == 0.9
+    assert metrics["merged/accuracy_low"] == pytest.approx(0.85)
+    assert metrics["merged/pass_at_4"] == 0.9
+    assert {"merged/greedy_accuracy", "merged/lenient_accuracy"} <= metrics.keys()
+    assert {f"evaluation/merged/{name}" for name in ("report.md", "samples.parquet", "samples.json")} <= artifacts(
+        client, run.run_id
+    )
+
+
+def test_merge_and_publication_are_told(config, client, make_merge, tmp_path):
+    test = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.6, p_value=1e-9, better=True)
+    publication = Publication(
+        key="2" * 16,
+        directory=tmp_path,
+        seconds=0.1,
+        run_id="x",
+        model_name="m",
+        model_version="3",
+        champion=True,
+        tests=[test],
+        reason="better than the base",
+    )
+    with open_run(config, key="told") as run:
+        run.record(make_merge())
+        run.record(publication)
+    found = client.get_run(run.run_id)
+    assert found.data.metrics["merge/greedy_agreement"] == 1.0
+    assert found.data.tags["grpo.model_version"] == "m/3"
+    assert {"merge/proof.json", "publication/decision.json"} <= artifacts(client, run.run_id)
+
+
+def test_a_setting_that_changed_under_the_same_key_is_told_beside_the_first(database, make_config):
+    client = MlflowClient(database)
+    with open_run(make_config(database), key="res") as run:
+        pass
+    with open_run(make_config(database, resources={"num_threads": 2}), key="res") as again:
+        pass
+    assert again.run_id == run.run_id
+    data = client.get_run(run.run_id).data
+    assert data.params["resources.num_threads"] == "null"
+    assert data.tags["param.resources.num_threads"] == "2"
+
+
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(database, make_config):
+    config, client = make_config(database), MlflowClient(database)
+    with open_run(config, key="x"):
+        pass
+    client.delete_experiment(client.get_experiment_by_name(config.experiment).experiment_id)
+    with pytest.raises(TrackingError, match="deleted") as caught, open_run(config, key="x"):
+        pass
+    assert "mlflow experiments restore" in caught.value.mend
+    assert caught.value.place == database
+
+
+def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
+    with open_run(make_config(None), key="default") as run:
+        pass
+    assert run.store.uri == "sqlite:///mlflow.db"
+    assert MlflowClient(database).get_run(run.run_id).info.status == "FINISHED"
+    assert (tmp_path / "mlruns").is_dir()
