@@ -35,6 +35,8 @@ class Bench:
     """The probes as a batch."""
     base: ScoreBatch | None
     """The base model's samples, group by group."""
+    base_rows: Sequence[Row]
+    """The rows they answer, one per sample."""
 
     @property
     def kinds(self) -> int:
@@ -109,7 +111,9 @@ def lay_bench(
     probes = [probe for group in groups for probe in group]
     owners = [row for row, group in zip(chosen, groups, strict=True) for _ in group]
     batch = probe_batch(owners, [probe.text for probe in probes])
-    return Bench(rewards, limits, rows, chosen, probes, batch, _base_batch(rows, base_samples or []))
+    by_id = {row.prompt_id: row for row in rows}
+    base_rows = [by_id[sample.prompt_id] for sample in base_samples or [] for _ in sample.completions]
+    return Bench(rewards, limits, rows, chosen, probes, batch, _base_batch(base_rows, base_samples or []), base_rows)
 
 
 def probe_batch(rows: Sequence[Row], texts: Sequence[str]) -> ScoreBatch:
@@ -120,9 +124,5 @@ def probe_batch(rows: Sequence[Row], texts: Sequence[str]) -> ScoreBatch:
 def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBatch | None:
     if not samples:
         return None
-    by_id = {row.prompt_id: row for row in rows}
-    return batch_of(
-        [by_id[sample.prompt_id] for sample in samples for _ in sample.completions],
-        [text for sample in samples for text in sample.completions],
-        [ids for sample in samples for ids in sample.completion_ids],
-    )
+    texts = [text for sample in samples for text in sample.completions]
+    return batch_of(rows, texts, [ids for sample in samples for ids in sample.completion_ids])

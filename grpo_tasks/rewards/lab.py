@@ -36,7 +36,9 @@ class LabFindings:
     """Every probe with every function's score (null: does not apply, or contract broken) and every stage's total."""
 
 
-def probe_rewards_of(config: LabInputs | RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None) -> LabFindings:
+def probe_rewards_of(
+    config: LabInputs | RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None
+) -> LabFindings:
     """Try every reward function of every stage.
 
     Args:
@@ -65,11 +67,8 @@ def lab_error(report: LabReport) -> LabError:
     message = f"{first.function} fails the check {first.check}: {first.detail}"
     if others:
         message += f" (and {len(others)} more: {', '.join(f'{check.function}/{check.check}' for check in others)})"
-    row = (
-        f"{first.place} (prompt_id {first.prompt_id}), probe {first.probe}, completion {first.completion!r}"
-        if first.place
-        else ""
-    )
+    row_id = f" (prompt_id {first.prompt_id})" if first.prompt_id else ""
+    row = f"{first.place}{row_id}, probe {first.probe}, completion {first.completion!r}" if first.place else ""
     mend = f"mend the function, or add {first.function}/{first.check} to lab.ignore_checks"
     return LabError(message, place=row, mend=f"{mend}; report: {report.directory / 'report.md'}")
 

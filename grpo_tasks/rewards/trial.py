@@ -171,6 +171,5 @@ def _at_probe(subject: Subject, check: str, detail: str, bench: Bench, index: in
 def _at_sample(subject: Subject, fault: Fault, bench: Bench) -> LabCheck:
     assert bench.base is not None
     index = fault.index or 0
-    place, text = bench.base.places[index], bench.base.completions[index]
-    check = LabCheck(function=subject.name, check="contract", outcome="failed", detail=_say(fault))
-    return check.model_copy(update={"place": place, "probe": "sample of the base model", "completion": shorten(text)})
+    text = bench.base.completions[index]
+    return subject.failed("contract", _say(fault), bench.base_rows[index], probe="sample of the base model", text=text)

@@ -232,7 +232,7 @@ def test_a_function_that_breaks_on_a_sample_of_the_base_model_is_stopped(run_con
     findings = lab_of(run_config, own_module, {"one": ["sample_breaker"]}, rows, samples, functions=["sample_breaker"])
     check = next(check for check in findings.checks if check.outcome == "failed")
     assert (check.function, check.check, check.completion) == ("sample_breaker", "contract", "unheard of")
-    assert "train.jsonl:1" in check.place
+    assert (check.place, check.prompt_id) == ("train.jsonl:1", rows[0].prompt_id)
 
 
 def test_ties_within_rounding_are_no_signal():
