@@ -49,9 +49,9 @@ def run(
             return
         prepare_environment()
         from flows.pipeline import grpo_pipeline
-        from flows.show import show_publication
+        from flows.show import show_pipeline
 
-        show_publication(out, settings, grpo_pipeline(settings, fresh))
+        show_pipeline(out, settings, grpo_pipeline(settings, fresh))
 
 
 @app.command()
@@ -60,8 +60,8 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
     with errors_told():
         settings = load_config(config, override)
         prepare_environment()
-        from flows.single import validate_flow
         from flows.show import show_data
+        from flows.single import validate_flow
 
         show_data(out, validate_flow(settings, fresh))
 
@@ -72,8 +72,8 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     with errors_told():
         settings = load_config(config, override)
         prepare_environment()
-        from flows.single import rewards_flow
         from flows.show import show_lab
+        from flows.single import rewards_flow
 
         show_lab(out, rewards_flow(settings, fresh))
 
@@ -89,8 +89,8 @@ def evaluate(
     with errors_told():
         settings = load_config(config, override)
         prepare_environment()
-        from flows.single import evaluate_flow
         from flows.show import show_evaluations
+        from flows.single import evaluate_flow
 
         show_evaluations(out, [evaluate_flow(model, settings, fresh)])
 
@@ -106,8 +106,8 @@ def merge(
     with errors_told():
         settings = load_config(config, override)
         prepare_environment()
-        from flows.single import merge_flow
         from flows.show import show_merge
+        from flows.single import merge_flow
 
         show_merge(out, merge_flow(adapter, settings, into))
 

@@ -9,7 +9,7 @@ from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
-from schemas.config import RunConfig, StageConfig
+from schemas.config import JudgeInputs, LabInputs, RewardsConfig, RunConfig, StageConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, StageResult
 
 
@@ -22,34 +22,23 @@ def checked_data(run: FlowRun) -> DataReport:
     """Rows read and judged."""
     config = run.config
     rows = prepare_data(run, config.data)
-    return validate_data(
-        run,
-        rows,
-        data=config.data,
-        validation=config.validation,
-        tags=config.rewards.tags,
-        model=config.model,
-        rollout=config.rollout,
-        seed=config.seed,
+    inputs = JudgeInputs(
+        data=config.data, validation=config.validation, rewards=RewardsConfig(tags=config.rewards.tags), seed=config.seed
     )
+    return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout)
 
 
 def probed(run: FlowRun, data: DataReport) -> LabReport:
     """Every reward of every stage tried before any training."""
     config = run.config
-    names = {stage.name: stage.rewards for stage in config.stages}
-    group = config.stages[0].num_generations
-    return probe_rewards(
-        run,
-        data,
-        rewards=config.rewards,
-        stages=names,
-        num_generations=group,
-        lab=config.lab,
-        model=config.model,
-        rollout=config.rollout,
-        seed=config.seed,
-    )
+    inputs = LabInputs(rewards=config.rewards, stages=[_rewarded(stage) for stage in config.stages], lab=config.lab)
+    return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
+
+
+def _rewarded(stage: StageConfig) -> StageConfig:
+    """A stage as far as its rewards go: a new learning rate is no reason to probe them again."""
+    group = stage.num_generations
+    return StageConfig(name=stage.name, rewards=stage.rewards, num_generations=group, per_device_train_batch_size=group)
 
 
 def trained(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport) -> StageResult:

@@ -7,22 +7,23 @@ from flows.session import session
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from schemas.config import RunConfig
-from schemas.results import Publication
+from schemas.results import PipelineResult
 
 
 @flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
-def grpo_pipeline(config: RunConfig, fresh: bool = False) -> Publication:
+def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
     """The whole chain. Steps whose inputs have not changed are skipped, unless `fresh`."""
     with session(config, flow="pipeline", fresh=fresh) as run:
         data = checked_data(run)
         probed(run, data)
-        base = evaluated(run, "base", first_model(config), data)
         model = first_model(config)
+        evaluations = [base := evaluated(run, "base", model, data)]
         for stage in config.stages:
             model = trained(run, stage, model, data).model
             if config.evaluation.stages:
-                evaluated(run, stage.name, model, data)
+                evaluations.append(evaluated(run, stage.name, model, data))
         merged = merge_adapter(run, model, data, model=config.model)
-        final = evaluated(run, "merged", merged.model, data)
+        evaluations.append(final := evaluated(run, "merged", merged.model, data))
         champion, rivals = rivals_of(run, merged, base, data)
-        return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
+        publication = publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
+    return PipelineResult(publication=publication, evaluations=evaluations)

@@ -11,7 +11,7 @@ from rich.table import Table
 from schemas.config import RunConfig, StageConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, resolve
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, Publication
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PipelineResult
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -33,7 +33,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
     for stage in config.stages:
         table.add_row(f"train_stage {stage.name}", stage_in_words(stage))
     table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
-    table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {config.evaluation.max_prompts or 'all'} prompts")
+    prompts = config.evaluation.max_prompts or "all"
+    table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
     table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}")
     console.print(table)
 
@@ -45,15 +46,17 @@ def check_files(config: RunConfig) -> None:
             path = Path(resolve(source.path))
             looks_like_a_file = source.format in ("jsonl", "csv", "parquet") or path.suffix or source.path.startswith(EMBEDDED)
             if looks_like_a_file and source.format != "hub" and not path.exists():
-                raise ConfigError(f"no such file: {path}", place=f"data.{side}.{index}.path", mend="paths are relative to where grpo is called")
+                raise ConfigError(
+                    f"no such file: {path}", place=f"data.{side}.{index}.path", mend="paths are relative to where grpo is called"
+                )
 
 
 def stage_in_words(stage: StageConfig) -> str:
     """One line about a stage."""
     length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
     prompts = stage.completions_per_update // stage.num_generations
-    rewards = ", ".join(stage.rewards)
-    return f"{length} of {prompts} prompts x {stage.num_generations} completions; rewards {rewards}; learning rate {stage.learning_rate:g}"
+    sizes = f"{prompts} prompts x {stage.num_generations} completions"
+    return f"{length} of {sizes}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
 
 
 def show_data(console: Console, report: DataReport) -> None:
@@ -105,9 +108,10 @@ def show_merge(console: Console, proof: MergeProof) -> None:
     )
 
 
-def show_publication(console: Console, config: RunConfig, publication: Publication, evaluations: Sequence[EvalReport]) -> None:
+def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -> None:
     """The end of a pipeline run: figures, decision, where everything is."""
-    show_evaluations(console, evaluations)
+    show_evaluations(console, result.evaluations)
+    publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion stays"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")

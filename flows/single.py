@@ -33,10 +33,8 @@ def rewards_flow(config: RunConfig, fresh: bool = False) -> LabReport:
 def evaluate_flow(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
     """`model`: a model folder, an adapter folder, a hub id, or models:/NAME@ALIAS."""
     with session(config, flow="evaluate", fresh=fresh) as run:
-        if model.startswith("models:/"):
-            ref = download_model(model, config.tracking, (run.output / "downloads").resolve())
-        else:
-            ref = named_model(model, config)
+        folder = (run.output / "downloads").resolve()
+        ref = download_model(model, config.tracking, folder) if model.startswith("models:/") else named_model(model, config)
         return evaluated(run, "model", ref, checked_data(run))
 
 

@@ -488,3 +488,27 @@ class RunConfig(Section):
             if stage.name == name:
                 return stage
         raise KeyError(name)
+
+
+class JudgeInputs(Section):
+    """The part of a run that decides which rows are good and on which side they are."""
+
+    data: DataConfig
+    """Columns, pattern and split."""
+    validation: ValidationConfig
+    """Limits and rules."""
+    rewards: RewardsConfig
+    """For the tag names, which no ground truth may contain."""
+    seed: int
+    """Of the split."""
+
+
+class LabInputs(Section):
+    """The part of a run that the reward lab tries."""
+
+    rewards: RewardsConfig
+    """The functions."""
+    stages: list[StageConfig]
+    """For the names of their rewards."""
+    lab: LabConfig
+    """How much is tried."""

@@ -267,3 +267,11 @@ class Publication(StepResult):
     tests: list[PairedTest]
     reason: str
     """The decision in one sentence."""
+
+
+class PipelineResult(Result):
+    """What a run of the whole pipeline came to."""
+
+    publication: Publication
+    evaluations: list[EvalReport]
+    """Base, each stage, merged."""

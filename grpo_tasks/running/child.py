@@ -26,9 +26,8 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
     with (directory / LOG).open("ab") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, str(directory)], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
-        )
+        command = [sys.executable, "-m", module, str(directory)]
+        child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
         try:
             while child.poll() is None:
                 if tick is not None:

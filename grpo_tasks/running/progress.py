@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prefect import get_run_logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -69,7 +70,8 @@ class StageProgress:
             self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
         if lines:
             last = lines[-1]
-            figures = " ".join(f"{short} {_number(last['metrics'][name])}" for name, short in WATCHED.items() if name in last["metrics"])
+            known = {short: last["metrics"][name] for name, short in WATCHED.items() if name in last["metrics"]}
+            figures = " ".join(f"{short} {_number(value)}" for short, value in known.items())
             self._bar.update(self._task, completed=last["step"], figures=figures)
             if final or self._looked - self._told >= LOG_S:
                 self._told = self._looked
@@ -84,10 +86,10 @@ class StageProgress:
 class _Tail:
     """Whole lines of a growing file of JSON lines, each once."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
-    def read(self) -> list[dict]:
+    def read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

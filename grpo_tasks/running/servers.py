@@ -108,4 +108,5 @@ def _wait_for(url: str, name: str, processes: dict[str, subprocess.Popen[bytes]]
 def _check_alive(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     for name, process in processes.items():
         if process.poll() is not None:
-            raise UserError(f"the {name} server ended with code {process.returncode}", mend=f"run it by hand to see why: {name.lower()} server")
+            by_hand = "prefect server start" if name == "Prefect" else "mlflow server"
+            raise UserError(f"the {name} server ended with code {process.returncode}", mend=f"run it by hand to see why: {by_hand}")

@@ -10,6 +10,7 @@ A folder that has been deleted is made anew.
 """
 
 import functools
+import hashlib
 import inspect
 import shutil
 from collections.abc import Callable
@@ -138,7 +139,9 @@ def _label(name: str, inputs: dict[str, Any]) -> str:
 
 
 def _key_of(context: object, parameters: dict[str, Any]) -> str:  # noqa: ARG001 - Prefect's signature
-    return str(parameters["work"].directory)
+    # The folder's name holds the content key; its whole path keeps two output directories apart.
+    directory: Path = parameters["work"].directory
+    return f"{directory.parent.name}-{hashlib.sha256(str(directory).encode()).hexdigest()}"
 
 
 async def _died(task: object, task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001 - Prefect's signature

@@ -1,0 +1,66 @@
+"""Step: the reward lab. Every reward of every stage tried before any training, on made-up and on the base model's completions."""
+
+import time
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.rewards.forecast import GroupSample
+from grpo_tasks.rewards.lab import lab_error, probe_rewards_of
+from grpo_tasks.rewards.report import report_markdown
+from grpo_tasks.rollout.spec import SampleSpec
+from grpo_tasks.running.child import run_module
+from grpo_tasks.running.step import Work, step
+from schemas.child import SPEC
+from schemas.config import LabInputs, ModelConfig, RolloutConfig
+from schemas.results import DataReport, LabReport, ModelRef
+
+
+@step(rooms=("rewards", "rollout", "policy", "data"))
+def probe_rewards(
+    work: Work,
+    data: DataReport,
+    inputs: LabInputs,
+    *,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    seed: int,
+) -> LabReport:
+    """Contract, determinism, speed, order, gaming, signal; a check that fails stops the run."""
+    began = time.perf_counter()
+    spec = SampleSpec(
+        model=model,
+        ref=ModelRef(path=model.path, revision=model.revision),
+        prompts=data.train,
+        max_prompts=inputs.lab.num_prompts,
+        num_samples=inputs.stages[0].num_generations,
+        temperature=rollout.temperature,
+        greedy=False,
+        rollout=rollout,
+        resources=work.run.resources,
+        seed=seed,
+    )
+    spec.save(work.directory / SPEC)
+    run_module("grpo_tasks.rollout", work.directory)
+    groups = _groups(work.directory / "samples.parquet")
+    findings = probe_rewards_of(inputs, read_prompts(data.train), groups)
+    findings.probes.write_parquet(work.directory / "probes.parquet")
+    markdown = report_markdown(findings.checks, findings.forecasts)
+    (work.directory / "report.md").write_text(markdown, encoding="utf-8")
+    work.artifact("reward-lab", markdown)
+    report = LabReport(
+        key=work.key,
+        directory=work.directory,
+        seconds=time.perf_counter() - began,
+        checks=findings.checks,
+        forecasts=findings.forecasts,
+    )
+    if report.failures:
+        raise lab_error(report)
+    return report
+
+
+def _groups(samples: Path) -> list[GroupSample]:
+    table = pl.read_parquet(samples).group_by("prompt_id", maintain_order=True).agg("completion", "token_ids", "finish_reason")
+    return [GroupSample(*row) for row in table.iter_rows()]

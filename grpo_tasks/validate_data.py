@@ -1,0 +1,40 @@
+"""Step: judge every row; the bad ones are quarantined with file, line and rule."""
+
+import time
+
+import polars as pl
+
+from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.judge import judge
+from grpo_tasks.data.load import ROWS
+from grpo_tasks.data.quarantine import enforce
+from grpo_tasks.data.report import REPORT, Origin, report_data
+from grpo_tasks.running.step import Work, step
+from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
+from schemas.results import DataReport, PreparedData
+
+
+@step(rooms=("data",))
+def validate_data(
+    work: Work,
+    rows: PreparedData,
+    inputs: JudgeInputs,
+    *,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+) -> DataReport:
+    """Every rule on every row; stops, after the report is written, when too many rows are bad."""
+    began = time.perf_counter()
+    counter = load_counter(model)
+    counter.check_stops(rollout)
+    verdict = judge(
+        pl.read_parquet(rows.directory / ROWS),
+        config=inputs,
+        count_tokens=counter.count_column,
+        markers=counter.special_tokens,
+    )
+    origin = Origin(work.key, work.directory, time.perf_counter() - began, rows.sources)
+    report = report_data(verdict, origin)
+    work.artifact("validation", (work.directory / REPORT).read_text(encoding="utf-8"))
+    enforce(verdict, inputs.validation)
+    return report
