@@ -88,7 +88,7 @@ FUNCTIONS = """
 
 def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **lab):
     own_module(FUNCTIONS)
-    entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 1.0} for name in functions}
+    entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 1.0 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
     return probe_rewards_of(config, rows, samples)
 
