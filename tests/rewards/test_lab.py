@@ -88,7 +88,7 @@ FUNCTIONS = """
 
 def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **lab):
     own_module(FUNCTIONS)
-    entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 1.0 if name == "hangs" else 30.0} for name in functions}
+    entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
     return probe_rewards_of(config, rows, samples)
 
@@ -139,7 +139,7 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     ("name", "check", "words"),
     [
         ("raises", "contract", "ZeroDivisionError"),
-        ("hangs", "contract", "did not return within 1 s"),
+        ("hangs", "contract", "did not return within 0.5 s"),
         ("dies", "contract", "took its worker process down"),
         ("returns_none", "contract", "returned None instead of a list"),
         ("all_none", "contract", "None for every completion of all 3 rows"),
