@@ -8,6 +8,7 @@ shipping; files are replaced; tables are written only where there is none.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -131,7 +132,11 @@ class RunHandle:
         folder = str(Path(name).parent) if "/" in name else None
         # log_table appends to a table that is there: the one left by a killed attempt is whole, and is kept.
         present = self.store.ask(lambda client: client.list_artifacts(self.run_id, folder))
-        if name not in {entry.path for entry in present}:
+        if name in {entry.path for entry in present}:
+            return
+        with warnings.catch_warnings():
+            # mlflow asks pandas in a way that pandas will change; nothing for our user to do.
+            warnings.simplefilter("ignore")
             self.store.ask(lambda client: client.log_table(self.run_id, _columns(frame), name))
 
 

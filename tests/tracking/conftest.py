@@ -78,10 +78,12 @@ def _wait_until_healthy(address, process, log):
 
 
 @pytest.fixture
-def database(empty_database, tmp_path, monkeypatch):
-    """Uri of an SQLite store of the test's own; its artifacts lie beside it."""
+def database(request, empty_database, tmp_path, monkeypatch):
+    """Uri of an SQLite store of the test's own, its artifacts beside it; parametrised with "server": of the server."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if getattr(request, "param", "sqlite") == "server":
+        return request.getfixturevalue("server")
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 

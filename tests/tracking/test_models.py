@@ -65,7 +65,7 @@ def test_the_same_bytes_do_not_replace_themselves():
 def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     any_store, make_config, make_merge, make_evaluation
 ):
-    config, client = make_config(any_store), MlflowClient(any_store)
+    config, client = make_config(database), MlflowClient(database)
     name, evaluation = config.registered_model, make_evaluation("merged", 0.9)
     assert find_champion(name, config.tracking) is None
     first = make_merge("1" * 64)
@@ -150,8 +150,8 @@ def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
     assert "ANSWER" in done.stdout
 
 
-def test_the_champion_is_fetched_once_and_whole(any_store, make_config, make_merge, make_evaluation, tmp_path):
-    config, proof = make_config(any_store), make_merge()
+def test_the_champion_is_fetched_once_and_whole(server, make_config, make_merge, make_evaluation, tmp_path):
+    config, proof = make_config(server), make_merge()
     name = config.registered_model
     assert fetch_champion(name, config.tracking, tmp_path / "champions") is None
     with open_run(config, key="fetch") as run:

@@ -18,13 +18,16 @@ from .conftest import history, write_journal
 
 
 @pytest.fixture
-def config(any_store, make_config):
-    return make_config(any_store)
+def config(database, make_config):
+    return make_config(database)
 
 
 @pytest.fixture
-def client(any_store):
-    return MlflowClient(any_store)
+def client(config):
+    return MlflowClient(config.tracking.tracking_uri)
+
+
+on_both_stores = pytest.mark.parametrize("database", ["sqlite", "server"], indirect=True)
 
 
 def artifacts(client, run_id, folder=None):
@@ -49,6 +52,7 @@ def snapshot(client, run_id):
     return (run.info.status, run.info.end_time, dict(run.data.params), dict(run.data.tags), values, inputs, files)
 
 
+@on_both_stores
 def test_every_config_field_is_a_param_and_the_file_gives_the_config_back(config, client):
     with open_run(config, key="k1") as run:
         pass
@@ -57,13 +61,14 @@ def test_every_config_field_is_a_param_and_the_file_gives_the_config_back(config
     assert RunConfig.model_validate(yaml.safe_load(text)) == config
 
 
-def test_a_long_field_is_neither_dropped_nor_cut(any_store, make_config, client):
+@on_both_stores
+def test_a_long_field_is_neither_dropped_nor_cut(database, make_config):
     prompt = "".join(f"Rule {number}: think – then answer.\n" for number in range(700))
     sources = [{"path": f"part-{number}.jsonl"} for number in range(40)]
-    config = make_config(any_store, data={"train": sources, "system_prompt": prompt})
+    config = make_config(database, data={"train": sources, "system_prompt": prompt})
     with open_run(config, key="long") as run:
         pass
-    params = client.get_run(run.run_id).data.params
+    params = run.store.client.get_run(run.run_id).data.params
     assert params == flatten(config)
     assert len(params) > 300
     parts = [params[f"data.system_prompt.part{number}"] for number in range(1, 5)]
@@ -108,7 +113,7 @@ def test_the_same_key_finds_the_same_run_and_fresh_makes_a_new_one(config):
 )
 def test_a_run_ends_as_it_ended_children_too(database, make_config, make_stage, fault, status):
     config, client = make_config(database), MlflowClient(database)
-    stage = make_stage(config, finish=False)
+    stage = make_stage(config, steps=3, finish=False)
 
     def go():
         with open_run(config, key="end") as run:
@@ -126,10 +131,11 @@ def test_a_run_ends_as_it_ended_children_too(database, make_config, make_stage, 
     assert {run.info.status for run in found} == {status}
     assert len(found) == 2
     with open_run(config, key="end") as run:
-        run.record(stage)
+        run.child("format", stage.key).tags({"note": "taken up again"})
     assert {run.info.status for run in [client.get_run(run.run_id), *children(client, run).values()]} == {"FINISHED"}
 
 
+@on_both_stores
 def test_recording_everything_twice_changes_nothing(
     config, client, make_stage, data_report, lab_report, make_evaluation, make_merge
 ):

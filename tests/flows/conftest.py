@@ -1,0 +1,28 @@
+"""The command line in folders of its own, with a Prefect home and an MLflow store of their own."""
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL, Place
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def small(place):
+    """Write the small config with changes to it; `change` takes top-level sections."""
+
+    def write(**changes):
+        return place.write("small.yaml", yaml.safe_dump(SMALL | changes))
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """`grpo run demo`, done once for the session; gives the place and what was printed."""
+    place = Place(tmp_path_factory.mktemp("demo"))
+    return place, place.grpo("run", "demo")

@@ -1,0 +1,87 @@
+"""A working directory where a user calls `grpo`, and the smallest config that goes through everything."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+
+
+@dataclass
+class Place:
+    """A working directory where a user calls `grpo`."""
+
+    root: Path
+
+    @property
+    def environment(self):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_TRACKING"))}
+        return kept | {"PREFECT_HOME": str(self.root / "prefect"), "COLUMNS": "200", "OMP_NUM_THREADS": "2"}
+
+    def start(self, *arguments):
+        return subprocess.Popen(
+            [BIN / "grpo", *map(str, arguments)],
+            cwd=self.root,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def grpo(self, *arguments, expect=0, timeout=900):
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=timeout)
+        assert process.returncode == expect, output[-6000:]
+        return output
+
+    @property
+    def client(self):
+        from mlflow import MlflowClient
+
+        return MlflowClient(f"sqlite:///{self.root / 'mlflow.db'}")
+
+    def runs(self, name="grpo-demo"):
+        experiment = self.client.get_experiment_by_name(name)
+        return self.client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+
+    def parent(self, name="grpo-demo"):
+        [parent] = [run for run in self.runs(name) if "mlflow.parentRunId" not in run.data.tags]
+        return parent
+
+    def child(self, stage, name="grpo-demo"):
+        [child] = [run for run in self.runs(name) if run.data.tags.get("grpo.stage") == stage]
+        return child
+
+    def write(self, name, text):
+        path = self.root / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+SMALL = {
+    "name": "small",
+    "seed": 7,
+    "data": {
+        "train": [{"path": "embedded:arithmetic_train.jsonl", "max_rows": 200}],
+        "eval": [{"path": "embedded:arithmetic_eval.jsonl", "max_rows": 40}],
+        "system_prompt": "Reply with <reasoning>...</reasoning><answer>...</answer>.",
+    },
+    "rollout": {"max_completion_length": 48},
+    "stages": [
+        {
+            "name": "format",
+            "rewards": ["incremental_format", "format"],
+            "max_steps": 4,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 2,
+        }
+    ],
+    "evaluation": {"max_prompts": 16, "num_samples": 2, "stages": False},
+    "lab": {"num_rows": 4, "num_prompts": 4},
+    "resources": {"num_threads": 1},
+}
+"""A whole pipeline in seconds: too little to learn, enough to go through everything."""

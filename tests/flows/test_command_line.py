@@ -1,0 +1,126 @@
+"""What a user gets who types something wrong, has bad data or a bad reward: a clear word before any training."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(place):
+    assert "grpo run" not in place.grpo("--help")
+    assert "nothing was run" in place.grpo("run", "demo", "--dry-run")
+    refused = place.grpo("run", "demo", "--set", "stages.0.num_generation=4", expect=2)
+    assert "did you mean num_generations?" in refused
+    assert not (place.root / "runs").exists()
+    assert not (place.root / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stages.0.num_generations=5", "not a multiple of num_generations"),
+        ("stages.0.rewards=[]", "stages.0.rewards"),
+        ("stages.0.rewards=[formt]", "neither built in nor under rewards.functions"),
+        ("data.train.0.path=nowhere.jsonl", "no such file: nowhere.jsonl"),
+        ("stages.7.beta=1", "no index of a list of 2"),
+        ("model.path.x=1", "is a value"),
+        ("seed=-1", "seed"),
+        ("rollout.temperature=0", "greater than 0"),
+        ("stages.0.delta=1.1", "must be above 1 + epsilon"),
+        ("stages.1.name=format", "taken"),
+    ],
+)
+def test_an_impossible_setting_is_refused_with_its_place(place, override, says):
+    output = place.grpo("run", "demo", "--dry-run", "--set", override, expect=2)
+    assert says in " ".join(output.replace("│", " ").split())
+
+
+def test_an_unknown_preset_names_the_nearest(place):
+    assert "did you mean demo?" in place.grpo("run", "dmeo", "--dry-run", expect=2)
+
+
+def test_a_setting_in_scientific_notation_is_a_number(place):
+    assert "learning rate 2e-05" in place.grpo("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=2e-5")
+
+
+def test_doctor_and_fields_tell_what_there_is(place):
+    report = place.grpo("doctor")
+    assert re.search(r"torch +\d", report)
+    assert "free disk" in report
+    assert "stages[].learning_rate" in place.grpo("fields")
+
+
+def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
+    rows = ['{"question": "What is 1 + 1?", "answer": "2"}'] * 3 + ['{"question": "", "answer": "2"}', '{"question": "half']
+    place.write("bad.jsonl", "\n".join(rows))
+    config = small(data={"train": [{"path": "bad.jsonl"}]})
+    output = place.grpo("run", config, expect=1)
+    assert "bad.jsonl:4" in output
+    assert "max_invalid_fraction" in output
+    assert not list(place.root.glob("runs/small/train_stage"))
+    [quarantine] = place.root.glob("runs/small/validate_data/*/quarantine.parquet")
+    assert quarantine.exists()
+    assert place.parent("small").info.status == "FAILED"
+    run_id = place.parent("small").info.run_id
+    paths = {item.path for item in place.client.list_artifacts(run_id, "failed/validate_data")}
+    assert "failed/validate_data/report.md" in paths
+
+
+def test_a_reward_that_pays_for_stuffed_tags_is_stopped_by_the_lab_with_its_name(place, small):
+    place.write("mine.py", "def greedy(completions, **_):\n    return [c[0]['content'].count('<answer>') for c in completions]\n")
+    stage = SMALL["stages"][0] | {"rewards": ["greedy"]}
+    config = small(stages=[stage], rewards={"functions": {"greedy": {"function": "mine:greedy"}}})
+    output = place.grpo("run", config, expect=1)
+    assert "The reward lab stopped the run" in output
+    assert "greedy fails the check" in output
+    assert not list(place.root.glob("runs/small/train_stage"))
+
+
+def test_a_reward_of_the_users_own_takes_part_in_training(place, small):
+    place.write(
+        "mine.py",
+        "import re\n"
+        "def brief(prompts, completions, completion_ids, answer, **kwargs):\n"
+        "    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)\n"
+        "    texts = [completion[0]['content'] for completion in completions]\n"
+        "    return [1.0 if re.fullmatch(r'.{0,400}<answer>[0-9]{1,4}</answer>', text) else 0.0 for text in texts]\n",
+    )
+    stage = SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}
+    functions = {"brief": {"function": "mine:brief", "weight": 0.1}}
+    place.grpo("run", small(stages=[stage], rewards={"functions": functions}))
+    assert "rewards/brief/mean" in place.child("format", "small").data.metrics
+    place.write("mine.py", (place.root / "mine.py").read_text().replace("400", "401"))
+    output = place.grpo("run", small(stages=[stage], rewards={"functions": functions}))
+    assert "validate_data: unchanged, skipped" in output
+    assert "train_stage-format: done" in output
+
+
+def test_full_fine_tuning_goes_through_merge_and_publication(place, small):
+    place.grpo("run", small(model={"lora": None}))
+    assert place.parent("small").data.metrics["merge/max_logprob_difference"] < 1.0
+    assert len(place.client.search_model_versions("name='small'")) == 1
+
+
+def test_validate_rewards_evaluate_and_merge_work_alone(place, small):
+    config = small()
+    assert "200 to train on, 40 held out" in place.grpo("validate", config)
+    assert "0 checks failed" in place.grpo("rewards", config)
+    place.grpo("run", config)
+    [adapter] = place.root.glob("runs/small/train_stage/format-*/final")
+    assert "held-out prompts" in place.grpo("evaluate", adapter, config)
+    place.grpo("merge", adapter, config, "--into", "merged")
+    assert (place.root / "merged" / "model.safetensors").exists()
+    assert "not empty" in place.grpo("merge", adapter, config, "--into", "merged", expect=1)
+    assert "no adapter there" in place.grpo("merge", place.root, config, expect=1)
+
+
+def test_the_written_config_is_the_one_that_ran(place, small):
+    place.grpo("validate", small())
+    run = place.parent("small")
+    path = place.client.download_artifacts(run.info.run_id, "config.yaml", str(place.root))
+    with open(path) as file:
+        assert yaml.safe_load(file)["seed"] == 7

@@ -1,0 +1,102 @@
+"""What `make demo` promises, on the run itself: it learns, it is recorded whole, it is skipped when nothing changed."""
+
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+
+from schemas.load import load_config
+from tests.flows.place import BIN
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ASK = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained(sys.argv[1]), AutoModelForCausalLM.from_pretrained(sys.argv[1])
+chat = [{"role": "system", "content": sys.argv[2]}, {"role": "user", "content": "What is 15 + 27?"}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+assert "mlflow" not in sys.modules and "peft" not in sys.modules
+"""
+
+
+def assert_learnt(parent):
+    figures = parent.data.metrics
+    assert figures["base/format_rate"] <= 0.30
+    assert figures["base/accuracy"] <= 0.40
+    assert figures["merged/format_rate"] >= 0.98
+    assert figures["merged/accuracy"] >= 0.95
+
+
+def test_the_demo_learns_format_and_arithmetic(demo):
+    place, _ = demo
+    assert_learnt(place.parent())
+    [report] = place.root.glob("runs/grpo-demo/evaluate_model/merged-*/samples.parquet")
+    samples = pl.read_parquet(report)
+    assert samples.filter(pl.col("sample") >= 0)["prompt_id"].n_unique() >= 256
+
+
+def test_every_field_of_the_config_is_a_parameter(demo):
+    from grpo_tasks.tracking.params import flatten
+
+    place, _ = demo
+    recorded = place.parent().data.params
+    for name, value in flatten(load_config("demo")).items():
+        assert recorded[name] == value, name
+
+
+def test_each_stage_is_a_child_run_with_every_step_once(demo):
+    place, _ = demo
+    for stage in load_config("demo").stages:
+        child = place.child(stage.name)
+        assert child.info.status == "FINISHED"
+        steps = [point.step for point in place.client.get_metric_history(child.info.run_id, "reward")]
+        assert steps == list(range(1, stage.max_steps + 1))
+        paths = {item.path for item in place.client.list_artifacts(child.info.run_id)}
+        assert {"adapter", "completions", "plots", "metrics.jsonl"} <= paths
+
+
+def test_reports_tables_and_plots_are_artifacts_of_the_parent_run(demo):
+    place, _ = demo
+    run_id = place.parent().info.run_id
+    for folder, name in {
+        "data": "report.md",
+        "lab": "report.md",
+        "evaluation/base": "samples.parquet",
+        "evaluation/merged": "report.md",
+        "plots": "overview.png",
+        "merge": "proof.json",
+    }.items():
+        assert f"{folder}/{name}" in {item.path for item in place.client.list_artifacts(run_id, folder)}
+    inputs = place.client.get_run(run_id).inputs.dataset_inputs
+    assert {tag.value for item in inputs for tag in item.tags} == {"training", "evaluation"}
+
+
+def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(demo, tmp_path):
+    place, _ = demo
+    environment = place.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"}
+    command = [BIN / "mlflow", "artifacts", "download", "-u", "models:/grpo-demo@champion", "-d", tmp_path]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    system = load_config("demo").data.system_prompt
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, tmp_path / "model", system], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "<answer>42</answer>" in asked.stdout
+
+
+def test_a_second_run_skips_everything_and_keeps_the_model_version(demo):
+    place, _ = demo
+    output = place.grpo("run", "demo")
+    assert output.count("unchanged, skipped") == 9, output
+    assert len(place.client.search_model_versions("name='grpo-demo'")) == 1
+    assert place.parent().info.status == "FINISHED"
+
+
+def test_the_registered_version_tells_the_decision_and_the_run(demo):
+    place, _ = demo
+    version = place.client.get_model_version_by_alias("grpo-demo", "champion")
+    assert version.run_id == place.parent().info.run_id
+    assert "better than the base" in version.tags["grpo.decision"]
