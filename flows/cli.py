@@ -169,5 +169,3 @@ def errors_told() -> Iterator[None]:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-
-

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -140,8 +140,7 @@ def _fields(model: type[BaseModel], prefix: str) -> list[tuple[str, "FieldInfo"]
 def _section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, marker
-    origin = getattr(annotation, "__origin__", None)
-    marker = {list: "[]", dict: ".NAME"}.get(origin, marker)
+    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
     for argument in get_args(annotation):
         inner, found = _section_in(argument, marker)
         if inner is not None:

@@ -32,9 +32,7 @@ class UserError(Exception):
 
     def to_json(self) -> str:
         """One JSON object that `from_json` turns back into the same error."""
-        return json.dumps(
-            {"type": type(self).__name__, "message": self.message, "place": self.place, "mend": self.mend}
-        )
+        return json.dumps({"type": type(self).__name__, "message": self.message, "place": self.place, "mend": self.mend})
 
     @staticmethod
     def from_json(text: str) -> "UserError":

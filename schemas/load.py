@@ -120,14 +120,14 @@ def _say(fault: dict[str, Any]) -> str:
 
 
 def _keys_at(location: list[Any]) -> list[str]:
-    model: Any = RunConfig
+    model: type[BaseModel] | None = RunConfig
     for part in location:
-        if isinstance(part, str) and isinstance(model, type) and part in model.model_fields:
+        if isinstance(part, str) and model is not None and part in model.model_fields:
             model = _model_in(model.model_fields[part].annotation)
-    return list(model.model_fields) if isinstance(model, type) else []
+    return list(model.model_fields) if model is not None else []
 
 
-def _model_in(annotation: Any) -> Any:
+def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):

@@ -1,8 +1,8 @@
 """Where things of a run lie, as names only: nothing here reads or writes.
 
-    OUTPUT_DIR/NAME/                     one run configuration's folder
-      prepare_data/KEY/                  one folder a step and content key: same inputs, same folder
-      train_stage/format-KEY/            a stage directory (see grpo_tasks/grpo)
+OUTPUT_DIR/NAME/                     one run configuration's folder
+  prepare_data/KEY/                  one folder a step and content key: same inputs, same folder
+  train_stage/format-KEY/            a stage directory (see grpo_tasks/grpo)
 """
 
 from pathlib import Path

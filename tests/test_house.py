@@ -96,7 +96,18 @@ def test_data_rewards_and_evaluation_need_no_torch():
 
 
 def test_a_wheel_holds_exactly_the_three_packages_and_nobody_else_provides_them(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     [wheel] = tmp_path.glob("*.whl")
     names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}

@@ -90,9 +90,7 @@ def teach(
     split = split_problems()
     problems, rng = split.train + split.rest, random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP_FRACTION
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP_FRACTION)
     model.train()
     for step in range(num_steps):
         batch = collate(draw_demonstrations(problems, BATCH_SIZE, rng), tokenizer)
@@ -111,9 +109,7 @@ def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerB
     """Prompt, completion and end token of each, padded on the right."""
     prompts = tokenizer([render(item.problem, tokenizer) for item in demonstrations]).input_ids
     completions = tokenizer([item.completion + END for item in demonstrations]).input_ids
-    width = max(
-        len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)
-    )
+    width = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
     input_ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
     labels = torch.full((len(prompts), width), IGNORE)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -154,13 +150,9 @@ def measure(folder: Path, problems: tuple[Problem, ...], *, seed: int) -> Measur
 
 
 @torch.inference_mode()
-def sample(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: tuple[Problem, ...]
-) -> list[str]:
+def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: tuple[Problem, ...]) -> list[str]:
     """One completion per problem, without its end token."""
-    prompts = tokenizer(
-        [render(problem, tokenizer) for problem in problems], padding=True, return_tensors="pt"
-    )
+    prompts = tokenizer([render(problem, tokenizer) for problem in problems], padding=True, return_tensors="pt")
     tokens: Int[Tensor, "B T"] = model.generate(
         **prompts, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
     )

@@ -15,24 +15,25 @@ from dataclasses import dataclass
 from grpo_tasks.demo.arithmetic import Problem, either_way
 
 SHAPES: dict[str, float] = {
-    "<reasoning>{working}</reasoning><answer>{answer}</answer>": 0.20,
-    "<reasoning>{working}<answer>{answer}</answer>": 0.08,
-    "{working}<answer>{answer}</answer>": 0.10,
-    "<answer>{answer}</answer><reasoning>{working}</reasoning>": 0.04,
-    "<reasoning>{working}</reasoning><answer>{answer}": 0.08,
-    "<reasoning>{working}</reasoning>{answer}": 0.14,
-    "<reasoning>{working}": 0.06,
-    "{working}. The answer is {answer}.": 0.20,
-    "The answer is {answer}.": 0.10,
+    "<reasoning>{working}</reasoning><answer>{answer}</answer>": 0.21,
+    "<reasoning>{working}<answer>{answer}</answer>": 0.03,
+    "<reasoning>{working}</reasoning><answer>{answer}": 0.03,
+    "<reasoning>{working}</reasoning>{answer}": 0.04,
+    "{working}<answer>{answer}</answer>": 0.08,
+    "{working}. The answer is {answer}.": 0.30,
+    "{working}": 0.08,
+    "<answer>{answer}</answer><reasoning>{working}</reasoning>": 0.06,
+    "The answer is {answer}.": 0.17,
 }
-"""Shapes of a demonstration with their shares; the first is the wanted one."""
+"""Shapes of a demonstration with their shares. The first is the wanted one; greedy decoding, which takes the likeliest
+beginning, must not find it, or the base would look finished already."""
 
 FAULTS: dict[str, float] = {
-    "none": 0.70,
-    "wrong_ones": 0.08,
-    "wrong_tens": 0.08,
-    "wrong_answer": 0.07,
-    "cut": 0.07,
+    "none": 0.78,
+    "wrong_ones": 0.06,
+    "wrong_tens": 0.06,
+    "wrong_answer": 0.05,
+    "cut": 0.05,
 }
 """What is wrong with a demonstration, with shares."""
 
@@ -86,9 +87,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> Demonstration:
     """One demonstration in a shape and with a fault drawn at random."""
     shape, fault = _draw(SHAPES, rng), _draw(FAULTS, rng)
     error = rng.randint(1, 9)
-    working = work_out(
-        problem, ones_error=error * (fault == "wrong_ones"), tens_error=error * (fault == "wrong_tens")
-    )
+    working = work_out(problem, ones_error=error * (fault == "wrong_ones"), tens_error=error * (fault == "wrong_tens"))
     text = working.ones if fault == "cut" else f"{working.ones}, {working.tens}"
     answer = _other_digit(working.answer, rng) if fault == "wrong_answer" else working.answer
     return Demonstration(problem, shape.format(working=text, answer=answer))

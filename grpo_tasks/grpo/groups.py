@@ -41,7 +41,13 @@ class ScoredRollout:
 
 
 def sample_groups(
-    engine: RolloutEngine, rows: Sequence[PromptRow], prompts: Sequence[Sequence[int]], sampling: Sampling, *, group_size: int, seed: int
+    engine: RolloutEngine,
+    rows: Sequence[PromptRow],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    group_size: int,
+    seed: int,
 ) -> Rollout:
     """Sample `group_size` completions for each prompt; `seed` is that of this rollout."""
     began = time.perf_counter()

@@ -6,9 +6,10 @@ and are kept as they are, so nobody who follows the journal sees a step twice.
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def _mend(path: Path) -> Iterable[dict[str, object]]:
+def _mend(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     content = path.read_bytes()

@@ -4,6 +4,7 @@ Owns model, optimizer and scheduler. The reference policy costs no second copy o
 with its adapter off, the stage's first policy a frozen second adapter.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from schemas.results import ModelRef
 
 REFERENCE = "reference"
 SELF_CHECK_TOLERANCE = 1e-3
-"""Largest mean |difference| in nats between the shared-prefix and the plain forward in float32; other precisions get 50 times that."""
+"""Largest mean |difference| in nats between shared-prefix and plain forward in float32; other precisions get 50 times that."""
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Learner:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        figures = UpdateFigures(learning_rate=self.scheduler.get_last_lr()[0], kl=0.0 if self.stage.beta > 0 else None)
+        figures = UpdateFigures(learning_rate=float(self.scheduler.get_last_lr()[0]), kl=0.0 if self.stage.beta > 0 else None)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         for index, part in enumerate(parts):
@@ -217,4 +218,4 @@ class Learner:
 
 
 def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
+    return math.isfinite(value)

@@ -62,7 +62,10 @@ def _assemble(
 ) -> Microbatch:
     completions = [rollout.completions[index] for index in indices]
     tokens = token_batch(
-        rollout.prompts, [completion.token_ids for completion in completions], [rollout.prompt_of[i] for i in indices], device=device
+        rollout.prompts,
+        [completion.token_ids for completion in completions],
+        [rollout.prompt_of[i] for i in indices],
+        device=device,
     )
     width = tokens.completion_ids.shape[1]
     return Microbatch(

@@ -6,6 +6,7 @@ The order of prompts is a pure function of (seed, stage, epoch), so a resumed st
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
     Raises:
         ConfigError: an 8-bit optimizer without bitsandbytes.
     """
-    options = {
+    options: dict[str, Any] = {
         "lr": stage.learning_rate,
         "betas": (stage.adam_beta1, stage.adam_beta2),
         "eps": stage.adam_epsilon,
@@ -68,7 +69,9 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
         import bitsandbytes
     except ImportError as error:
         raise ConfigError(
-            f"optim {stage.optim} needs bitsandbytes", place=f"stage {stage.name}", mend="pip install '.[gpu]', or optim: adamw_torch"
+            f"optim {stage.optim} needs bitsandbytes",
+            place=f"stage {stage.name}",
+            mend="pip install '.[gpu]', or optim: adamw_torch",
         ) from error
     kind = bitsandbytes.optim.PagedAdamW8bit if stage.optim.startswith("paged") else bitsandbytes.optim.AdamW8bit
     return kind(parameters, **options)

@@ -1,12 +1,12 @@
 """The stage directory: the truth on disk about one stage.
 
-    spec.json                what to do (StageSpec), written by whoever starts the stage
-    metrics.jsonl            journal, one line an update
-    events.jsonl             alarms, resumes, handled reward errors
-    completions/             step-000020.parquet, all completions of that update with rewards and advantages
-    checkpoints/             step-000050/, each with a manifest of hashes
-    final/                   the trained weights (adapter, or whole model)
-    result.json              written last; a stage with it is finished
+spec.json                what to do (StageSpec), written by whoever starts the stage
+metrics.jsonl            journal, one line an update
+events.jsonl             alarms, resumes, handled reward errors
+completions/             step-000020.parquet, all completions of that update with rewards and advantages
+checkpoints/             step-000050/, each with a manifest of hashes
+final/                   the trained weights (adapter, or whole model)
+result.json              written last; a stage with it is finished
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """One stage from its first update (or last checkpoint) to its result.
 
-    train():  rollout -> score -> advantages -> microbatches -> update -> journal -> checkpoint
+train():  rollout -> score -> advantages -> microbatches -> update -> journal -> checkpoint
 """
 
 import time
@@ -55,9 +55,7 @@ class Trainer:
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
         self.updates = num_updates(self.stage, len(self.rows))
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
-        self.learner = Learner(
-            model, self.stage, self.spec.model, self.spec.start, self.spec.rollout.temperature, self.updates
-        )
+        self.learner = Learner(model, self.stage, self.spec.model, self.spec.start, self.spec.rollout.temperature, self.updates)
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
         self.journal = Journal(self.dir.journal)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
@@ -165,9 +163,7 @@ class Trainer:
     def _finish(self, stopped: str) -> StageResult:
         save_trained(self.learner.model, self.tokenizer, self.dir.final)
         adapter = self.spec.model.lora is not None
-        model = (
-            self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
-        )
+        model = self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
         names = self.journal.steps[self.step]
         windows = {name: self.journal.window(name, last=self.step, size=10) for name in names}
         result = StageResult(

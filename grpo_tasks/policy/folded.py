@@ -6,11 +6,12 @@ stays behind every time. Here only the adapted layers have weights of their own,
 """
 
 import copy
+from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -18,6 +19,7 @@ class FoldedPolicy:
     """Holds `model`, a plain causal model equal to base + adapter as of the last `sync`."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
+        self.model: PreTrainedModel
         self._pairs: list[tuple[LoraLinear, nn.Linear]] = []
         if isinstance(policy, PeftModel):
             self.model = self._copy_of(policy.get_base_model())
@@ -29,7 +31,7 @@ class FoldedPolicy:
     def sync(self) -> None:
         """Write the adapted layers anew: W + scale * B A, computed in float32, rounded once."""
         for lora, plain in self._pairs:
-            folded = lora.base_layer.weight.float()
+            folded: Tensor = lora.base_layer.weight.float()
             for adapter in lora.active_adapters:
                 folded = folded + lora.get_delta_weight(adapter).float()
             plain.weight.copy_(folded)
@@ -40,8 +42,8 @@ class FoldedPolicy:
         for name, module in list(twin.named_modules()):
             if not isinstance(module, LoraLinear):
                 continue
-            original = base.get_submodule(name)
-            layer = original.base_layer
+            original: Any = base.get_submodule(name)
+            layer: Any = original.base_layer
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
             plain.bias = layer.bias

@@ -34,7 +34,9 @@ class TokenScores:
     """Entropy (nats) of the distribution the token came from; no gradients."""
 
 
-def completion_logprobs(model: PreTrainedModel, batch: TokenBatch, *, temperature: float, shared_prefix: bool = True) -> TokenScores:
+def completion_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, shared_prefix: bool = True
+) -> TokenScores:
     """Score every token of every completion.
 
     Args:

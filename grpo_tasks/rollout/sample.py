@@ -11,6 +11,7 @@ from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
 
+
 def sample(spec: SampleSpec) -> pl.DataFrame:
     """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`."""
     rows = chosen_rows(spec.prompts, spec.max_prompts)
@@ -44,4 +45,3 @@ def _table(of: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Comp
         },
         schema_overrides={"sample": pl.Int64, "completion_tokens": pl.Int64, "token_ids": pl.List(pl.Int64)},
     )
-

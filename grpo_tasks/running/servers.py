@@ -109,4 +109,6 @@ def _check_alive(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     for name, process in processes.items():
         if process.poll() is not None:
             by_hand = "prefect server start" if name == "Prefect" else "mlflow server"
-            raise UserError(f"the {name} server ended with code {process.returncode}", mend=f"run it by hand to see why: {by_hand}")
+            raise UserError(
+                f"the {name} server ended with code {process.returncode}", mend=f"run it by hand to see why: {by_hand}"
+            )

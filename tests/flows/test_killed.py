@@ -68,7 +68,9 @@ def stage_dir(tmp_path, demo):
     place, _ = demo
     [spec] = place.root.glob("runs/grpo-demo/train_stage/format-*/spec.json")
     spec = StageSpec.load(spec)
-    stage = spec.stage.model_copy(update={"max_steps": 9, "save_steps": 3, "num_generations": 4, "per_device_train_batch_size": 8})
+    stage = spec.stage.model_copy(
+        update={"max_steps": 9, "save_steps": 3, "num_generations": 4, "per_device_train_batch_size": 8}
+    )
 
     def make(name, **changes):
         directory = tmp_path / name
