@@ -100,7 +100,7 @@ class TrackingError(UserError):
     title = "MLflow could not record the run"
 
 
-class ChildDied(UserError):
+class ChildDied(UserError):  # noqa: N818 - it says what happened
     """A step's process ended without a result and without an error of its own (killed, out of memory)."""
 
     title = "A step's process died"

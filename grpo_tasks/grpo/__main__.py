@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.grpo STAGE_DIR`: train one stage, or go on with it; by hand, by accelerate or by the Prefect step alike."""
+"""`python -m grpo_tasks.grpo STAGE_DIR`: train one stage, or go on with it; by hand or by the Prefect step alike."""
 
 from pathlib import Path
 

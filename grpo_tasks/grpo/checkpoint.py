@@ -1,6 +1,6 @@
 """Checkpoints: all that the next update depends on, written in one move and proved by a manifest of hashes.
 
-    checkpoints/step-000050/   weights/ (adapter or whole model)  optimizer.safetensors  rng.safetensors  state.json  manifest.json
+    checkpoints/step-000050/   weights/ (adapter or model)  optimizer.safetensors  rng.safetensors  state.json  manifest.json
 
 Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
 """

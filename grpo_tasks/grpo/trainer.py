@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
 import torch
 
 from grpo_tasks.data.table import PromptRow, read_prompts
@@ -182,7 +183,7 @@ class Trainer:
         return result
 
 
-def _write_table(table, path: Path) -> None:
+def _write_table(table: pl.DataFrame, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part")
     table.write_parquet(part)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -83,7 +83,8 @@ def step(
             result.save(work.directory / RESULT)
             return result
 
-        prefect_task = task(
+        make_task: Any = task  # its overloads know no generic function
+        prefect_task = make_task(
             work_of,
             name=name,
             task_run_name="{label}",
@@ -107,7 +108,7 @@ def step(
             state = told(work, label, inputs, return_state=True)
             return _settle(state, run, work, label)
 
-        return call
+        return cast(Callable[Concatenate[Run, Inputs], Made], call)
 
     return decorate
 

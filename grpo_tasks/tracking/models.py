@@ -7,6 +7,7 @@ SHA-256) is taken up again. The alias moves only if the new model beats the base
 the champion. What it does not do: evaluate; the tests come from the evaluation room.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

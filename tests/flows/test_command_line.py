@@ -1,6 +1,7 @@
 """What a user gets who types something wrong, has bad data or a bad reward: a clear word before any training."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -122,5 +123,4 @@ def test_the_written_config_is_the_one_that_ran(place, small):
     place.grpo("validate", small())
     run = place.parent("small")
     path = place.client.download_artifacts(run.info.run_id, "config.yaml", str(place.root))
-    with open(path) as file:
-        assert yaml.safe_load(file)["seed"] == 7
+    assert yaml.safe_load(Path(path).read_text())["seed"] == 7

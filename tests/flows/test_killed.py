@@ -39,7 +39,7 @@ def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_fac
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    gone, alive = psutil.wait_procs([child for child in family if "grpo_tasks" in " ".join(_command(child))], timeout=10)
+    _, alive = psutil.wait_procs([child for child in family if "grpo_tasks" in " ".join(_command(child))], timeout=10)
     assert not alive
 
     place.grpo(*command)

@@ -55,7 +55,7 @@ def theirs(batch, settings, on_policy):
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     logps = batch.logps.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, torch.zeros_like(logps), None)
-    identity = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True)
+    identity = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True)
     for name, value in {
         "model": SimpleNamespace(training=True),
         "aux_loss_enabled": False,
