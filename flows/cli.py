@@ -3,6 +3,7 @@
 Help, a dry run and a refused config answer at once, so everything heavy is imported inside the command that needs it.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -156,6 +157,15 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    # An error of the user's says where and what to do; the way it took through our code helps nobody.
+    if record.exc_info and isinstance(record.exc_info[1], UserError):
+        record.exc_info = record.exc_text = None
+    return True
 
 
 @contextmanager
