@@ -1,0 +1,45 @@
+"""`grpo ui` shows the runs that were made without any server, and Ctrl-C ends everything it started."""
+
+import json
+import re
+import signal
+import urllib.request
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def ask(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def test_both_uis_show_the_run_and_end_together(place, small):
+    place.grpo("validate", small())
+    process = place.start("ui", "--prefect-port", "14200", "--mlflow-port", "15000")
+    addresses = {}
+    while len(addresses) < 2:
+        line = process.stdout.readline()
+        assert line, "the servers ended"
+        if found := re.match(r"(Prefect|MLflow) UI +(http://127\.0\.0\.1:\d+)", line):
+            addresses[found[1]] = found[2]
+    try:
+        runs = ask(f"{addresses['Prefect']}/api/flow_runs/filter", {})
+        assert [run["state_type"] for run in runs] == ["COMPLETED"]
+        tasks = ask(f"{addresses['Prefect']}/api/task_runs/filter", {})
+        assert {task["name"] for task in tasks} == {"prepare_data", "validate_data"}
+        artifacts = ask(f"{addresses['Prefect']}/api/artifacts/filter", {})
+        assert [artifact["key"] for artifact in artifacts] == ["validation"]
+        experiments = ask(f"{addresses['MLflow']}/api/2.0/mlflow/experiments/search?max_results=10")
+        assert "small" in {experiment["name"] for experiment in experiments["experiments"]}
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert process.returncode == 0
