@@ -27,7 +27,7 @@ from grpo_tasks.demo.arithmetic import Problem, chat, has_strict_format, is_righ
 from grpo_tasks.demo.demonstrations import Demonstration, draw_demonstrations
 from grpo_tasks.demo.tokenizer import END, MAX_LENGTH, write_tokenizer
 
-NUM_STEPS = 1800
+NUM_STEPS = 4000
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1

@@ -30,6 +30,9 @@ from grpo_tasks.rollout.local import LocalEngine
 from schemas.metrics import describe
 from schemas.results import ModelRef, StageResult
 
+RESULT_WINDOW = 10
+"""Updates the figures of a finished stage are means of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Round:
@@ -165,8 +168,9 @@ class Trainer:
         save_trained(self.learner.model, self.tokenizer, self.dir.final)
         adapter = self.spec.model.lora is not None
         model = self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
-        names = self.journal.steps[self.step]
-        windows = {name: self.journal.window(name, last=self.step, size=10) for name in names}
+        last = range(max(1, self.step - RESULT_WINDOW + 1), self.step + 1)
+        names = {name for step in last for name in self.journal.steps[step]}
+        windows = {name: self.journal.window(name, last=self.step, size=RESULT_WINDOW) for name in sorted(names)}
         result = StageResult(
             key=self.spec.key,
             directory=self.dir.root,
