@@ -1,0 +1,77 @@
+"""Content keys: what makes a step run again, and what does not."""
+
+import time
+
+import pytest
+
+from grpo_tasks.running.child import run_module
+from grpo_tasks.running.key import content_key, files_digest
+from schemas.config import DataSource, RewardConfig
+from schemas.errors import ChildDied, ModelError
+from schemas.results import PreparedData
+
+
+def key(**inputs):
+    files_digest.cache_clear()
+    return content_key("step", ("data",), inputs)
+
+
+def test_the_key_follows_the_content_of_data_files_not_their_place(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    source = DataSource(path=str(path))
+    path.write_text("one")
+    first = key(source=source)
+    path.write_text("two")
+    assert key(source=source) != first
+    path.write_text("one")
+    assert key(source=source) == first
+
+
+def test_the_key_follows_the_code_of_the_users_own_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(): ...")
+    reward = RewardConfig(function="mine:f")
+    first = key(reward=reward)
+    (tmp_path / "mine.py").write_text("def f(): return 1")
+    assert key(reward=reward) != first
+
+
+def test_an_earlier_step_counts_by_its_key_and_not_by_its_time(tmp_path):
+    result = PreparedData(key="abc", directory=tmp_path, seconds=1.0, sources=[], rows=1)
+    slower = result.model_copy(update={"seconds": 9.0})
+    other = result.model_copy(update={"key": "abd"})
+    assert key(rows=result) == key(rows=slower) != key(rows=other)
+
+
+def test_the_key_follows_the_step_its_rooms_and_its_inputs():
+    assert key(seed=1) != key(seed=2)
+    assert content_key("a", ("data",), {}) != content_key("b", ("data",), {})
+    assert content_key("a", ("data",), {}) != content_key("a", ("data", "rewards"), {})
+
+
+def test_an_error_of_the_users_comes_out_of_the_child_as_it_went_in(tmp_path):
+    spec = (
+        '{"model": {}, "ref": {"path": "/no/such/model"}, "prompts": [[{"role": "user", "content": "x"}]], "max_new_tokens": 1}'
+    )
+    (tmp_path / "spec.json").write_text(spec)
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        run_module("grpo_tasks.policy", tmp_path)
+    assert caught.value.place == "model.path: /no/such/model"
+
+
+def test_a_child_that_dies_without_a_word_is_told_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(ChildDied, match="exit code 1") as caught:
+        run_module("grpo_tasks.no_such_room", tmp_path)
+    assert "No module named" in str(caught.value)
+    assert str(tmp_path / "log.txt") in str(caught.value)
+
+
+def test_whatever_ends_the_wait_ends_the_child(tmp_path):
+    began = time.monotonic()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_module("http.server", tmp_path, tick=interrupt)
+    assert time.monotonic() - began < 60
