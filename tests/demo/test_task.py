@@ -10,7 +10,7 @@ import yaml
 
 from grpo_tasks.demo import arithmetic
 from grpo_tasks.demo.arithmetic import EVAL_FILE, PROBE, SYSTEM_PROMPT, TRAIN_FILE, Problem, all_problems, split_problems
-from schemas.paths import resolve_path
+from schemas.paths import resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = Path(arithmetic.__file__).parent
@@ -68,7 +68,7 @@ def test_rebuilding_gives_the_data_files_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_the_data_files_are_reached_by_their_embedded_names() -> None:
-    assert Path(resolve_path(f"embedded:{TRAIN_FILE}")) == DEMO / TRAIN_FILE
+    assert Path(resolve(f"embedded:{TRAIN_FILE}")) == DEMO / TRAIN_FILE
 
 
 def test_the_system_prompt_is_one_plain_line_that_names_the_four_tags() -> None:

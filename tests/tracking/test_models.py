@@ -65,7 +65,7 @@ def test_the_same_bytes_do_not_replace_themselves():
 def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     any_store, make_config, make_merge, make_evaluation
 ):
-    config, client = make_config(database), MlflowClient(database)
+    config, client = make_config(any_store), MlflowClient(any_store)
     name, evaluation = config.registered_model, make_evaluation("merged", 0.9)
     assert find_champion(name, config.tracking) is None
     first = make_merge("1" * 64)
@@ -167,7 +167,7 @@ def test_the_champion_is_fetched_once_and_whole(server, make_config, make_merge,
 
 
 def test_an_alias_on_something_else_than_a_model_is_refused(database, make_config, tmp_path):
-    config, client = make_config(database), MlflowClient(database)
+    config, client = make_config(any_store), MlflowClient(any_store)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "note.txt").write_text("no model")
     client.create_registered_model(config.registered_model)
