@@ -167,7 +167,7 @@ def test_the_champion_is_fetched_once_and_whole(server, make_config, make_merge,
 
 
 def test_an_alias_on_something_else_than_a_model_is_refused(database, make_config, tmp_path):
-    config, client = make_config(any_store), MlflowClient(any_store)
+    config, client = make_config(database), MlflowClient(database)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "note.txt").write_text("no model")
     client.create_registered_model(config.registered_model)
