@@ -10,7 +10,7 @@ from schemas.config import PromotionConfig
 from schemas.results import EvalReport, MergeProof, Publication
 
 
-@step(rooms=("evaluation", "tracking"), cached=False)
+@step(rooms=("evaluation", "rewards", "tracking"), cached=False)
 def publish_model(
     work: Work,
     proof: MergeProof,
