@@ -2,6 +2,10 @@
 
     python -m grpo_tasks.demo.build [OUT_DIR]        default: this folder; minutes on two cores
 
+Recipe: 1,800 steps of 64 demonstrations of mixed quality, learning rate 3e-3 (one cycle), loss on the completion only. Measured on the
+held-out problems, sampled at temperature 1 from the saved bfloat16 weights: strict format 22 %, accuracy 24 %; greedy decoding finds the
+format nowhere, because the likeliest first word is that of a plain sentence.
+
 Leaves out GRPO itself: the base stops where the demo run starts.
 """
 
@@ -27,7 +31,7 @@ from grpo_tasks.demo.arithmetic import Problem, chat, has_strict_format, is_righ
 from grpo_tasks.demo.demonstrations import Demonstration, draw_demonstrations
 from grpo_tasks.demo.tokenizer import END, MAX_LENGTH, write_tokenizer
 
-NUM_STEPS = 4000
+NUM_STEPS = 1800
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1

@@ -5,7 +5,7 @@ A good completion works digit by digit, which a tiny model can learn and which m
     <reasoning>ones 5+7=12, tens 1+2+1=4</reasoning><answer>42</answer>
 
 Of all demonstrations about a fifth have that shape; the others lack tags, turn them round or are plain sentences. Whatever
-the shape, about three in ten have a wrong digit or a cut working. Faults are drawn at random and never systematic: the right
+the shape, about about one in five have a wrong digit or a cut working. Faults are drawn at random and never systematic: the right
 digit stays the likeliest, so that reward can sharpen what is already there.
 """
 

@@ -69,7 +69,13 @@ def stage_dir(tmp_path, demo):
     [spec] = place.root.glob("runs/grpo-demo/train_stage/format-*/spec.json")
     spec = StageSpec.load(spec)
     stage = spec.stage.model_copy(
-        update={"max_steps": 9, "save_steps": 3, "num_generations": 4, "per_device_train_batch_size": 8}
+        update={
+            "max_steps": 9,
+            "save_steps": 3,
+            "log_completions_steps": 5,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+        }
     )
 
     def make(name, **changes):
