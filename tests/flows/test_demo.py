@@ -91,7 +91,7 @@ def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(dem
 def test_a_second_run_skips_everything_and_keeps_the_model_version(demo):
     place, _ = demo
     output = place.grpo("run", "demo")
-    assert output.count("unchanged, skipped") == 9, output
+    assert output.count("unchanged, skipped") == 10, output
     assert len(place.client.search_model_versions("name='grpo-demo'")) == 1
     assert place.parent().info.status == "FINISHED"
 
