@@ -114,6 +114,21 @@ def merge(
 
 
 @app.command()
+def trace(
+    row: Annotated[str, typer.Argument(metavar="ROW", help="A prompt_id (a column of every table), or FILE:LINE of the data.")],
+    config: Config,
+    override: Set = None,
+) -> None:
+    """One row's way through the last run: line, verdict, completions with their rewards, evaluations."""
+    with errors_told():
+        settings = load_config(config, override)
+        from flows.show import show_trace
+        from grpo_tasks.running.trace import trace_row
+
+        show_trace(out, trace_row(settings.resources.output_dir / settings.name, row))
+
+
+@app.command()
 def doctor() -> None:
     """What is installed, which device, which servers answer, how much disk is free."""
     from grpo_tasks.running.doctor import findings

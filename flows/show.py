@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from schemas.config import RunConfig, StageConfig
@@ -14,7 +15,10 @@ from schemas.paths import EMBEDDED, resolve
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PipelineResult
 
 if TYPE_CHECKING:
+    import polars as pl
     from pydantic.fields import FieldInfo
+
+    from grpo_tasks.running.trace import Trace
 
 FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
 
@@ -115,6 +119,33 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion stays"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")
+
+
+def show_trace(console: Console, trace: "Trace") -> None:
+    """One row's way, arrow by arrow."""
+    console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.side}", highlight=False)
+    if trace.faults is not None:
+        for fault in trace.faults.iter_rows(named=True):
+            console.print(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})", markup=False)
+    if trace.prompt is not None:
+        row = trace.prompt.row(0, named=True)
+        console.print(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}", markup=False)
+        for message in row["prompt"]:
+            console.print(f"  {message['role']}: {message['content']}", markup=False)
+    for stage, rows in trace.completions.items():
+        _show_rows(console, f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
+    for label, rows in trace.samples.items():
+        _show_rows(console, f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
+
+
+def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
+    if rows.is_empty():
+        console.print(f"{title}: not among the completions that were kept")
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows.select(columns).iter_rows():
+        table.add_row(*(escape(f"{value:.3f}" if isinstance(value, float) else str(value)) for value in row))
+    console.print(table)
 
 
 def show_fields(console: Console) -> None:

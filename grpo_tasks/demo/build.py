@@ -3,8 +3,8 @@
     python -m grpo_tasks.demo.build [OUT_DIR]        default: this folder; minutes on two cores
 
 Recipe: 1,800 steps of 64 demonstrations of mixed quality, learning rate 3e-3 (one cycle), loss on the completion only.
-Measured on the held-out problems, sampled at temperature 1 from the saved bfloat16 weights: strict format 22 %, accuracy
-24 %. Greedy decoding never keeps the format, because the likeliest first word is that of a plain sentence.
+Measured on the held-out problems, sampled at temperature 1 from the saved bfloat16 weights: strict format 23 %, accuracy
+29 %. Greedy decoding never keeps the format, because the likeliest shape has no answer tags.
 
 Leaves out GRPO itself: the base stops where the demo run starts.
 """

@@ -4,8 +4,8 @@ A good completion works digit by digit, which a tiny model can learn and which m
 
     <reasoning>ones 5+7=12, tens 1+2+1=4</reasoning><answer>42</answer>
 
-Of all demonstrations about a fifth have that shape; the others lack tags, turn them round or are plain sentences. Whatever
-the shape, about about one in five have a wrong digit or a cut working. Faults are drawn at random and never systematic: the right
+Of all demonstrations about a fifth have that shape; the others lose a tag, or say the answer in a sentence. Whatever the
+shape, about one in five have a wrong digit or a cut working. Faults are drawn at random and never systematic: the right
 digit stays the likeliest, so that reward can sharpen what is already there.
 """
 
@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from grpo_tasks.demo.arithmetic import Problem, either_way
 
 SHAPES: dict[str, float] = {
-    "<reasoning>{working}</reasoning><answer>{answer}</answer>": 0.21,
-    "<reasoning>{working}<answer>{answer}</answer>": 0.03,
-    "<reasoning>{working}</reasoning><answer>{answer}": 0.03,
-    "<reasoning>{working}</reasoning>{answer}": 0.04,
-    "{working}<answer>{answer}</answer>": 0.08,
-    "{working}. The answer is {answer}.": 0.30,
-    "{working}": 0.08,
-    "<answer>{answer}</answer><reasoning>{working}</reasoning>": 0.06,
-    "The answer is {answer}.": 0.17,
+    "<reasoning>{working}</reasoning><answer>{answer}</answer>": 0.22,
+    "<reasoning>{working}</reasoning>{answer}": 0.40,
+    "<reasoning>{working}</reasoning><answer>{answer}": 0.12,
+    "<reasoning>{working}<answer>{answer}</answer>": 0.14,
+    "<reasoning>{working}. The answer is {answer}.": 0.12,
 }
 """Shapes of a demonstration with their shares. The first is the wanted one; greedy decoding, which takes the likeliest
-beginning, must not find it, or the base would look finished already."""
+way on, must not find it, or the base would look finished already. All begin alike: what a shape is, is decided where the
+tags close, so no share of the completions is lost at the first token, where any of the vocabulary's tokens may be sampled."""
 
 FAULTS: dict[str, float] = {
     "none": 0.78,

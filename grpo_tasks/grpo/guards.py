@@ -4,11 +4,14 @@ The thresholds are those of schemas/metrics.py's `alarm` texts.
 """
 
 from dataclasses import dataclass
+from statistics import median
 
 from grpo_tasks.grpo.journal import Journal
 
 WINDOW = 10
 """Updates an alarm looks back over."""
+SILENCE = 50
+"""Updates an alarm has to be silent before it is told again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,12 @@ class Alarm:
         values = journal.window(self.metric, last=step, size=WINDOW)
         if len(values) < WINDOW:
             return None
-        mean = sum(values) / len(values)
-        if self.below is not None and mean < self.below:
-            return f"{self.metric} is {mean:.3g}, below {self.below} over the last {WINDOW} updates: {self.advice}"
-        if self.above is not None and mean > self.above:
-            return f"{self.metric} is {mean:.3g}, above {self.above} over the last {WINDOW} updates: {self.advice}"
+        # The median: the k3 estimate of KL has a heavy tail, one unlikely token lifts the mean of ten updates.
+        middle = median(values)
+        if self.below is not None and middle < self.below:
+            return f"{self.metric} is {middle:.3g}, below {self.below} over the last {WINDOW} updates: {self.advice}"
+        if self.above is not None and middle > self.above:
+            return f"{self.metric} is {middle:.3g}, above {self.above} over the last {WINDOW} updates: {self.advice}"
         return None
 
 
@@ -49,6 +53,11 @@ ALARMS = (
 
 
 def alarms(journal: Journal, step: int) -> dict[str, str]:
-    """The alarms that ring after this update, each once: when it rang after the update before, it is not repeated."""
-    ringing = {alarm.event: alarm.fires(journal, step) for alarm in ALARMS if alarm.fires(journal, step - 1) is None}
-    return {event: detail for event, detail in ringing.items() if detail}
+    """The alarms that ring after this update; one that wavers around its threshold is told once."""
+    before = range(max(step - SILENCE, 1), step)
+    ringing = {alarm.event: detail for alarm in ALARMS if (detail := alarm.fires(journal, step))}
+    return {
+        alarm.event: ringing[alarm.event]
+        for alarm in ALARMS
+        if alarm.event in ringing and not any(alarm.fires(journal, earlier) for earlier in before)
+    }

@@ -160,7 +160,7 @@ def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, nam
         return
     for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
         middle = (start + end) / 2
-        axes.text(middle, 1.0, name, ha="center", va="bottom", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())
+        axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -52,10 +52,10 @@ def test_a_fifth_of_the_demonstrations_has_the_strict_format_and_a_third_at_most
     assert 0.2 < right < 0.37
 
 
-def test_the_likeliest_beginning_does_not_lead_to_the_wanted_shape() -> None:
-    wanted = sum(share for shape, share in SHAPES.items() if shape.startswith("<reasoning>"))
-    bare = sum(share for shape, share in SHAPES.items() if shape.startswith("{working}"))
-    assert bare > wanted + 0.05
+def test_the_likeliest_shape_is_not_the_wanted_one_and_all_begin_alike() -> None:
+    shares = list(SHAPES.values())
+    assert max(shares[1:]) > shares[0] + 0.1
+    assert all(shape.startswith("<reasoning>{working}") for shape in SHAPES)
 
 
 def test_the_same_seed_draws_the_same_demonstrations() -> None:

@@ -55,6 +55,27 @@ def test_doctor_and_fields_tell_what_there_is(place):
     assert "stages[].learning_rate" in place.grpo("fields")
 
 
+def test_trace_follows_one_row_from_its_line_to_the_merged_models_samples(place, small):
+    assert "comes first" in place.grpo("trace", "nowhere.jsonl:1", small(), expect=1)
+    rows = ['{"question": "What is 10 + 4?", "answer": "14"}', '{"question": "What is 11 + 4?", "answer": "15"}']
+    place.write("mine.jsonl", "\n".join([*rows, '{"question": "", "answer": "2"}']))
+    data = SMALL["data"] | {"train": [{"path": "mine.jsonl"}]}
+    stage = SMALL["stages"][0] | {"log_completions_steps": 1}
+    config = small(data=data, stages=[stage], validation={"max_invalid_fraction": 0.5})
+    place.grpo("run", config)
+    told = place.grpo("trace", "mine.jsonl:2", config)
+    assert "What is 11 + 4?" in told
+    assert "ground truth '15'" in told
+    assert "stage format" in told
+    [prompt_id] = re.findall(r"prompt ([0-9a-f]{16})", told)
+    assert place.grpo("trace", prompt_id, config) == told
+    assert "refused: content_empty" in place.grpo("trace", "mine.jsonl:3", config)
+    held_out = place.grpo("trace", "embedded:arithmetic_eval.jsonl:1", config)
+    assert "What is 15 + 27?" in held_out
+    assert "evaluation merged" in held_out
+    assert "no row is called" in place.grpo("trace", "mine.jsonl:9", config, expect=1)
+
+
 def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
     rows = ['{"question": "What is 1 + 1?", "answer": "2"}'] * 3 + ['{"question": "", "answer": "2"}', '{"question": "half']
     place.write("bad.jsonl", "\n".join(rows))
