@@ -158,6 +158,7 @@ def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, nam
         axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
     if not named:
         return
+    axes.margins(y=0.12)
     for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
         middle = (start + end) / 2
         axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())

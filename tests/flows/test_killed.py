@@ -1,0 +1,116 @@
+"""kill -9, then the same command: it goes on, nothing twice, nothing lost, the same bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_tasks.grpo.checkpoint import file_sha256
+from schemas.results import StageResult
+from tests.flows.test_demo import assert_learnt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def wait_for_step(pattern, root, step, process, limit_s=600):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for journal in root.glob(pattern):
+            if len(journal.read_text().splitlines()) >= step:
+                return journal.parent
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError(f"no update {step} within {limit_s} s")
+
+
+def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_factory):
+    from tests.flows.place import Place
+
+    place = Place(tmp_path_factory.mktemp("killed"))
+    command = ("run", "demo", "--set", "seed=7")
+    process = place.start(*command)
+    stage_dir = wait_for_step("runs/grpo-demo/train_stage/format-*/metrics.jsonl", place.root, 25, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    ours = [child for child in family if "grpo_tasks" in " ".join(child.cmdline())]
+    assert ours
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(ours, timeout=10)
+    assert not alive
+    # Prefect's own temporary server does not notice that nobody is left to serve.
+    for child in psutil.wait_procs(family, timeout=0)[1]:
+        child.terminate()
+
+    place.grpo(*command)
+    result = StageResult.load(stage_dir / "result.json")
+    assert result.resumed == 1
+    steps = [json.loads(line)["step"] for line in (stage_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, result.steps + 1))
+    child = place.child("format")
+    shipped = [point.step for point in place.client.get_metric_history(child.info.run_id, "reward")]
+    assert shipped == steps
+    assert_learnt(place.parent())
+
+
+@pytest.fixture
+def stage_dir(tmp_path, demo):
+    """The demo's first stage, shortened, as a directory ready to be trained."""
+    from grpo_tasks.grpo.stage_dir import StageSpec
+
+    place, _ = demo
+    [spec] = place.root.glob("runs/grpo-demo/train_stage/format-*/spec.json")
+    spec = StageSpec.load(spec)
+    stage = spec.stage.model_copy(
+        update={
+            "max_steps": 9,
+            "save_steps": 3,
+            "log_completions_steps": 5,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+        }
+    )
+
+    def make(name, **changes):
+        directory = tmp_path / name
+        directory.mkdir()
+        spec.model_copy(update={"stage": stage.model_copy(update=changes)}).save(directory / "spec.json")
+        return directory
+
+    return make
+
+
+def train(directory, kill_at=None):
+    process = subprocess.Popen([sys.executable, "-m", "grpo_tasks.grpo", directory], stderr=subprocess.PIPE, text=True)
+    if kill_at:
+        wait_for_step("metrics.jsonl", directory, kill_at, process)
+        os.kill(process.pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert kill_at or process.returncode == 0, errors
+
+
+def adapter(directory: Path):
+    return file_sha256(directory / "final" / "adapter_model.safetensors")
+
+
+def test_the_same_seed_twice_gives_byte_identical_adapters(stage_dir):
+    one, two = stage_dir("one"), stage_dir("two")
+    train(one)
+    train(two)
+    assert adapter(one) == adapter(two)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "beta": 0.05}])
+def test_a_stage_killed_and_started_again_ends_in_the_same_bytes(stage_dir, changes):
+    whole, killed = stage_dir("whole", **changes), stage_dir("killed", **changes)
+    train(whole)
+    train(killed, kill_at=5)
+    assert not (killed / "result.json").exists()
+    train(killed)
+    assert adapter(killed) == adapter(whole)
+    assert StageResult.load(killed / "result.json").resumed == 1
