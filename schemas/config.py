@@ -18,9 +18,11 @@ the nearest right key is `schemas/load.py`.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
+
+from schemas.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
@@ -37,14 +39,16 @@ BUILTIN_REWARDS: dict[str, float] = {
 """Built-in reward functions and their default weights; a test holds it equal to `grpo_tasks.rewards.builtin`."""
 
 
-class Section(BaseModel):
-    """A part of the tree: frozen, unknown keys refused, docstrings of fields are their descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
 class LoraConfig(Section):
     """Low-rank adapter (LoRA, arXiv:2106.09685) trained instead of the whole model."""
+
+    GROUPS: ClassVar = {
+        "details": (
+            "lora_dropout",
+            "target_modules",
+            "use_rslora",
+        ),
+    }
 
     r: int = Field(16, ge=1, le=512, title="Rank")
     """Rank of the update matrices."""
@@ -60,6 +64,15 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     """The base model."""
+
+    GROUPS: ClassVar = {
+        "details": (
+            "revision",
+            "merged_dtype",
+            "attn_implementation",
+            "gradient_checkpointing",
+        ),
+    }
 
     path: str = "embedded:base"
     """Local directory or hub id of a causal language model; embedded:base is the tiny model inside this project."""
@@ -80,6 +93,16 @@ class ModelConfig(Section):
 class DataSource(Section):
     """One file or hub data set."""
 
+    GROUPS: ClassVar = {
+        "details": (
+            "format",
+            "name",
+            "split",
+            "revision",
+            "max_rows",
+        ),
+    }
+
     path: str
     """JSONL, CSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE."""
     format: Literal["auto", "jsonl", "csv", "parquet", "hub"] = "auto"
@@ -96,6 +119,16 @@ class DataSource(Section):
 
 class DataConfig(Section):
     """Prompts with their ground truth."""
+
+    GROUPS: ClassVar = {
+        "columns_and_split": (
+            "eval_fraction",
+            "question_column",
+            "prompt_column",
+            "answer_column",
+            "answer_pattern",
+        ),
+    }
 
     train: list[DataSource] = Field(min_length=1)
     """Where training prompts come from."""
@@ -162,6 +195,15 @@ class AdaptiveWeightConfig(Section):
 class RewardConfig(Section):
     """One reward function."""
 
+    GROUPS: ClassVar = {
+        "limits": (
+            "time_limit_s",
+            "on_error",
+            "full_score",
+            "adaptive",
+        ),
+    }
+
     function: str | None = None
     """Built-in name or package.module:function; empty: the entry's own name."""
     weight: float | None = None
@@ -205,6 +247,17 @@ class RewardsConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled, in every stage and in the evaluation."""
 
+    GROUPS: ClassVar = {
+        "sampling_details": (
+            "top_p",
+            "top_k",
+            "stop",
+            "include_stop_str_in_output",
+            "stop_token_ids",
+            "max_batch_size",
+        ),
+    }
+
     engine: Literal["local"] = "local"
     """local: our own decoding loop in the trainer's process."""
     max_completion_length: int = Field(256, ge=1)
@@ -240,6 +293,41 @@ class EarlyStopConfig(Section):
 
 class StageConfig(Section):
     """One GRPO stage (arXiv:2402.03300)."""
+
+    GROUPS: ClassVar = {
+        "batches": (
+            "gradient_accumulation_steps",
+            "steps_per_generation",
+            "num_iterations",
+        ),
+        "optimizer": (
+            "lr_scheduler_type",
+            "warmup_ratio",
+            "warmup_steps",
+            "optim",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "weight_decay",
+            "max_grad_norm",
+        ),
+        "loss_details": (
+            "scale_rewards",
+            "reference",
+            "epsilon",
+            "epsilon_high",
+            "delta",
+            "importance_sampling_level",
+            "mask_truncated_completions",
+        ),
+        "logs_and_checkpoints": (
+            "logging_steps",
+            "save_steps",
+            "save_total_limit",
+            "log_completions_steps",
+            "early_stop",
+        ),
+    }
 
     name: Name
     """Name of the stage; also of its child run in MLflow."""
@@ -353,6 +441,15 @@ def _nearest_batch(stage: StageConfig) -> str:
 class EvaluationConfig(Section):
     """Held-out samples, the same prompts for base, stages and merged model."""
 
+    GROUPS: ClassVar = {
+        "details": (
+            "temperature",
+            "greedy",
+            "stages",
+            "confidence",
+        ),
+    }
+
     max_prompts: int | None = Field(256, ge=1)
     """Held-out prompts used, the first by hash of the row; empty: all."""
     num_samples: int = Field(4, ge=1)
@@ -419,6 +516,15 @@ class ResourcesConfig(Section):
 
 class RunConfig(Section):
     """A whole run."""
+
+    GROUPS: ClassVar = {
+        "machine_and_checks": (
+            "validation",
+            "lab",
+            "tracking",
+            "resources",
+        ),
+    }
 
     name: Name = "grpo"
     """Name of the run: MLflow experiment, registered model and folder are called so unless set otherwise."""
