@@ -16,7 +16,7 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
-ui: $(READY) ## Prefect UI and MLflow UI on 127.0.0.1; Ctrl-C ends both
+ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui
 
 lint: $(READY) ## ruff and the import rules

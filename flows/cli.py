@@ -5,11 +5,13 @@ Help, a dry run and a refused config answer at once, so everything heavy is impo
 
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +19,9 @@ from rich.panel import Panel
 
 from schemas.errors import UserError
 from schemas.load import load_config
+
+if TYPE_CHECKING:
+    from grpo_tasks.running.servers import Stack
 
 app = typer.Typer(
     help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
@@ -146,17 +151,81 @@ def fields() -> None:
     show_fields(out)
 
 
+PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; the next free one is taken.")]
+MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; the next free one is taken.")]
+Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1)]
+Postgres = Annotated[
+    str | None,
+    typer.Option(envvar="GRPO_POSTGRES", metavar="URL", help="postgresql://USER:PASSWORD@HOST:PORT instead of SQLite files."),
+]
+
+
 @app.command()
-def ui(
-    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect UI; the next free one is taken.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow UI; the next free one is taken.")] = 5000,
-) -> None:
-    """Prefect UI and MLflow UI on 127.0.0.1, until Ctrl-C."""
-    from grpo_tasks.running.servers import serve_uis
+def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
+    """Prefect server, MLflow server, workers and all deployments on this machine, in the background; `grpo down` ends them."""
+    with errors_told():
+        start_stack(prefect_port, mlflow_port, workers, postgres)
+        out.print("grpo down ends them")
+
+
+@app.command()
+def down() -> None:
+    """End what `grpo up` started in this folder, and nothing else."""
+    from grpo_tasks.running.servers import Stack
 
     with errors_told():
+        ended = Stack(Path.cwd()).stop()
+        out.print(f"ended: {', '.join(ended)}" if ended else "nothing runs here")
+
+
+@app.command()
+def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
+    """The same as `grpo up` in the foreground: Ctrl-C ends all."""
+    with errors_told():
+        stack = start_stack(prefect_port, mlflow_port, workers, postgres)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        out.print("Ctrl-C ends all")
+        try:
+            while True:
+                stack.check()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            out.print("ending all")
+        finally:
+            stack.stop()
+
+
+def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None) -> "Stack":
+    """Bring everything up and say where it is."""
+    prepare_environment()
+    from flows.deployments import FILE
+    from grpo_tasks.running.servers import Stack, create_databases
+
+    if postgres:
+        create_databases(postgres)
+    stack = Stack(Path.cwd(), tell=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
+    at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=FILE, workers=workers)
+    out.print(f"Prefect UI  {at.prefect}", highlight=False)
+    out.print(f"MLflow UI   {at.mlflow}", highlight=False)
+    return stack
+
+
+@app.command()
+def deployments() -> None:
+    """Write deploy/prefect.yaml anew from flows/deployments.py."""
+    from flows.deployments import write_prefect_yaml
+
+    out.print(f"written: {write_prefect_yaml()}")
+
+
+@app.command()
+def serve() -> None:
+    """Serve all deployments from this process, without a work pool; needs PREFECT_API_URL. Ctrl-C ends it."""
+    with errors_told():
         prepare_environment()
-        serve_uis(prefect_port, mlflow_port, tell=lambda line: out.print(line, highlight=False))
+        from flows.serving import serve_all
+
+        serve_all()
 
 
 def prepare_environment() -> None:

@@ -56,8 +56,16 @@ class FlowRun:
 @contextmanager
 def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
     """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
-    sections = {name: getattr(config, name) for name in RunConfig.model_fields if name not in ("tracking", "resources")}
-    key = content_key(flow, ROOMS, sections)
+    key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked:
         yield FlowRun(tracked, config.resources.output_dir / config.name, fresh)
+
+
+def pipeline_key(config: RunConfig, start_from: str) -> str:
+    """Key of everything a trained model depends on: settings, contents of data and models, code of the rooms."""
+    return content_key(f"retrain from {start_from}", ROOMS, _sections(config))
+
+
+def _sections(config: RunConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in RunConfig.model_fields if name not in ("tracking", "resources")}

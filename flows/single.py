@@ -1,18 +1,20 @@
-"""Each step as a flow of its own."""
+"""Beside the pipeline: each step as a flow of its own, and the pipeline from a preset."""
 
 import shutil
 from pathlib import Path
 
 from prefect import flow
 
-from flows.parts import checked_data, evaluated, first_model, probed
+from flows.parts import checked_data, evaluated, first_model, probed, trained
+from flows.pipeline import grpo_pipeline
 from flows.session import session
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.tracking.models import download_model
 from schemas.config import RunConfig
-from schemas.errors import ModelError
+from schemas.errors import ConfigError, ModelError
+from schemas.load import load_config
 from schemas.paths import is_local
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, PipelineResult, StageResult
 
 
 @flow(name="grpo-validate", description="Read the data and judge every row.")
@@ -51,6 +53,23 @@ def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> Me
     if into is not None:
         shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
     return proof
+
+
+@flow(name="grpo-train", description="Train one stage of a config, from its base model or from an adapter.")
+def train_flow(config: RunConfig, stage: str, start: str | None = None, fresh: bool = False) -> StageResult:
+    """`stage`: name of one of the config's stages; `start`: an adapter folder or model to go on from, none for the base model."""
+    if stage not in [known.name for known in config.stages]:
+        known = ", ".join(known.name for known in config.stages)
+        raise ConfigError(f"no stage {stage} in this config", place="stage", mend=f"one of {known}")
+    with session(config, flow="train", fresh=fresh) as run:
+        ref = named_model(start, config) if start else first_model(config)
+        return trained(run, config.stage(stage), ref, checked_data(run))
+
+
+@flow(name="grpo-preset", description="The pipeline from a preset or YAML file, with a few settings changed.")
+def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh: bool = False) -> PipelineResult:
+    """`source`: a preset's name or a YAML file; `overrides`: settings as key.path=value, e.g. stages.0.learning_rate=1e-5."""
+    return grpo_pipeline(load_config(source, overrides), fresh)
 
 
 def named_model(name: str, config: RunConfig) -> ModelRef:

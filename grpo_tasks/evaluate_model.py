@@ -11,7 +11,7 @@ from schemas.config import EvaluationConfig, ModelConfig, RewardsConfig, Rollout
 from schemas.results import DataReport, EvalReport, ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "policy", "rewards", "data"), retries=1)
+@step(rooms=("evaluation", "rollout", "policy", "rewards", "data"), retries=1, device=True)
 def evaluate_model(
     work: Work,
     label: str,

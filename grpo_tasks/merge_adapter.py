@@ -13,7 +13,7 @@ PROOF_PROMPTS = 16
 PROOF_TOKENS = 64
 
 
-@step(rooms=("policy", "data"), retries=1)
+@step(rooms=("policy", "data"), retries=1, device=True)
 def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig) -> MergeProof:
     """Merge in float32, save, reload, compare; a merge that differs raises and is never published."""
     began = time.perf_counter()

@@ -17,7 +17,7 @@ from schemas.config import LabInputs, ModelConfig, RolloutConfig
 from schemas.results import DataReport, LabReport, ModelRef
 
 
-@step(rooms=("rewards", "rollout", "policy", "data"))
+@step(rooms=("rewards", "rollout", "policy", "data"), device=True)
 def probe_rewards(
     work: Work,
     data: DataReport,

@@ -9,7 +9,7 @@ from schemas.config import ModelConfig, RewardsConfig, RolloutConfig, StageConfi
 from schemas.results import DataReport, ModelRef, StageResult
 
 
-@step(rooms=("grpo", "rollout", "policy", "rewards", "data"), retries=1, resumable=True)
+@step(rooms=("grpo", "rollout", "policy", "rewards", "data"), retries=1, resumable=True, device=True)
 def train_stage(
     work: Work,
     stage: StageConfig,

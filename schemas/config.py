@@ -506,6 +506,9 @@ class ResourcesConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; auto takes a GPU when there is one."""
+    gpu_slot: str = "auto"
+    """Slot a run holds while it uses the card, so that no two share one: auto has one per card (none on a CPU), shared never
+    waits, anything else is the name of a global concurrency limit in Prefect."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of torch; empty: all cores."""
     deterministic: bool = True

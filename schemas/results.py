@@ -275,3 +275,13 @@ class PipelineResult(Result):
     publication: Publication
     evaluations: list[EvalReport]
     """Base, each stage, merged."""
+
+
+class RetrainResult(Result):
+    """What a retraining came to."""
+
+    trained: bool
+    """False: neither data nor code nor config has changed since a version was made of them."""
+    reason: str
+    """The decision in one sentence."""
+    publication: Publication | None = None

@@ -100,6 +100,9 @@ def _mcnemar(difference: FloatArray) -> float:
 def _sign_flips(difference: FloatArray) -> float:
     """Share of sign assignments whose mean reaches ours; prompts without a difference say nothing and are left out."""
     telling = difference[difference != 0.0]
+    if telling.size == 1:
+        # scipy wants two; one prompt has two sign assignments, and only one of them reaches a positive difference.
+        return 0.5 if telling[0] > 0 else 1.0
     found = stats.permutation_test(
         (telling,),
         np.mean,

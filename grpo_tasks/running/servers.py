@@ -1,44 +1,265 @@
-"""The two user interfaces on this machine, on the loopback address only, ended together."""
+"""Servers and workers on one machine, on the loopback address only, ended together.
 
+    Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  worker
+    Stack(folder).stop()   ->  ends exactly the processes that `start` began (pid and time of birth), nothing else
+
+What was started stands in FOLDER/.grpo/stack.json, the logs beside it. SQLite by default; one PostgreSQL address puts
+both servers there.
+"""
+
+import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import psutil
 
 from schemas.errors import UserError
 
 HOST = "127.0.0.1"
-START_LIMIT_S = 90.0
+START_LIMIT_S = 120.0
+STOP_GRACE_S = 15.0
+FOLDER = ".grpo"
+STATE = "stack.json"
+DATABASE = "GRPO_POSTGRES"
+"""Environment variable: postgresql://USER:PASSWORD@HOST:PORT puts both servers on that PostgreSQL."""
 
 
-def serve_uis(prefect_port: int, mlflow_port: int, *, tell: Callable[[str], None]) -> None:
-    """Start both servers, say their addresses, wait for Ctrl-C or SIGTERM, end both.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process of the stack."""
 
-    Raises:
-        UserError: a server does not come up, or ends by itself.
-    """
-    prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
-    processes = {"Prefect": _start_prefect(prefect_port), "MLflow": _start_mlflow(mlflow_port)}
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    name: str
+    pid: int
+    born: float
+
+    def process(self) -> psutil.Process | None:
+        """The process, unless it has ended (a number that is used again is another process)."""
+        try:
+            found = psutil.Process(self.pid)
+            return found if abs(found.create_time() - self.born) < 1.0 and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the two servers answer."""
+
+    prefect: str
+    mlflow: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For everything that is to use them."""
+        return {"PREFECT_API_URL": f"{self.prefect}/api", "MLFLOW_TRACKING_URI": self.mlflow}
+
+
+class Stack:
+    """The servers of one working directory."""
+
+    def __init__(self, workdir: Path, *, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.workdir = workdir.resolve()
+        self.folder = self.workdir / FOLDER
+        self._tell = tell
+        self._parts: list[Part] = []
+        self._spawned: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, prefect_port: int, mlflow_port: int, *, postgres: str | None, deploy_file: Path, workers: int = 1
+    ) -> Addresses:
+        """Everything up and answering; what was started is ended again when a part fails.
+
+        Raises:
+            UserError: a stack runs here already, a port is taken, or a part does not come up.
+        """
+        if self.alive():
+            raise UserError(
+                "a stack runs here already", place=str(self.folder / STATE), mend="grpo down, or use it: grpo up says where"
+            )
+        self.folder.mkdir(exist_ok=True)
+        prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
+        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+        with self._ended_on_failure():
+            self._spawn("Prefect server", prefect_command(prefect_port), prefect_environment(prefect_port, postgres))
+            self._spawn("MLflow server", mlflow_command(mlflow_port, mlflow_store(postgres)), MLFLOW_ENVIRONMENT)
+            self._wait_for(f"{at.prefect}/api/health", "Prefect server")
+            self._wait_for(f"{at.mlflow}/health", "MLflow server")
+            self._deploy(at, deploy_file)
+            for number in range(1, workers + 1):
+                name = f"{socket.gethostname()}-{number}"
+                self._spawn(f"worker {number}", worker_command(name), at.environment | {"GRPO_WORKDIR": str(self.workdir)})
+            (self.folder / "addresses.json").write_text(json.dumps(asdict(at)), encoding="utf-8")
+        return at
+
+    def stop(self) -> list[str]:
+        """End what is recorded here, children first to last; the names of what was still alive."""
+        found = [(part, process) for part in reversed(self._recorded()) if (process := part.process())]
+        for _, process in found:
+            _end_tree(process)
+        for process in self._spawned:
+            process.wait()
+        (self.folder / STATE).unlink(missing_ok=True)
+        return [part.name for part, _ in found]
+
+    def alive(self) -> list[str]:
+        """Names of the recorded parts that run."""
+        return [part.name for part in self._recorded() if part.process()]
+
+    def addresses(self) -> Addresses:
+        """Where the running stack answers."""
+        return Addresses(**json.loads((self.folder / "addresses.json").read_text(encoding="utf-8")))
+
+    def check(self) -> None:
+        """Raise `UserError` when a part has ended by itself."""
+        for part in self._recorded():
+            if part.process() is None:
+                raise UserError(f"the {part.name} has ended", place=str(self._log(part.name)), mend="the log says why")
+
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        # PREFECT_API_URL would make the server's own client talk to somewhere else.
+        inherited = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+        with self._log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=inherited | QUIET | environment,
+                cwd=self.workdir,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._spawned.append(process)
+        self._parts.append(Part(name, process.pid, psutil.Process(process.pid).create_time()))
+        part = self.folder / f"{STATE}.part"
+        part.write_text(json.dumps([asdict(each) for each in self._parts], indent=2), encoding="utf-8")
+        part.replace(self.folder / STATE)
+
+    def _deploy(self, at: Addresses, deploy_file: Path) -> None:
+        environment = os.environ | QUIET | at.environment | {"GRPO_WORKDIR": str(self.workdir)}
+        self._tell("applying the deployments")
+        for command in deploy_commands(deploy_file):
+            done = subprocess.run(
+                [sys.executable, "-m", *command], env=environment, cwd=self.workdir, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                said = (done.stdout + done.stderr).strip().splitlines()[-15:]
+                raise UserError("\n".join([f"{' '.join(command)} failed:", *said]), mend="grpo doctor")
+
+    def _wait_for(self, url: str, name: str) -> None:
+        self._tell(f"waiting for the {name}")
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address on the loopback
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise UserError(f"the {name} did not answer within {START_LIMIT_S:.0f} s", place=str(self._log(name)), mend="grpo doctor")
+
+    @contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
+    def _recorded(self) -> list[Part]:
+        state = self.folder / STATE
+        return [Part(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))] if state.exists() else []
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name.lower().replace(' ', '-')}.log"
+
+
+QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+MLFLOW_ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def prefect_command(port: int) -> list[str]:
+    """Arguments after `python -m`."""
+    return ["prefect", "server", "start", "--host", HOST, "--port", str(port)]
+
+
+def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
+    """Settings of the Prefect server."""
+    # The page calls the port of this setting, not the one given by --port. Dead holders of a GPU slot are looked for often.
+    settings = {
+        "PREFECT_SERVER_API_HOST": HOST,
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
+    }
+    if postgres:
+        settings["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url(postgres, "postgresql+asyncpg", "prefect")
+    return settings
+
+
+def mlflow_store(postgres: str | None) -> str:
+    """Backend store of the MLflow server."""
+    if postgres:
+        return database_url(postgres, "postgresql+psycopg2", "mlflow")
+    store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    if store.startswith("http"):
+        raise UserError(f"MLFLOW_TRACKING_URI is a server already: {store}", mend="unset it, or open that address in a browser")
+    return store
+
+
+def mlflow_command(port: int, store: str) -> list[str]:
+    """Arguments after `python -m`."""
+    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri", store]
+
+
+def worker_command(name: str) -> list[str]:
+    """Arguments after `python -m`."""
+    return ["prefect", "worker", "start", "--pool", "grpo", "--type", "process", "--name", name]
+
+
+def deploy_commands(deploy_file: Path) -> list[list[str]]:
+    """Pool, queues and deployments; repeating them changes nothing."""
+    return [
+        ["prefect", "--no-prompt", "work-pool", "create", "grpo", "--type", "process", "--overwrite"],
+        ["prefect", "--no-prompt", "deploy", "--prefect-file", str(deploy_file), "--all"],
+    ]
+
+
+def database_url(postgres: str, driver: str, database: str) -> str:
+    """The address of one database of the server."""
+    parts = urlsplit(postgres)
+    if not parts.scheme.startswith("postgres") or not parts.hostname:
+        raise UserError(f"not the address of a PostgreSQL server: {postgres}", mend="postgresql://USER:PASSWORD@HOST:PORT")
+    return urlunsplit((driver, parts.netloc, f"/{database}", parts.query, ""))
+
+
+def create_databases(postgres: str) -> None:
+    """The databases prefect and mlflow, where they do not exist yet."""
     try:
-        _wait_for(f"http://{HOST}:{prefect_port}/api/health", "Prefect", processes)
-        _wait_for(f"http://{HOST}:{mlflow_port}/health", "MLflow", processes)
-        tell(f"Prefect UI  http://{HOST}:{prefect_port}")
-        tell(f"MLflow UI   http://{HOST}:{mlflow_port}")
-        tell("Ctrl-C ends both")
-        while True:
-            _check_alive(processes)
-            time.sleep(0.5)
-    except KeyboardInterrupt:
-        tell("ending both")
-    finally:
-        for process in processes.values():
-            end_group(process)
+        import psycopg2
+    except ImportError as error:
+        raise UserError("PostgreSQL needs psycopg2", mend="pip install '.[server]'") from error
+    try:
+        connection = psycopg2.connect(database_url(postgres, "postgresql", "postgres"))
+    except psycopg2.OperationalError as error:
+        raise UserError(f"PostgreSQL does not answer: {error}", mend="is it started, are user and password right?") from error
+    connection.autocommit = True
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT datname FROM pg_database")
+        known = {row[0] for row in cursor.fetchall()}
+        for name in ("prefect", "mlflow"):
+            if name not in known:
+                cursor.execute(f"CREATE DATABASE {name}")
+    connection.close()
 
 
 def free_port(wanted: int) -> int:
@@ -54,61 +275,14 @@ def free_port(wanted: int) -> int:
     raise UserError(f"no free port from {wanted} to {wanted + 99}", mend="name another with --prefect-port or --mlflow-port")
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a server with all its workers: first politely, after ten seconds for good."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _start_prefect(port: int) -> subprocess.Popen[bytes]:
-    # The page calls the port of this setting, not the one given by --port.
-    environment = {"PREFECT_SERVER_API_HOST": HOST, "PREFECT_SERVER_API_PORT": str(port)}
-    return _start(["prefect", "server", "start", "--host", HOST, "--port", str(port)], environment)
-
-
-def _start_mlflow(port: int) -> subprocess.Popen[bytes]:
-    store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    if store.startswith("http"):
-        raise UserError(f"MLFLOW_TRACKING_URI is a server already: {store}", mend="open that address in a browser")
-    command = ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri", store]
-    return _start(command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"})
-
-
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    # PREFECT_API_URL would make the server's own client talk to somewhere else.
-    inherited = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        env=inherited | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _wait_for(url: str, name: str, processes: dict[str, subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        _check_alive(processes)
-        try:
-            with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address on the loopback
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.3)
-    raise UserError(f"{name} did not answer at {url} within {START_LIMIT_S:.0f} s", mend="grpo doctor")
-
-
-def _check_alive(processes: dict[str, subprocess.Popen[bytes]]) -> None:
-    for name, process in processes.items():
-        if process.poll() is not None:
-            by_hand = "prefect server start" if name == "Prefect" else "mlflow server"
-            raise UserError(
-                f"the {name} server ended with code {process.returncode}", mend=f"run it by hand to see why: {by_hand}"
-            )
+def _end_tree(process: psutil.Process) -> None:
+    """End a process with everything below it: first politely, in the end for good."""
+    try:
+        family = [*process.children(recursive=True), process]
+        process.terminate()
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+    for left in alive:
+        left.kill()
+    psutil.wait_procs(alive, timeout=5)

@@ -23,7 +23,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.slots import hold, slot_of
 from schemas.child import RESULT
+from schemas.config import ResourcesConfig
 from schemas.errors import ChildDied, UserError
 from schemas.results import StepResult
 
@@ -38,6 +40,10 @@ class Run(Protocol):
     """Folder of all steps' folders."""
     fresh: bool
     """Run every step again."""
+
+    @property
+    def resources(self) -> ResourcesConfig:
+        """Machine settings; no part of any content key."""
 
     def record(self, result: StepResult) -> None:
         """Send a step's result and files to the tracking server; sending twice changes nothing."""
@@ -61,7 +67,7 @@ class Work:
 
 
 def step(
-    *, rooms: tuple[str, ...], retries: int = 0, resumable: bool = False, cached: bool = True
+    *, rooms: tuple[str, ...], retries: int = 0, resumable: bool = False, cached: bool = True, device: bool = False
 ) -> Callable[[Callable[Concatenate[Work, Inputs], Made]], Callable[Concatenate[Run, Inputs], Made]]:
     """Make a step of a function.
 
@@ -69,6 +75,7 @@ def step(
         rooms: folders of grpo_tasks whose code the step reaches (a test holds them to the import graph).
         retries: how often to try again when the step's process died; errors of the user's are never retried.
         resumable: the folder of an unfinished run is gone on with instead of being emptied.
+        device: whether it uses the card and therefore waits for its slot.
         cached: whether an unchanged step is skipped; a step that is cheap and idempotent may look for itself.
     """
 
@@ -79,7 +86,8 @@ def step(
             if not resumable or work.run.fresh:
                 shutil.rmtree(work.directory, ignore_errors=True)
             work.directory.mkdir(parents=True, exist_ok=True)
-            result = body(work, **inputs)  # type: ignore[call-arg]
+            with hold(slot_of(work.run.resources) if device else None):
+                result = body(work, **inputs)  # type: ignore[call-arg]
             result.save(work.directory / RESULT)
             return result
 

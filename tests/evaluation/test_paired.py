@@ -42,6 +42,12 @@ def test_few_graded_differences_are_counted_over_all_sign_flips():
     assert judge(difference, np.zeros(5)).p_value == pytest.approx(np.mean(flipped >= difference.mean() - 1e-12))
 
 
+def test_a_single_graded_difference_proves_nothing():
+    ours, theirs = np.array([0.5, 0.25, 1.0]), np.array([0.5, 0.0, 1.0])
+    assert paired_test(ours, theirs, alpha=0.05, metric="accuracy", against="base").p_value == 0.5
+    assert paired_test(theirs, ours, alpha=0.05, metric="accuracy", against="base").p_value == 1.0
+
+
 def test_ties_carry_no_weight():
     ours, theirs = np.array([0.75, 0.5, 0.75, 1.0]), np.array([0.5, 0.25, 0.25, 0.25])
     padded = judge(np.r_[ours, np.full(50, 0.5)], np.r_[theirs, np.full(50, 0.5)])

@@ -1,0 +1,88 @@
+"""Retraining: does nothing when nothing changed, otherwise trains, compares and decides. And the watch for new data."""
+
+from typing import Literal
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
+from prefect.variables import Variable
+
+from flows.pipeline import grpo_pipeline
+from flows.session import pipeline_key
+from flows.single import validate_flow
+from grpo_tasks.running.key import content_key
+from grpo_tasks.tracking.models import fetch_champion
+from grpo_tasks.tracking.versions import find_tagged, tag_version
+from schemas.config import RunConfig
+from schemas.errors import ModelError
+from schemas.load import load_config
+from schemas.paths import is_local
+from schemas.results import RetrainResult
+
+DATA_CHANGED = "grpo.data.changed"
+
+
+@flow(name="grpo-retrain", description="Train again if data, code or config changed since the last version; promote or not.")
+def retrain_flow(
+    source: str = "demo",
+    overrides: list[str] | None = None,
+    start_from: Literal["base", "champion"] = "base",
+    force: bool = False,
+) -> RetrainResult:
+    """Retrain a registered model.
+
+    Args:
+        source: YAML file (relative to the working directory) or name of a preset.
+        overrides: settings changed for this retraining, each as key.path=value.
+        start_from: the config's base model, or the present champion.
+        force: train although nothing changed.
+    """
+    config = load_config(source, overrides)
+    made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
+    known = find_tagged(config.registered_model, made_of, config.tracking)
+    if known is not None and not force:
+        reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
+        return _told(config, RetrainResult(trained=False, reason=reason))
+    publication = grpo_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force).publication
+    tag_version(config.registered_model, publication.model_version, made_of, config.tracking)
+    return _told(config, RetrainResult(trained=True, reason=publication.reason, publication=publication))
+
+
+def _hub_digest(config: RunConfig) -> dict[str, str]:
+    """Files count by their content without being read as data; what comes from a hub has to be fetched to be known."""
+    if all(is_local(source.path) for source in [*config.data.train, *config.data.eval]):
+        return {}
+    return {"grpo.data_digest": validate_flow(config, fresh=True).digest}
+
+
+def _from_champion(config: RunConfig) -> RunConfig:
+    found = fetch_champion(config.registered_model, config.tracking, (config.resources.output_dir / "champions").resolve())
+    if found is None:
+        raise ModelError(f"{config.registered_model} has no champion to start from", mend="start_from: base")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None})})
+
+
+def _told(config: RunConfig, result: RetrainResult) -> RetrainResult:
+    get_run_logger().info(result.reason)
+    create_markdown_artifact(key="retraining", markdown=f"# {config.registered_model}\n\n{result.reason}\n")
+    return result
+
+
+@flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the content of a config's data files is new.")
+def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
+    """Compare the content of the data with what it was at the last look; True when it is new."""
+    config = load_config(source, overrides)
+    digest = content_key("watch", (), {"data": config.data})
+    name = "grpo_data_" + "".join(letter if letter.isalnum() else "_" for letter in config.name.lower())
+    before = Variable.get(name)
+    if before == digest:
+        get_run_logger().info("the data of %s is what it was", config.name)
+        return False
+    Variable.set(name, digest, overwrite=True)
+    if before is None:
+        get_run_logger().info("first look at the data of %s", config.name)
+        return False
+    get_run_logger().info("the data of %s is new", config.name)
+    payload = {"source": source, "overrides": overrides or [], "digest": digest}
+    emit_event(event=DATA_CHANGED, resource={"prefect.resource.id": f"grpo.data.{config.name}"}, payload=payload)
+    return True

@@ -1,0 +1,51 @@
+"""All deployments served by one process on one machine, for those who want no work pool."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import prefect
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.deployments.runner import RunnerDeployment
+from prefect.events import DeploymentEventTrigger
+from prefect.flows import EntrypointType  # type: ignore[attr-defined]
+from prefect.utilities.importtools import import_object
+
+from flows.deployments import Deployment, deployments
+from schemas.errors import UserError
+
+
+def serve_all() -> None:
+    """Create the deployments on the server of PREFECT_API_URL and run what is triggered, until Ctrl-C.
+
+    Raises:
+        UserError: no server is configured; nobody could trigger anything.
+    """
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError(
+            "no Prefect server is configured", mend="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up"
+        )
+    prefect.serve(*(_runner(deployment) for deployment in deployments()))
+
+
+def _runner(deployment: Deployment) -> RunnerDeployment:
+    flow = import_object(deployment.flow)
+    entry = deployment.entry()
+    return flow.to_deployment(
+        f"{deployment.name}-served",
+        description=entry["description"],
+        tags=entry["tags"],
+        version=entry["version"],
+        parameters=entry["parameters"],
+        schedules=[_schedule(given) for given in deployment.schedules],
+        triggers=[DeploymentEventTrigger.model_validate(dict(given)) for given in deployment.triggers],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule of prefect.yaml as the client wants it."""
+    kept = {name: given[name] for name in ("slug", "active", "parameters") if name in given}
+    if "cron" in given:
+        return kept | {"schedule": CronSchedule(cron=given["cron"], timezone=given["timezone"])}
+    return kept | {"schedule": IntervalSchedule(interval=given["interval"])}
