@@ -23,6 +23,7 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        field_title_generator=lambda name, _: _words(name),
         model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
     )
 
