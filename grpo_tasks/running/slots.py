@@ -89,6 +89,7 @@ def hold(slot: str | None) -> Iterator[None]:
         finally:
             done.set()
             renewal.join()
+            get_run_logger().info("slot %s given back", slot)
             _give_back(client, slot, holder)
 
 

@@ -1,0 +1,108 @@
+"""One stack for all tests here, as `grpo up` brings it up: both servers (on PostgreSQL where it is installed), two workers."""
+
+import json
+import re
+import time
+import urllib.request
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL, Place
+from tests.postgres import cluster, programs
+
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+RUN_LIMIT_S = 240
+
+
+@dataclass
+class Operated(Place):
+    """A working directory with a running stack."""
+
+    prefect: str = ""
+    mlflow: str = ""
+    postgres: str | None = None
+
+    @property
+    def environment(self):
+        # Prefect looks for what is due once a minute; the tests have no time for that.
+        quick = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "3"}
+        return super().environment | quick | ({"GRPO_POSTGRES": self.postgres} if self.postgres else {})
+
+    @property
+    def client(self):
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.mlflow)
+
+    def ask(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.prefect}/api{path}", data=data, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def delete(self, path):
+        request = urllib.request.Request(f"{self.prefect}/api{path}", method="DELETE")
+        urllib.request.urlopen(request, timeout=30).close()
+
+    def deployment(self, name):
+        [found] = self.ask("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+        return found
+
+    def trigger(self, deployment, **parameters):
+        found = self.deployment(deployment)
+        return self.ask(f"/deployments/{found['id']}/create_flow_run", {"parameters": found["parameters"] | parameters})
+
+    def runs_of(self, deployment):
+        """Runs of a deployment, oldest first."""
+        wanted = {"deployments": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return self.ask("/flow_runs/filter", wanted)
+
+    def wait(self, run_id, *states, limit_s=RUN_LIMIT_S):
+        """Wait for a run to end; it must end in one of the states (any, when none is named)."""
+        deadline = time.monotonic() + limit_s
+        while (run := self.ask(f"/flow_runs/{run_id}"))["state_type"] not in FINAL:
+            assert time.monotonic() < deadline, f"{run['name']} is {run['state_name']} after {limit_s} s\n{self.log_of(run_id)}"
+            time.sleep(0.5)
+        assert not states or run["state_type"] in states, f"{run['name']}: {run['state']}\n{self.log_of(run_id)}"
+        return run
+
+    def log_of(self, run_id):
+        """Log lines of a run and its subflows."""
+        found = self.ask(
+            "/logs/filter", {"sort": "TIMESTAMP_ASC", "limit": 200, "logs": {"flow_run_id": {"any_": self._family(run_id)}}}
+        )
+        return "\n".join(line["message"] for line in found)
+
+    def _family(self, run_id):
+        children = self.ask("/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}})
+        return [run_id, *(child["id"] for child in children)]
+
+    def config(self, name, **changes):
+        """A small config file in the working directory."""
+        self.write(f"{name}.yaml", yaml.safe_dump(SMALL | {"name": name} | changes))
+        return f"{name}.yaml"
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """Address of a PostgreSQL server."""
+    if programs() is None:
+        pytest.skip("PostgreSQL is not installed on this machine")
+    with cluster() as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def operated(tmp_path_factory, request):
+    """`grpo up` with two workers; `grpo down` at the end leaves nothing behind."""
+    place = Operated(tmp_path_factory.mktemp("operated"))
+    if programs():
+        place.postgres = request.getfixturevalue("postgres")
+    told = place.grpo("up", "--prefect-port", "14300", "--mlflow-port", "15300", "--workers", "2")
+    [place.prefect] = re.findall(r"Prefect UI +(\S+)", told)
+    [place.mlflow] = re.findall(r"MLflow UI +(\S+)", told)
+    yield place
+    place.grpo("down")

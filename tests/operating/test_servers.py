@@ -1,0 +1,206 @@
+"""Day after day on real servers: two workers and one card, schedules, events, retraining with unchanged, changed and bad data."""
+
+import json
+import time
+from datetime import datetime, timedelta
+
+import psutil
+import pytest
+
+from tests.flows.place import SMALL
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(11, 31) for b in (12, 47)]
+
+
+def write_rows(place, name, rows):
+    place.write(f"{name}.jsonl", "\n".join(json.dumps(row) for row in rows))
+
+
+def own_data(name):
+    return SMALL["data"] | {"train": [{"path": f"{name}.jsonl"}]}
+
+
+def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_description(operated):
+    found = {entry["name"]: entry for entry in operated.ask("/deployments/filter", {})}
+    assert found.keys() >= {"demo", "preset", "validate", "rewards", "train", "merge", "evaluate", "retrain", "watch-data"}
+    for entry in found.values():
+        assert entry["description"]
+        assert "grpo" in entry["tags"]
+        assert entry["version"]
+        assert entry["work_queue_name"] in ("cpu", "gpu")
+        assert entry["work_queue_name"] in entry["tags"]
+    assert found["gsm8k-qwen2.5-0.5b"]["work_queue_name"] == "gpu"
+
+
+def test_both_servers_keep_their_tables_in_postgresql(operated):
+    if operated.postgres is None:
+        pytest.skip("PostgreSQL is not installed on this machine")
+    import psycopg2
+
+    from grpo_tasks.running.servers import database_url
+
+    for database, table in (("prefect", "deployment"), ("mlflow", "experiments")):
+        with (
+            psycopg2.connect(database_url(operated.postgres, "postgresql", database)) as connection,
+            connection.cursor() as cursor,
+        ):
+            cursor.execute(f"SELECT count(*) FROM {table}")
+            assert cursor.fetchone()[0] > 0
+
+
+def test_two_runs_that_want_one_card_take_turns_and_both_complete(operated):
+    first, second = operated.config("card-a", seed=1), operated.config("card-b", seed=2)
+    slot = ["resources.gpu_slot=test-card"]
+    runs = [operated.trigger("preset", source=source, overrides=slot) for source in (first, second)]
+    holders, most = set(), 0
+    while any(operated.ask(f"/flow_runs/{run['id']}")["state_type"] not in ("COMPLETED", "FAILED", "CRASHED") for run in runs):
+        limits = operated.ask("/v2/concurrency_limits/filter", {})
+        most = max([most, *(limit["active_slots"] for limit in limits if limit["name"] == "test-card")])
+        time.sleep(0.2)
+    for run in runs:
+        operated.wait(run["id"], "COMPLETED")
+        holders.add(run["id"])
+    assert most == 1
+    spans = [span for run in runs for span in held(operated, run["id"])]
+    for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
+        assert before[1] <= after[0], "two runs held the card at once"
+    told = "\n".join(operated.log_of(run["id"]) for run in runs)
+    assert "waiting for the slot test-card, held by the run" in told
+
+
+def held(place, run_id):
+    """When a run's steps held the card, from its log."""
+    lines = place.ask(
+        "/logs/filter", {"sort": "TIMESTAMP_ASC", "limit": 200, "logs": {"flow_run_id": {"any_": place._family(run_id)}}}
+    )
+    spans, since = [], None
+    for line in lines:
+        at = datetime.fromisoformat(line["timestamp"])
+        if line["message"].startswith("slot test-card taken"):
+            since = at
+        elif since and line["message"].startswith("slot test-card given back"):
+            spans.append((since, at))
+            since = None
+    assert spans
+    return spans
+
+
+def test_a_holder_that_is_killed_loses_its_slot_to_the_one_who_waits(operated):
+    config = operated.config("killed-holder", stages=[SMALL["stages"][0] | {"max_steps": 4000, "save_steps": 1000}])
+    slot = ["resources.gpu_slot=lost-card"]
+    first = operated.trigger("preset", source=config, overrides=slot)
+    deadline = time.monotonic() + 120
+    while not (trainers := processes_of("grpo_tasks.grpo", "killed-holder")):
+        assert time.monotonic() < deadline, operated.log_of(first["id"])
+        time.sleep(0.3)
+    second = operated.trigger("preset", source=operated.config("waits"), overrides=slot)
+    while "waiting for the slot lost-card" not in operated.log_of(second["id"]):
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.5)
+    # The flow's process, not only its trainer: nobody is left to give the slot back.
+    flow_process = trainers[0].parent()
+    flow_process.kill()
+    operated.wait(second["id"], "COMPLETED")
+    assert operated.wait(first["id"])["state_type"] in ("CRASHED", "FAILED")
+    assert not processes_of("grpo_tasks.grpo", "killed-holder")
+
+
+def processes_of(module, name):
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if module in line and name in line and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_demands(operated):
+    write_rows(operated, "daily", ROWS)
+    source = operated.config("daily", data=own_data("daily"))
+    deployment = operated.deployment("retrain")
+
+    def fire():
+        """Let the schedule come due once and give the run it made."""
+        before = {run["id"] for run in operated.runs_of("retrain")}
+        # Prefect's scheduler needs a few seconds to see a new schedule.
+        due_at = datetime.now().astimezone() + timedelta(seconds=15)
+        every_day = {"interval": 24 * 3600, "anchor_date": due_at.isoformat()}
+        schedule = {"schedule": every_day, "active": True, "slug": "test", "parameters": {"source": source}}
+        [made] = operated.ask(f"/deployments/{deployment['id']}/schedules", [schedule])
+        deadline = time.monotonic() + 150
+        while True:
+            due = [run for run in operated.runs_of("retrain") if run["id"] not in before and run["state_type"] != "SCHEDULED"]
+            if due:
+                break
+            assert time.monotonic() < deadline, "the schedule did not fire"
+            time.sleep(0.5)
+        operated.delete(f"/deployments/{deployment['id']}/schedules/{made['id']}")
+        assert due[0]["auto_scheduled"]
+        return operated.wait(due[0]["id"])
+
+    first = fire()
+    assert first["state_type"] == "COMPLETED", operated.log_of(first["id"])
+    assert versions(operated, "daily") == 1
+
+    unchanged = fire()
+    assert unchanged["state_type"] == "COMPLETED"
+    assert "nothing to do: version 1 of daily was made of the same data, code and config" in operated.log_of(unchanged["id"])
+    assert versions(operated, "daily") == 1
+
+    write_rows(operated, "daily", [*ROWS, {"question": "What is 50 + 50?", "answer": "100"}])
+    changed = fire()
+    assert changed["state_type"] == "COMPLETED", operated.log_of(changed["id"])
+    assert versions(operated, "daily") == 2
+
+    write_rows(operated, "daily", [{"question": "", "answer": "3"}] * 30 + ROWS)
+    bad = fire()
+    assert bad["state_type"] == "FAILED"
+    assert "max_invalid_fraction" in operated.log_of(bad["id"])
+    assert versions(operated, "daily") == 2
+
+
+def versions(place, name):
+    return len(place.client.search_model_versions(f"name='{name}'"))
+
+
+def test_new_data_sends_the_event_that_retrains(operated):
+    write_rows(operated, "watched", ROWS)
+    source = operated.config("watched", data=own_data("watched"))
+    operated.wait(operated.trigger("watch-data", source=source)["id"], "COMPLETED")
+    assert versions(operated, "watched") == 0
+    before = {run["id"] for run in operated.runs_of("retrain")}
+
+    write_rows(operated, "watched", ROWS[:-2])
+    operated.wait(operated.trigger("watch-data", source=source)["id"], "COMPLETED")
+    deadline = time.monotonic() + 90
+    while not (made := [run for run in operated.runs_of("retrain") if run["id"] not in before]):
+        assert time.monotonic() < deadline, "the event started nothing"
+        time.sleep(0.5)
+    run = operated.wait(made[0]["id"], "COMPLETED")
+    assert run["parameters"]["source"] == source
+    assert versions(operated, "watched") == 1
+
+
+def test_a_bad_value_is_refused_with_the_fields_name_before_any_run_exists(operated):
+    from urllib.error import HTTPError
+
+    config = dict(operated.deployment("demo")["parameters"]["config"])
+    with pytest.raises(HTTPError) as caught:
+        operated.trigger("demo", config=config | {"seed": -1})
+    assert caught.value.code == 409
+    assert "config.seed" in caught.value.read().decode()
+    with pytest.raises(HTTPError) as caught:
+        operated.trigger("demo", config=config | {"sead": 1})
+    assert "sead" in caught.value.read().decode()
+
+
+def test_any_registered_model_can_be_evaluated(operated):
+    source = operated.config("judged")
+    operated.wait(operated.trigger("preset", source=source)["id"], "COMPLETED")
+    tree = dict(operated.deployment("demo")["parameters"]["config"]) | {"name": "judged", "evaluation": {"max_prompts": 16}}
+    run = operated.trigger("evaluate", model="models:/judged/1", config=tree)
+    operated.wait(run["id"], "COMPLETED")
+    artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
