@@ -133,6 +133,105 @@ def trace(
         show_trace(out, trace_row(settings.resources.output_dir / settings.name, row))
 
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for its champion.")]
+TrackingUri = Annotated[
+    str | None, typer.Option("--tracking-uri", help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db.")
+]
+
+
+@app.command()
+def rollback(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Registered model.")],
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Instead of the alias `previous`.")] = None,
+    reason: Annotated[str, typer.Option(help="Kept as a tag of the version that is rolled back.")] = "",
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Make the champion before the present one the champion again."""
+    with errors_told():
+        prepare_environment()
+        from grpo_tasks.tracking.registry import rollback as roll_back
+        from schemas.config import TrackingConfig
+
+        left, now = roll_back(name, to=to, reason=reason, tracking=TrackingConfig(tracking_uri=tracking_uri))
+        out.print(f"{name}: version {now} is the champion again, version {left} is `previous`")
+
+
+@app.command()
+def download(
+    model: Model,
+    into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
+    with errors_told():
+        prepare_environment()
+        from grpo_tasks.tracking.downloads import fetch_version
+        from grpo_tasks.tracking.registry import find_version
+        from schemas.config import TrackingConfig
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        version = find_version(model, tracking)
+        out.print(
+            f"{version.name} version {version.version}: {fetch_version(version, tracking, into)} (verified)", soft_wrap=True
+        )
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, NAME, or a model folder.")],
+    question: Annotated[
+        str | None, typer.Argument(metavar="[QUESTION]", help="One question; without it, one after the other.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; else the one the model was trained with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0)] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Ask a model in the terminal."""
+    with errors_told():
+        prepare_environment()
+        from flows.chat import talk
+        from grpo_tasks.policy.ask import Manner
+        from schemas.config import TrackingConfig
+
+        manner = Manner(temperature, top_p, max_new_tokens, greedy)
+        talk(out, model, question, system=system, manner=manner, tracking=TrackingConfig(tracking_uri=tracking_uri))
+
+
+@app.command()
+def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
+    """Where a registered model came from: run, data, rewards, config, commit, environment."""
+    with errors_told():
+        prepare_environment()
+        from flows.show import show_lineage
+        from grpo_tasks.tracking.registry import lineage_of
+        from schemas.config import TrackingConfig
+
+        show_lineage(out, lineage_of(model, TrackingConfig(tracking_uri=tracking_uri)))
+
+
+@app.command()
+def reproduce(
+    model: Model,
+    output_dir: Annotated[Path, typer.Option("--output-dir", metavar="DIR", help="New folder for everything written.")] = Path(
+        "reproduced"
+    ),
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Make a registered model again from what is recorded; exit code 1 when the adapter came out different."""
+    with errors_told():
+        prepare_environment()
+        from flows.registry import reproduce_flow
+        from flows.show import show_reproduction
+
+        made = reproduce_flow(model, output_dir, tracking_uri)
+        show_reproduction(out, made)
+        if not made.same:
+            sys.exit(1)
+
+
 @app.command()
 def doctor() -> None:
     """What is installed, which device, which servers answer, how much disk is free."""

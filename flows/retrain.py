@@ -13,7 +13,7 @@ from flows.show import check_files
 from flows.single import validate_flow
 from grpo_tasks.running.key import content_key
 from grpo_tasks.tracking.models import fetch_champion
-from grpo_tasks.tracking.versions import find_tagged, tag_version
+from grpo_tasks.tracking.registry import find_tagged, tag_version
 from schemas.config import RunConfig
 from schemas.errors import ModelError
 from schemas.load import load_config

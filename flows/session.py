@@ -36,6 +36,16 @@ class FlowRun:
         """Machine settings; no part of any content key."""
         return self.config.resources
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """What made the model, as tags of its registered version."""
+        hashes = {
+            "grpo.config_sha256": content_key("config", (), _sections(self.config)),
+            "grpo.code_sha256": content_key("code", ROOMS, {}),
+            "grpo.reward_sha256": content_key("rewards", ("rewards",), {"rewards": self.config.rewards}),
+        }
+        return hashes | self.tracked.origin
+
     def record(self, result: StepResult) -> None:
         """Send a result to MLflow, once."""
         self.tracked.record(result)

@@ -12,7 +12,7 @@ from rich.table import Table
 from schemas.config import RunConfig, StageConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, resolve
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PipelineResult
+from schemas.results import DataReport, EvalReport, LabReport, Lineage, MergeProof, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
     import polars as pl
@@ -146,6 +146,32 @@ def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequ
     for row in rows.select(columns).iter_rows():
         table.add_row(*(escape(f"{value:.3f}" if isinstance(value, float) else str(value)) for value in row))
     console.print(table)
+
+
+def show_lineage(console: Console, lineage: Lineage) -> None:
+    """Where a version came from."""
+    table = Table(title=f"{lineage.name} version {lineage.version}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in lineage.model_dump().items():
+        if name not in ("name", "version", "packages"):
+            table.add_row(name.replace("_", " "), escape(", ".join(value) if isinstance(value, list) else str(value)))
+    table.add_row("packages", escape(", ".join(f"{name} {version}" for name, version in lineage.packages.items())))
+    for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json"):
+        table.add_row("artifact", f"runs:/{lineage.run_id}/{name}")
+    console.print(table)
+
+
+def show_reproduction(console: Console, made: Reproduction) -> None:
+    """Whether it came out the same."""
+    for difference in made.differences:
+        console.print(f"not as it was: {difference}", markup=False)
+    verdict = "the same bytes" if made.same else "DIFFERENT"
+    console.print(
+        f"the adapter came out {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
+        f"(MLflow run {made.run_id})",
+        soft_wrap=True,
+    )
 
 
 def show_fields(console: Console) -> None:

@@ -4,10 +4,11 @@ import time
 from collections.abc import Sequence
 
 from grpo_tasks.evaluation.paired import compare
+from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.running.step import Work, step
-from grpo_tasks.tracking.models import Champion, publish
+from grpo_tasks.tracking.models import Champion, Decision, publish
 from schemas.config import PromotionConfig
-from schemas.results import EvalReport, MergeProof, Publication
+from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
 
 @step(rooms=("evaluation", "rewards", "tracking"), cached=False)
@@ -24,8 +25,18 @@ def publish_model(
     began = time.perf_counter()
     tests = [compare(final, rival, metric=promotion.metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
-    decision = publish(work.run.tracked, proof, tests=tests, champion=champion, evaluation=final)
-    work.artifact("publication", f"# {name} version {decision.version}\n\n{decision.reason}\n")
+    standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
+    regressions = find_regressions(final, standard, promotion)
+    decision = publish(
+        work.run.tracked,
+        proof,
+        tests=tests,
+        champion=champion,
+        evaluation=final,
+        regressions=regressions,
+        origin=work.run.origin,
+    )
+    work.artifact("publication", _markdown(name, decision, tests, regressions, promotion))
     return Publication(
         key=work.key,
         directory=work.directory,
@@ -35,5 +46,34 @@ def publish_model(
         model_version=decision.version,
         champion=decision.champion,
         tests=tests,
+        regressions=regressions,
         reason=decision.reason,
     )
+
+
+def _markdown(
+    name: str,
+    decision: Decision,
+    tests: Sequence[PairedTest],
+    regressions: Sequence[Regression],
+    promotion: PromotionConfig,
+) -> str:
+    lines = [
+        f"# {name} version {decision.version}",
+        "",
+        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
+        "",
+    ]
+    lines += [f"| paired test, alpha {promotion.alpha:g} | metric | difference | p | better |", "|---|---|---:|---:|---|"]
+    lines += [
+        f"| against {test.against} | {test.metric} | {test.difference:+.4f} | {test.p_value:.4g} "
+        f"| {'yes' if test.better else 'no'} |"
+        for test in tests
+    ]
+    lines += ["", "| must not be worse in | ours | theirs | limit | passed |", "|---|---:|---:|---:|---|"]
+    lines += [
+        f"| {check.metric} against {check.against} | {check.ours:.4g} | {check.theirs:.4g} | {check.limit:.4g} "
+        f"| {'yes' if check.passed else 'no'} |"
+        for check in regressions
+    ]
+    return "\n".join([*lines, ""])

@@ -485,7 +485,15 @@ class PromotionConfig(Section):
     metric: Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"] = "accuracy"
     """Evaluation figure that decides, paired over the same prompts."""
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
-    """Significance level of the one-sided paired test against base and present champion."""
+    """Significance level of the one-sided paired test against base and present champion. Both have to be beaten, so the
+    chance of promoting a model that is no better stays within alpha."""
+    max_format_drop: Fraction = 0.02
+    """Largest drop of the format rate against the champion (the base, where there is none)."""
+    max_truncation_growth: Fraction = 0.02
+    """Largest growth of the share of truncated completions against the champion (the base, where there is none)."""
+    max_length_growth: float = Field(0.5, ge=0.0)
+    """Largest growth of the mean completion length against the champion, as a share of its length. Not held against the base:
+    learning to reason makes completions longer."""
 
 
 class TrackingConfig(Section):

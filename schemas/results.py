@@ -255,6 +255,57 @@ class PairedTest(Result):
     better: bool
 
 
+class Regression(Result):
+    """A figure in which a new model must not be worse than the one before by more than a limit."""
+
+    metric: str
+    against: str
+    ours: float
+    theirs: float
+    limit: float
+    """Largest (for format_rate: smallest) value of ours that passes."""
+    passed: bool
+
+
+class Lineage(Result):
+    """Where a registered version came from."""
+
+    name: str
+    version: str
+    aliases: list[str]
+    run_id: str
+    experiment: str
+    model_sha256: str
+    """Over all files of the merged model."""
+    adapter_sha256: str
+    """Of the last stage's weights."""
+    data_digest: str
+    config_sha256: str
+    """Of the config (without tracking and resources) and of the data, models and reward files it names."""
+    code_sha256: str
+    """Of the rooms' code, comments and docstrings left out."""
+    reward_sha256: str
+    """Of the built-in reward functions and the user's own."""
+    commit: str
+    dirty: bool
+    python: str
+    packages: dict[str, str]
+    flow_run_id: str
+    decision: str
+    system_prompt: str
+
+
+class Reproduction(Result):
+    """Whether a model came out the same when it was made again."""
+
+    of: Lineage
+    run_id: str
+    adapter_sha256: str
+    same: bool
+    differences: list[str]
+    """What is not as it was then: commit, packages, data."""
+
+
 class Publication(StepResult):
     """What was published, and why the alias moved or did not."""
 
@@ -265,6 +316,8 @@ class Publication(StepResult):
     champion: bool
     """Whether this version carries the alias `champion` now."""
     tests: list[PairedTest]
+    regressions: list[Regression] = []
+    """Checked against the champion, or against the base where there was none."""
     reason: str
     """The decision in one sentence."""
 

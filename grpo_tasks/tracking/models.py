@@ -4,11 +4,11 @@
 
 The folder is logged as files, its weights are never loaded. A model that this run logged or registered before (same bytes, by
 SHA-256) is taken up again. The alias moves only if the new model beats the base and the champion it was compared with is still
-the champion. What it does not do: evaluate; the tests come from the evaluation room.
+the champion; the one before becomes `previous`, a candidate that was not promoted `challenger`. What it does not do: evaluate;
+the tests come from the evaluation room.
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.tracking.downloads import fetch_version, manifest_of, manifest_path
 from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from grpo_tasks.tracking.runs import TrackedRun
 from grpo_tasks.tracking.store import FAULTS, Store, open_store
 from schemas.config import TrackingConfig
 from schemas.errors import TrackingError
-from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest
+from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest, Regression
 
-ALIAS = "champion"
 SHA_TAG = "grpo.sha256"
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
 _DONE = ".downloaded"
@@ -47,6 +48,7 @@ class Decision:
     """Where a model stands in the registry now, and why."""
 
     version: str
+    sha256: str
     champion: bool
     reason: str
 
@@ -75,7 +77,14 @@ def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tupl
 
 
 def publish(
-    run: TrackedRun, proof: MergeProof, *, tests: Sequence[PairedTest], champion: Champion | None, evaluation: EvalReport
+    run: TrackedRun,
+    proof: MergeProof,
+    *,
+    tests: Sequence[PairedTest],
+    champion: Champion | None,
+    evaluation: EvalReport,
+    regressions: Sequence[Regression] = (),
+    origin: Mapping[str, str] | None = None,
 ) -> Decision:
     """Register the merged model and move the alias if the tests say so. Repeating it changes nothing.
 
@@ -85,22 +94,52 @@ def publish(
         tests: ours against base, and against `champion` where there is one (`against` says which).
         champion: the champion that was compared with; None when there was none.
         evaluation: of the merged model; its figures become tags of the version.
+        regressions: what ours must not be worse in.
+        origin: further tags of the version, that say what made it.
 
     Raises:
         TrackingError: the store cannot be reached or refuses; publishing again goes on where it stopped.
     """
     name = run.config.registered_model
+    run.handle.text(manifest_of(Path(proof.model.path)), manifest_path(proof.sha256))
     version = _register(run, name, proof)
     current = _find_champion(run.store, name)
-    decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current)
-    if decision.champion and (current is None or current.version != decision.version):
-        run.store.ask(lambda client: client.set_registered_model_alias(name, ALIAS, decision.version))
-    _tag(run, name, decision, tests, evaluation)
+    if "grpo.rolled_back" in version.tags:
+        # Somebody took it out of use on purpose; the same run again must not bring it back.
+        return Decision(str(version.version), proof.sha256, False, f"version {version.version} was rolled back before")
+    decision = decide(
+        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
+    )
+    _tag(run, name, decision, tests, evaluation, regressions, origin or {})
+    _move_aliases(run.store, name, decision, current)
     return decision
 
 
+def _move_aliases(store: Store, name: str, decision: Decision, current: Champion | None) -> None:
+    """The aliases as the decision wants them. Killed in between, the same decision is made and carried out again."""
+    if not decision.champion:
+        # The same bytes as the champion are no challenger to it.
+        if current is None or current.sha256 != decision.sha256:
+            store.ask(lambda client: client.set_registered_model_alias(name, CHALLENGER, decision.version))
+        return
+    if current is not None and current.version != decision.version:
+        # `previous` first: once the champion has moved, nobody knows any more who it was.
+        store.ask(lambda client: client.set_registered_model_alias(name, PREVIOUS, current.version))
+    if current is None or current.version != decision.version:
+        store.ask(lambda client: client.set_registered_model_alias(name, CHAMPION, decision.version))
+    aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
+    if aliases.get(CHALLENGER) == decision.version:
+        store.ask(lambda client: client.delete_registered_model_alias(name, CHALLENGER))
+
+
 def decide(
-    version: str, sha256: str, *, tests: Sequence[PairedTest], compared: Champion | None, current: Champion | None
+    version: str,
+    sha256: str,
+    *,
+    tests: Sequence[PairedTest],
+    compared: Champion | None,
+    current: Champion | None,
+    regressions: Sequence[Regression] = (),
 ) -> Decision:
     """Whether a version becomes (or stays) champion, in one sentence. A pure function of its arguments.
 
@@ -110,25 +149,41 @@ def decide(
         tests: against base, and against champion where one was compared with.
         compared: the champion of the comparison.
         current: the champion now; another one than `compared` means that somebody moved the alias meanwhile.
+        regressions: checks that each can only keep the alias where it is.
     """
+
+    def decided(champion: bool, reason: str) -> Decision:
+        return Decision(version, sha256, champion, reason)
+
     if current is not None and current.version == version:
-        return Decision(version, True, f"version {version} is the champion")
+        return decided(True, f"version {version} is the champion")
     if current is not None and current.sha256 == sha256:
-        return Decision(version, False, f"version {version} has the same bytes as the champion, version {current.version}")
+        return decided(False, f"version {version} has the same bytes as the champion, version {current.version}")
+    if current is not None and (compared is None or compared.version != current.version):
+        return decided(False, f"version {current.version} became champion meanwhile and was not compared with; run again")
+    better, reason = _beats_all(tests, current)
+    worse = [check for check in regressions if not check.passed]
+    if better and worse:
+        return decided(False, f"{reason}; but {'; '.join(_say_worse(check) for check in worse)}")
+    return decided(better, reason)
+
+
+def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:
     by_name = {test.against: test for test in tests}
     assert "base" in by_name, "a model is never promoted without a test against the base"
+    verdict = "better" if by_name["base"].better else "not better"
+    reason = f"{verdict} than the base: {_say(by_name['base'])}"
     if not by_name["base"].better:
-        return Decision(version, False, f"not better than the base: {_say(by_name['base'])}")
+        return False, reason
     if current is None:
-        return Decision(version, True, f"better than the base: {_say(by_name['base'])}; there was no champion")
-    if compared is None or compared.version != current.version:
-        return Decision(
-            version, False, f"version {current.version} became champion meanwhile and was not compared with; run again"
-        )
-    assert ALIAS in by_name, "a champion is never replaced without a test against it"
-    verdict = "better" if by_name[ALIAS].better else "not better"
-    reason = f"{verdict} than the champion, version {current.version}: {_say(by_name[ALIAS])}"
-    return Decision(version, by_name[ALIAS].better, reason)
+        return True, f"{reason}; there was no champion"
+    assert CHAMPION in by_name, "a champion is never replaced without a test against it"
+    verdict = "better" if by_name[CHAMPION].better else "not better"
+    return by_name[CHAMPION].better, f"{verdict} than the champion, version {current.version}: {_say(by_name[CHAMPION])}"
+
+
+def _say_worse(check: Regression) -> str:
+    return f"{check.metric} {check.ours:.4g} against {check.theirs:.4g} of the {check.against}, limit {check.limit:.4g}"
 
 
 def _say(test: PairedTest) -> str:
@@ -138,7 +193,7 @@ def _say(test: PairedTest) -> str:
 def _find_champion(store: Store, name: str) -> Champion | None:
     def work() -> ModelVersion | None:
         try:
-            return store.client.get_model_version_by_alias(name, ALIAS)
+            return store.client.get_model_version_by_alias(name, CHAMPION)
         except MlflowException as fault:
             # MLflow answers "no such model" and "no such alias" with these; anything else is a fault.
             if fault.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
@@ -225,15 +280,14 @@ def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
 
 
 def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
-    """The files of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, fetched anew.
+    """The model of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, verified; once per version.
 
     Raises:
-        TrackingError: the store cannot be reached, or has no such model.
+        ModelError: there is no such model, or what came is not what was published.
+        TrackingError: the store cannot be reached.
     """
-    target = directory / hashlib.sha256(uri.encode()).hexdigest()[:16]
-    target.mkdir(parents=True, exist_ok=True)
-    _download(open_store(tracking), uri, target)
-    return ModelRef(path=str(target / "model"))
+    version = find_version(uri, tracking)
+    return ModelRef(path=str(fetch_version(version, tracking, directory / f"{version.name}-{version.version}")))
 
 
 def _download(store: Store, uri: str, target: Path) -> None:
@@ -250,9 +304,19 @@ def _download(store: Store, uri: str, target: Path) -> None:
         )
 
 
-def _tag(run: TrackedRun, name: str, decision: Decision, tests: Sequence[PairedTest], evaluation: EvalReport) -> None:
-    """The numbers of the decision on the version itself, where the registry shows them."""
-    tags = {"grpo.decision": decision.reason}
+def _tag(
+    run: TrackedRun,
+    name: str,
+    decision: Decision,
+    tests: Sequence[PairedTest],
+    evaluation: EvalReport,
+    regressions: Sequence[Regression],
+    origin: Mapping[str, str],
+) -> None:
+    """The numbers of the decision and what made the model on the version itself, where the registry shows them."""
+    tags = {"grpo.decision": decision.reason, **origin}
+    for check in regressions:
+        tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
     for test in tests:
         tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
         tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"

@@ -79,6 +79,7 @@ class TrackedRun:
         self._flow_run_id = flow_run_id
         self._children: dict[str, RunHandle] = {}
         self._stages: list[StageResult] = []
+        self._data_digest = ""
         experiment_id = _experiment(self.store, config.experiment)
         found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
         tags = {KEY_TAG: key, "grpo.name": config.name}
@@ -107,6 +108,7 @@ class TrackedRun:
             case PreparedData():
                 step, work = "prepare_data", partial(records.record_prepared, run, result)
             case DataReport():
+                self._data_digest = result.digest
                 step, work = "validate_data", partial(records.record_data, run, result)
             case LabReport():
                 step, work = "probe_rewards", partial(records.record_lab, run, result)
@@ -119,6 +121,12 @@ class TrackedRun:
             case _:
                 raise AssertionError(f"no record is known for {type(result).__name__}")
         return run.once(f"{step}.{result.key[:_KEY_CHARS]}", work)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What was recorded so far that says where a model comes from: data and the last stage's weights."""
+        last = {"grpo.adapter_sha256": self._stages[-1].sha256} if self._stages else {}
+        return last | ({"grpo.data_digest": self._data_digest} if self._data_digest else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage that is being trained; `stage_dir` holds its spec.json."""

@@ -233,7 +233,7 @@ def make_evaluation(tmp_path):
 
     def make(label, accuracy=0.9, key="f" * 16):
         directory = tmp_path / f"evaluation-{label}-{key[:4]}"
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         rows = {"prompt_id": ["a", "b"], "sample": [0, 0], "completion": ["x", "y"], "correct": [True, False]}
         pl.DataFrame(rows).write_parquet(directory / "samples.parquet")
         (directory / "report.md").write_text(f"# {label}\n")

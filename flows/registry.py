@@ -1,0 +1,66 @@
+"""What the command line does with registered models: find them, fetch them, ask them, make them again."""
+
+from pathlib import Path
+
+import yaml
+from prefect import flow, get_run_logger
+
+from flows.parts import checked_data, first_model, trained
+from flows.session import session
+from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.registry import lineage_of, recorded_config
+from schemas.config import RunConfig, TrackingConfig
+from schemas.errors import ConfigError
+from schemas.load import check_config
+from schemas.results import DataReport, Lineage, Reproduction
+
+
+def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:
+    """The config that made a version, with another folder to write to."""
+    tree = yaml.safe_load(recorded_config(lineage, tracking))
+    tree["resources"]["output_dir"] = str(output_dir)
+    tree["tracking"]["tracking_uri"] = tracking.tracking_uri
+    return check_config(tree, place=f"config.yaml of run {lineage.run_id}")
+
+
+@flow(name="grpo-reproduce", description="Make a registered model again from what is recorded, and compare the adapter.")
+def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_uri: str | None = None) -> Reproduction:
+    """`model`: NAME@ALIAS or NAME/VERSION; publishes nothing."""
+    tracking = TrackingConfig(tracking_uri=tracking_uri)
+    lineage = lineage_of(model, tracking)
+    config = config_of(lineage, tracking, output_dir)
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise ConfigError("the folder is not empty", place=str(output_dir), mend="name a new one with --output-dir")
+    with session(config, flow=f"reproduce {lineage.name} {lineage.version}", fresh=True) as run:
+        run.tracked.handle.tags({"grpo.reproduces": lineage.run_id})
+        data = checked_data(run)
+        differences = differences_of(lineage, data)
+        for difference in differences:
+            get_run_logger().warning("not as it was: %s", difference)
+        ref = first_model(config)
+        for stage in config.stages:
+            result = trained(run, stage, ref, data)
+            ref = result.model
+        same = result.sha256 == lineage.adapter_sha256
+        run.tracked.handle.tags({"grpo.same_adapter": str(same).lower()})
+        return Reproduction(
+            of=lineage, run_id=run.tracked.run_id, adapter_sha256=result.sha256, same=same, differences=differences
+        )
+
+
+def differences_of(lineage: Lineage, data: DataReport) -> list[str]:
+    """What is not as it was when the version was made."""
+    now = describe_environment()
+    found = []
+    if data.digest != lineage.data_digest:
+        found.append(f"data digest {data.digest[:12]} instead of {lineage.data_digest[:12]}")
+    if now.git_commit and now.git_commit != lineage.commit:
+        found.append(f"commit {now.git_commit[:12]} instead of {lineage.commit[:12]}")
+    if lineage.dirty or now.git_dirty:
+        found.append("code that was not committed, then or now")
+    if now.python != lineage.python:
+        found.append(f"Python {now.python} instead of {lineage.python}")
+    for name, version in lineage.packages.items():
+        if now.packages.get(name) != version:
+            found.append(f"{name} {now.packages.get(name, 'missing')} instead of {version}")
+    return found
