@@ -128,7 +128,7 @@ def _move_aliases(store: Store, name: str, decision: Decision, current: Champion
     if current is None or current.version != decision.version:
         store.ask(lambda client: client.set_registered_model_alias(name, CHAMPION, decision.version))
     aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
-    if aliases.get(CHALLENGER) == decision.version:
+    if str(aliases.get(CHALLENGER)) == decision.version:
         store.ask(lambda client: client.delete_registered_model_alias(name, CHALLENGER))
 
 

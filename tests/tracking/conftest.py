@@ -264,7 +264,7 @@ def make_merge(tmp_path):
 
     def make(sha256="7" * 64, key="9" * 16):
         directory = tmp_path / f"merge-{sha256[:6]}"
-        shutil.copytree(base, directory / "model")
+        shutil.copytree(base, directory / "model", dirs_exist_ok=True)
         return MergeProof(
             key=key,
             directory=directory,

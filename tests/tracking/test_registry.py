@@ -43,7 +43,8 @@ def publish_one(make_config, make_merge, make_evaluation):
 
 
 def aliases(config):
-    return dict(MlflowClient(config.tracking.tracking_uri).get_registered_model(config.registered_model).aliases)
+    found = MlflowClient(config.tracking.tracking_uri).get_registered_model(config.registered_model).aliases
+    return {alias: str(version) for alias, version in found.items()}
 
 
 def test_aliases_tell_who_is_champion_who_was_and_who_failed(any_store, publish_one):
