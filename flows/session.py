@@ -25,6 +25,7 @@ class FlowRun:
     tracked: TrackedRun
     output: Path
     fresh: bool
+    flow_run_id: str | None
 
     @property
     def config(self) -> RunConfig:
@@ -69,7 +70,7 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked:
-        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh)
+        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
 
 
 def pipeline_key(config: RunConfig, start_from: str) -> str:

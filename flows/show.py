@@ -118,6 +118,7 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
     publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion stays"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
+    console.print(f"report: {result.report}", soft_wrap=True)
     console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")
 
 

@@ -90,6 +90,8 @@ TRAINING: tuple[Metric, ...] = (
     Metric("step_time", "duration of the update", "s", "lower"),
     Metric("rollout_time", "part of the update spent sampling", "s", "lower"),
     Metric("reward_time", "part of the update spent in reward functions", "s", "lower"),
+    Metric("gpu_memory", "peak memory of the card during the update", "GiB", "lower"),
+    Metric("energy", "energy the card took during the update (NVML)", "J", "lower"),
     Metric("epoch", "passes over the training prompts", "epochs"),
 )
 

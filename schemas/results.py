@@ -89,6 +89,8 @@ class DataReport(StepResult):
     prompt_tokens: TokenLengths
     digest: str
     """SHA-256 over the accepted rows of both sides, in order: the data that made the model."""
+    sources: list[SourceFile]
+    """The files that were read."""
 
     @property
     def train(self) -> Path:
@@ -322,12 +324,36 @@ class Publication(StepResult):
     """The decision in one sentence."""
 
 
+class PublishedFacts(Result):
+    """What a publication decided: the part of it that is the same whenever it is repeated."""
+
+    model_name: str
+    model_version: str
+    champion: bool
+    tests: list[PairedTest]
+    regressions: list[Regression]
+    reason: str
+
+    @classmethod
+    def of(cls, publication: Publication) -> Self:
+        """The facts of a publication."""
+        return cls.model_validate(publication.model_dump(include=set(cls.model_fields)))
+
+
+class ReportResult(StepResult):
+    """The run as one page. Files: report.html, report.md."""
+
+    html: Path
+
+
 class PipelineResult(Result):
     """What a run of the whole pipeline came to."""
 
     publication: Publication
     evaluations: list[EvalReport]
     """Base, each stage, merged."""
+    report: Path
+    """The report's HTML file."""
 
 
 class RetrainResult(Result):

@@ -38,7 +38,8 @@ def rooms_behind(graph, module):
 
 def test_the_steps_are_the_files_of_grpo_tasks():
     assert STEPS == [
-        "evaluate_model", "merge_adapter", "prepare_data", "probe_rewards", "publish_model", "train_stage", "validate_data",
+        "evaluate_model", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
+        "train_stage", "validate_data", "write_report",
     ]  # fmt: skip
 
 

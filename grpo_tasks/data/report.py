@@ -37,6 +37,7 @@ def report_data(verdict: Verdict, origin: Origin) -> DataReport:
         rules=[count for count in verdict.rules if count.rows],
         prompt_tokens=verdict.prompt_tokens,
         digest=digest,
+        sources=origin.sources,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.advantages import Advantages, advantages
 from grpo_tasks.grpo.checkpoint import TrainingState, file_sha256, load_checkpoint, save_checkpoint
+from grpo_tasks.grpo.device_meter import DeviceMeter
 from grpo_tasks.grpo.groups import ScoredRollout, sample_groups, score_groups
 from grpo_tasks.grpo.guards import alarms
 from grpo_tasks.grpo.journal import Journal, append_event
@@ -61,7 +62,7 @@ class Trainer:
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
         self.learner = Learner(model, self.stage, self.spec.model, self.spec.start, self.spec.rollout.temperature, self.updates)
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
-        self.journal = Journal(self.dir.journal)
+        self.journal, self.meter = Journal(self.dir.journal), DeviceMeter(self.device)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
         self.engine = LocalEngine(model, self.tokenizer)
@@ -124,6 +125,7 @@ class Trainer:
         if self.step % self.stage.updates_per_rollout in (0, 1):
             self.tokens += sampled + sum(len(rollout.prompts[prompt]) for prompt in rollout.prompt_of)
         metrics |= rollout_metrics(current.scored, current.advantages)
+        metrics |= self.meter.read()
         metrics["num_tokens"] = float(self.tokens)
         metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
         metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)

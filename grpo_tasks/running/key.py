@@ -38,7 +38,7 @@ def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> s
 def source_digest(room: str) -> str:
     """SHA-256 over the code of a room (`schemas`, or a folder or file of grpo_tasks)."""
     folder = _ROOT.parent / room if room == "schemas" else _ROOT / room
-    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    files = sorted([*folder.rglob("*.py"), *folder.rglob("*.html")]) if folder.is_dir() else [folder.with_suffix(".py")]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(_ROOT.parent).as_posix().encode() + b"\0")
@@ -47,6 +47,8 @@ def source_digest(room: str) -> str:
 
 
 def _code_of(path: Path) -> str:
+    if path.suffix != ".py":
+        return path.read_text(encoding="utf-8")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):

@@ -9,7 +9,7 @@ the tests come from the evaluation room.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -112,6 +112,9 @@ def publish(
     )
     _tag(run, name, decision, tests, evaluation, regressions, origin or {})
     _move_aliases(run.store, name, decision, current)
+    if decision.champion and current is not None and current.version == decision.version:
+        # What made it champion is the reason worth telling, not that it still is.
+        return replace(decision, reason=version.tags.get("grpo.decision", decision.reason))
     return decision
 
 

@@ -2,6 +2,7 @@
 
     PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
     EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
+    ReportResult -> report/
 
 Each is repeatable (see handle.py). What it does not do: decide whether to record; the run does.
 """
@@ -27,6 +28,7 @@ from schemas.results import (
     MergeProof,
     PreparedData,
     Publication,
+    ReportResult,
     StageResult,
     StepResult,
 )
@@ -126,6 +128,11 @@ def record_publication(run: RunHandle, result: Publication) -> None:
             "grpo.decision": result.reason[:8_000],
         }
     )
+
+
+def record_report(run: RunHandle, result: ReportResult) -> None:
+    """The page as report/report.html, its short form as report/report.md."""
+    _upload(run, result.directory, (result.html.name, "report.md"), "report")
 
 
 def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:

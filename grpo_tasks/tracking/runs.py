@@ -34,6 +34,7 @@ from schemas.results import (
     MergeProof,
     PreparedData,
     Publication,
+    ReportResult,
     StageResult,
     StepResult,
 )
@@ -118,6 +119,8 @@ class TrackedRun:
                 step, work = "merge_adapter", partial(records.record_merge, run, result)
             case Publication():
                 step, work = "publish_model", partial(records.record_publication, run, result)
+            case ReportResult():
+                step, work = "write_report", partial(records.record_report, run, result)
             case _:
                 raise AssertionError(f"no record is known for {type(result).__name__}")
         return run.once(f"{step}.{result.key[:_KEY_CHARS]}", work)

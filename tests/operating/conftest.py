@@ -76,6 +76,15 @@ class Operated(Place):
         )
         return "\n".join(line["message"] for line in found)
 
+    def says(self, run_id, text, limit_s=20):
+        """Whether the run's log says so; its last lines arrive a moment after its state."""
+        deadline = time.monotonic() + limit_s
+        while text not in (log := self.log_of(run_id)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} is not in the log:\n{log}")
+            time.sleep(0.5)
+        return True
+
     def _family(self, run_id):
         children = self.ask("/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}})
         return [run_id, *(child["id"] for child in children)]

@@ -97,7 +97,7 @@ def test_a_person_fills_in_the_form_is_refused_mends_it_and_watches_the_run_comp
     assert run["parameters"]["config"]["stages"][0]["loss_type"] == "dr_grpo"
     assert run["parameters"]["config"]["evaluation"]["max_prompts"] == 16
 
-    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_text("Artifacts", exact=True).first.click()
     for key in ("validation", "reward-lab", "train-format", "merge", "publication"):
         page.get_by_text(key, exact=True).first.wait_for()
     picture(page, "artifacts")

@@ -96,9 +96,7 @@ def test_a_holder_that_is_killed_loses_its_slot_to_the_one_who_waits(operated):
         assert time.monotonic() < deadline, operated.log_of(first["id"])
         time.sleep(0.3)
     second = operated.trigger("preset", source=operated.config("waits"), overrides=slot)
-    while "waiting for the slot lost-card" not in operated.log_of(second["id"]):
-        assert time.monotonic() < deadline + 60
-        time.sleep(0.5)
+    operated.says(second["id"], "waiting for the slot lost-card", limit_s=120)
     # The flow's process, not only its trainer: nobody is left to give the slot back.
     flow_process = trainers[0].parent()
     flow_process.kill()
@@ -146,7 +144,7 @@ def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_deman
 
     unchanged = fire()
     assert unchanged["state_type"] == "COMPLETED"
-    assert "nothing to do: version 1 of daily was made of the same data, code and config" in operated.log_of(unchanged["id"])
+    assert operated.says(unchanged["id"], "nothing to do: version 1 of daily was made of the same data, code and config")
     assert versions(operated, "daily") == 1
 
     write_rows(operated, "daily", [*ROWS, {"question": "What is 50 + 50?", "answer": "100"}])
@@ -157,7 +155,7 @@ def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_deman
     write_rows(operated, "daily", [{"question": "", "answer": "3"}] * 30 + ROWS)
     bad = fire()
     assert bad["state_type"] == "FAILED"
-    assert "max_invalid_fraction" in operated.log_of(bad["id"])
+    assert operated.says(bad["id"], "max_invalid_fraction")
     assert versions(operated, "daily") == 2
 
 

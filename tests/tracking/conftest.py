@@ -205,6 +205,7 @@ def data_report(tmp_path):
         eval_rows=4,
         rules=[RuleCount(rule="empty_answer", meaning="the answer is empty", rows=1)],
         prompt_tokens=TokenLengths(mean=20, p50=20, p95=22, max=23, limit=128),
+        sources=[],
         digest="abc123" * 10 + "abcd",
     )
 

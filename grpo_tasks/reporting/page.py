@@ -1,0 +1,36 @@
+"""From figures and texts to one HTML file that needs nothing else: pictures inside, no scripts, nothing fetched.
+
+Everything a model, a data file or a user wrote is untrusted; jinja2 escapes whatever is not made here.
+"""
+
+import base64
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
+_SHOWN_CHARS = 1_500
+
+
+def render(template: str, **context: object) -> str:
+    """The page of a template in templates/."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"percent": percent, "short": short}
+    return environment.get_template(template).render(**context)
+
+
+def picture(path: Path) -> str:
+    """A PNG as a data: address."""
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+
+
+def percent(value: float) -> str:
+    """0.123 -> 12.3 %."""
+    return f"{100 * value:.1f} %"
+
+
+def short(text: str) -> str:
+    """At most 1,500 characters."""
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + " ..."

@@ -1,0 +1,49 @@
+"""Step: the run as one self-contained page."""
+
+import time
+from collections.abc import Sequence
+
+from grpo_tasks.reporting.report import Parts, markdown, write_html
+from grpo_tasks.running.step import Work, step
+from schemas.config import RunConfig
+from schemas.results import (
+    DataReport,
+    EvalReport,
+    LabReport,
+    MergeProof,
+    PublishedFacts,
+    ReportResult,
+    StageResult,
+)
+
+
+@step(rooms=("reporting", "evaluation", "tracking", "grpo", "data"))
+def write_report(
+    work: Work,
+    data: DataReport,
+    lab: LabReport,
+    *,
+    evaluations: Sequence[EvalReport],
+    stages: Sequence[StageResult],
+    proof: MergeProof,
+    decision: PublishedFacts,
+    config: RunConfig,
+) -> ReportResult:
+    """Data, rewards, curves, before and after, evaluation, proof, costs and decision."""
+    began = time.perf_counter()
+    parts = Parts(
+        config=config,
+        run_id=work.run.tracked.run_id,
+        flow_run_id=work.run.flow_run_id,
+        data=data,
+        lab=lab,
+        evaluations=evaluations,
+        stages=stages,
+        proof=proof,
+        decision=decision,
+    )
+    html = write_html(parts, work.directory)
+    text = markdown(parts)
+    (work.directory / "report.md").write_text(text, encoding="utf-8")
+    work.artifact("report", text)
+    return ReportResult(key=work.key, directory=work.directory, seconds=time.perf_counter() - began, html=html)
