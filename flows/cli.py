@@ -166,14 +166,14 @@ def download(
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.downloads import fetch_version
-        from grpo_tasks.tracking.registry import find_version
+        from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
         from schemas.config import TrackingConfig
 
         tracking = TrackingConfig(tracking_uri=tracking_uri)
         version = find_version(model, tracking)
-        out.print(
-            f"{version.name} version {version.version}: {fetch_version(version, tracking, into)} (verified)", soft_wrap=True
-        )
+        folder = fetch_version(version, tracking, into)
+        lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
+        out.print(f"{version.name} version {version.version}: {folder} (every file verified)", soft_wrap=True)
 
 
 @app.command()
