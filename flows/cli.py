@@ -213,6 +213,27 @@ def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
 
 
 @app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="RUN", help="MLflow run id (or its beginning), run name, or NAME@ALIAS.")],
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The other one.")],
+    into: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("comparison.html"),
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Two runs side by side: settings, paired differences of the evaluation, curves, completions where they disagree."""
+    with errors_told():
+        prepare_environment()
+        from flows.show import show_comparison
+        from grpo_tasks.reporting.compare import compare_runs, write_comparison
+        from grpo_tasks.tracking.past_runs import load_past_run
+        from schemas.config import TrackingConfig
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
+        show_comparison(out, found)
+        out.print(f"page: {write_comparison(found, into.resolve())}", soft_wrap=True)
+
+
+@app.command()
 def reproduce(
     model: Model,
     output_dir: Annotated[Path, typer.Option("--output-dir", metavar="DIR", help="New folder for everything written.")] = Path(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import polars as pl
     from pydantic.fields import FieldInfo
 
+    from grpo_tasks.reporting.compare import Comparison
     from grpo_tasks.running.trace import Trace
 
 FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
@@ -161,6 +162,21 @@ def show_lineage(console: Console, lineage: Lineage) -> None:
     for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json"):
         table.add_row("artifact", f"runs:/{lineage.run_id}/{name}")
     console.print(table)
+
+
+def show_comparison(console: Console, found: "Comparison") -> None:
+    """Figures and settings of two runs."""
+    titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
+    table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
+    for row in found.figures:
+        interval = f"{100 * row.difference:+.1f} ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
+        table.add_row(row.name, f"{row.first:.1%}", f"{row.second:.1%}", interval)
+    console.print(table)
+    settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
+    for setting in found.settings:
+        settings.add_row(*(escape(value) for value in setting))
+    console.print(settings)
+    console.print(f"the two disagree on {len(found.disagreements)} prompts or more" if found.disagreements else "no disagreement")
 
 
 def show_reproduction(console: Console, made: Reproduction) -> None:

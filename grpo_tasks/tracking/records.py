@@ -51,7 +51,7 @@ def record_data(run: RunHandle, result: DataReport) -> None:
     run.wake()
     run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
     run.tags({"grpo.data_digest": result.digest})
-    _upload(run, result.directory, ("report.md", "quarantine.parquet"), "data")
+    _upload(run, result.directory, ("report.md", "quarantine.parquet", result.eval.name), "data")
     counts = {
         "rows": result.rows,
         "quarantined": result.quarantined,

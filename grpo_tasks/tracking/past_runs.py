@@ -1,0 +1,131 @@
+"""A run as MLflow remembers it: settings, figures, curves, samples. Needs no folder of the run's own."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import polars as pl
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+
+from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.registry import find_version
+from grpo_tasks.tracking.store import Store, open_store
+from schemas.config import RunConfig, TrackingConfig
+from schemas.errors import ModelError
+
+Curve = list[tuple[int, float]]
+"""(update, value), by update."""
+CURVES = ("reward", "reward_std", "kl", "completions/mean_length", "frac_reward_zero_std")
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """One parent run."""
+
+    run_id: str
+    name: str
+    settings: dict[str, str]
+    """Every field of the config, flat."""
+    figures: dict[str, float]
+    """Last value of every metric of the parent run."""
+    curves: dict[str, dict[str, Curve]]
+    """By stage, then by metric (those of CURVES)."""
+    samples: pl.DataFrame
+    """Judged samples of the merged model (schemas/tables.py Samples and the verdicts)."""
+    prompts: dict[str, str]
+    """Question by prompt_id, as far as completions tables tell."""
+    data_digest: str
+
+
+def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
+    """The run behind an id, the beginning of one, a run name (the newest), or models:/NAME@ALIAS, NAME@ALIAS.
+
+    Raises:
+        ModelError: there is no such run, or it never came to an evaluation of its merged model.
+        TrackingError: the store cannot be reached.
+    """
+    store = open_store(tracking)
+    run = _find(store, reference, tracking)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = _artifact(store, run, "evaluation/merged/samples.parquet", Path(folder))
+        config = _artifact(store, run, "config.yaml", Path(folder))
+        if samples is None or config is None:
+            raise ModelError(f"run {run.info.run_id} has no evaluated model", mend="name a pipeline run that was finished")
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        children = _children(store, run)
+        return PastRun(
+            run_id=run.info.run_id,
+            name=run.info.run_name or run.info.run_id[:8],
+            settings=flatten(RunConfig.model_validate(tree)),
+            figures=dict(run.data.metrics),
+            curves={child.data.tags["grpo.stage"]: _curves(store, child) for child in children},
+            samples=pl.read_parquet(samples),
+            prompts=_questions(store, run),
+            data_digest=run.data.tags.get("grpo.data_digest", ""),
+        )
+
+
+def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
+    if "@" in reference or "/" in reference:
+        version = find_version(reference, tracking)
+        if version.run_id:
+            run_id = version.run_id
+            return store.ask(lambda client: client.get_run(run_id))
+    found = store.ask(_parents)
+    for matches in (lambda run: run.info.run_id.startswith(reference), lambda run: run.info.run_name == reference):
+        fitting = [run for run in found if matches(run)]
+        if fitting:
+            return fitting[0]
+    names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in found[:8])
+    raise ModelError(f"no such run: {reference}", place=store.uri, mend=f"the newest are {names}" if names else "there are none")
+
+
+def _parents(client: MlflowClient) -> list[Run]:
+    """Parent runs, newest first."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    found = client.search_runs(
+        experiments, run_view_type=ViewType.ACTIVE_ONLY, order_by=["attributes.start_time DESC"], max_results=500
+    )
+    return [run for run in found if "mlflow.parentRunId" not in run.data.tags]
+
+
+def _children(store: Store, run: Run) -> list[Run]:
+    condition = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    found = store.ask(
+        lambda client: client.search_runs([run.info.experiment_id], condition, order_by=["attributes.start_time ASC"])
+    )
+    return [child for child in found if "grpo.stage" in child.data.tags]
+
+
+def _curves(store: Store, child: Run) -> dict[str, Curve]:
+    def work(client: MlflowClient) -> dict[str, Curve]:
+        names = [name for name in CURVES if name in child.data.metrics]
+        histories = {name: client.get_metric_history(child.info.run_id, name) for name in names}
+        return {name: sorted((point.step, point.value) for point in points) for name, points in histories.items()}
+
+    return store.ask(work)
+
+
+def _artifact(store: Store, run: Run, path: str, folder: Path) -> Path | None:
+    """A file of the run, or None when it has none of that name."""
+
+    def work(client: MlflowClient) -> Path | None:
+        parent = path.rpartition("/")[0]
+        if path not in {item.path for item in client.list_artifacts(run.info.run_id, parent or None)}:
+            return None
+        with store.as_default():
+            return Path(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=path, dst_path=str(folder)))
+
+    return store.ask(work)
+
+
+def _questions(store: Store, run: Run) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = _artifact(store, run, "data/eval.parquet", Path(folder))
+        if found is None:
+            return {}
+        rows = pl.read_parquet(found, columns=["prompt_id", "prompt"])
+        return {prompt_id: messages[-1]["content"] for prompt_id, messages in rows.iter_rows()}
