@@ -1,0 +1,270 @@
+"""The stack's files, as far as they can be checked without a container: parsed, complete, and the same commands that run here."""
+
+import base64
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from flows.deployments import FILE, prefect_yaml
+from grpo_tasks.running.servers import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
+from tests.postgres import cluster, programs
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+SECRET = re.compile(r"password|secret|auth_string", re.IGNORECASE)
+
+
+def filled(text):
+    """A value of the compose file with variables replaced by their defaults or a marker."""
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}", lambda found: found[2] or f"<{found[1]}>", text)
+
+
+def command(service):
+    return [filled(part) for part in SERVICES[service]["command"]]
+
+
+def test_prefect_yaml_is_what_the_code_says():
+    assert FILE.read_text() == prefect_yaml(), "run: grpo deployments"
+
+
+def test_the_servers_are_started_with_the_commands_of_grpo_up():
+    assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in prefect_command(4200)]
+    store = "postgresql+psycopg2://grpo:<POSTGRES_PASSWORD>@postgres:5432/mlflow"
+    plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000, store)]
+    assert command("mlflow")[: len(plain)] == plain
+    assert command("worker") == worker_command("compose-1")
+    assert [command("pool"), command("deployments")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
+
+
+def test_images_have_a_fixed_tag_and_ports_are_on_the_loopback_address():
+    for name, service in SERVICES.items():
+        image = filled(service["image"])
+        assert ":" in image, name
+        assert not image.endswith(":latest"), name
+        for port in service.get("ports", []):
+            assert filled(port).startswith("127.0.0.1:"), name
+
+
+def test_every_variable_has_its_line_in_the_example_and_no_secret_a_value():
+    text = (DEPLOY / "compose.yaml").read_text()
+    example = dict(
+        line.split("=", 1) for line in (DEPLOY / ".env.example").read_text().splitlines() if "=" in line and line[0] != "#"
+    )
+    assert set(re.findall(r"(?<!\$)\$\{(\w+)", text)) == example.keys()
+    for name, value in example.items():
+        assert not (SECRET.search(name) and value), name
+    assert (
+        not (DEPLOY / ".env").exists()
+        or subprocess.run(["git", "check-ignore", "-q", "deploy/.env"], cwd=ROOT, check=False).returncode == 0
+    )
+
+
+def test_secrets_stand_in_no_yaml_and_have_no_default():
+    for path in [*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.json")]:
+        for line in path.read_text().splitlines():
+            found = re.search(r"^\s*(?:- )?([A-Z_]*(?:PASSWORD|SECRET|AUTH_STRING)[A-Z_]*):\s*(\S.*)$", line)
+            if found:
+                assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", found[2]), f"{path.name}: {line}"
+
+
+def test_what_waits_for_another_service_waits_for_one_that_exists_and_tells_its_health():
+    for name, service in SERVICES.items():
+        for other, how in service.get("depends_on", {}).items():
+            assert other in SERVICES, name
+            if how["condition"] == "service_healthy":
+                assert "healthcheck" in SERVICES[other], other
+    volumes = {volume.split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
+    assert {volume for volume in volumes if not volume.startswith(".")} <= COMPOSE["volumes"].keys()
+
+
+def test_docker_agrees_with_the_compose_file():
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("docker compose is not installed on this machine")
+    names = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text()))
+    environment = os.environ | dict.fromkeys(names, "x") | {"GRPO_BIND": HOST}
+    call = ["docker", "compose", "-f", DEPLOY / "compose.yaml", "config", "--quiet"]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused = subprocess.run(call, env=environment | {"PREFECT_AUTH": ""}, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "user:password of the Prefect server" in refused.stderr
+
+
+def test_the_image_copies_what_exists_and_does_not_run_as_root():
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [shlex.split(line) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    known = {"FROM", "ARG", "ENV", "WORKDIR", "RUN", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    assert {line[0] for line in lines} <= known
+    for line in lines:
+        if line[0] == "COPY" and not line[1].startswith("--from"):
+            assert all((ROOT / source).exists() for source in line[1:-1]), line
+        if line[0] == "FROM":
+            assert re.search(r":\S+-\w+", line[1])
+    assert [line for line in lines if line[0] == "USER"][-1] == ["USER", "grpo"]
+    pins = (DEPLOY / "constraints.txt").read_text()
+    assert re.search(r"^torch==2\.13\.0$", pins, re.MULTILINE)
+
+
+WORKLOAD = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}},
+}
+CONTAINER = {
+    "type": "object",
+    "required": ["name", "image", "args", "envFrom", "resources", "volumeMounts"],
+    "properties": {
+        "resources": {"type": "object", "required": ["limits", "requests"]},
+        "envFrom": {"type": "array", "items": {"type": "object", "required": ["secretRef"]}, "minItems": 1},
+    },
+}
+
+
+def test_the_kubernetes_manifests_are_whole():
+    manifests = [yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "k8s").glob("*.yaml"))]
+    template = json.loads((DEPLOY / "work_pools" / "kubernetes.json").read_text())
+    jobs = [found for found in [*manifests, template["job_configuration"]["job_manifest"]] if found["kind"] == "Job"]
+    for manifest in manifests:
+        jsonschema.validate(manifest, WORKLOAD)
+    assert len(jobs) == 2
+    for job in jobs:
+        pod = job["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        jsonschema.validate(pod["containers"][0], CONTAINER)
+        assert "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_a_work_pool_template_fills_in_every_variable_it_declares(kind):
+    template = json.loads((DEPLOY / "work_pools" / f"{kind}.json").read_text())
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used == template["variables"]["properties"].keys()
+    for name, schema in template["variables"]["properties"].items():
+        assert schema["title"], name
+        if "default" in schema:
+            jsonschema.validate(schema["default"], schema)
+
+
+def answers(url, user=None):
+    """HTTP status of an address, asked as a user (name:password) or as nobody."""
+    headers = {"Authorization": "Basic " + base64.b64encode(user.encode()).decode()} if user else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def wait_for(url, status, process, log):
+    deadline = time.monotonic() + 120
+    while answers(url) != status:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"{url}: {answers(url)}\n{log.read_text()[-3000:]}"
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a service's command here; ended by its pid."""
+    started = []
+
+    def run(service, *, port, replace, environment):
+        parts = [part.replace("0.0.0.0", HOST) for part in command(service)]
+        parts[parts.index("--port") + 1] = str(port)
+        for option, value in replace.items():
+            parts[parts.index(option) + 1] = value
+        log = tmp_path / f"{service}.log"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *parts], env=clean | environment, cwd=tmp_path, stdout=file, stderr=file
+            )
+        started.append(process)
+        return process, log
+
+    yield run
+    for process in started:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
+    port = free_port(14700)
+    environment = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_AUTH_STRING": "me:secret", "DO_NOT_TRACK": "1"}
+    process, log = start("prefect", port=port, replace={}, environment=environment)
+    url = f"http://{HOST}:{port}/api/admin/version"
+    wait_for(url, 401, process, log)
+    assert answers(url, "me:wrong") == 401
+    assert answers(url, "me:secret") == 200
+
+
+@pytest.mark.slow
+def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
+    port = free_port(15700)
+    replace = {
+        "--backend-store-uri": f"sqlite:///{tmp_path / 'mlflow.db'}",
+        "--artifacts-destination": str(tmp_path / "artifacts"),
+        "--allowed-hosts": f"{HOST}:{port}",
+    }
+    environment = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": "some text",
+        "MLFLOW_AUTH_ADMIN_USERNAME": "admin",
+        "MLFLOW_AUTH_ADMIN_PASSWORD": "long enough 123",
+    }
+    process, log = start("mlflow", port=port, replace=replace, environment=environment)
+    url = f"http://{HOST}:{port}/api/2.0/mlflow/experiments/search?max_results=1"
+    wait_for(url, 401, process, log)
+    assert answers(url, "admin:wrong") == 401
+    assert answers(url, "admin:long enough 123") == 200
+
+
+@pytest.mark.slow
+def test_the_backup_of_a_database_brings_runs_and_models_back(tmp_path):
+    folder = programs()
+    if folder is None:
+        pytest.skip("PostgreSQL is not installed on this machine")
+    from mlflow import MlflowClient
+
+    from grpo_tasks.running.servers import create_databases, database_url
+
+    with cluster() as address:
+        create_databases(address)
+        store = database_url(address, "postgresql+psycopg2", "mlflow")
+        client = MlflowClient(store)
+        run = client.create_run(client.create_experiment("kept", artifact_location=str(tmp_path)))
+        client.log_metric(run.info.run_id, "reward", 1.5)
+        client.create_registered_model("kept-model")
+        plain = database_url(address, "postgresql", "mlflow")
+        dump = tmp_path / "mlflow.dump"
+        subprocess.run([folder / "pg_dump", "--format=custom", f"--file={dump}", plain], check=True)
+        empty = plain.replace("/mlflow", "/restored")
+        subprocess.run(
+            [folder / "createdb", "--maintenance-db", database_url(address, "postgresql", "postgres"), "restored"], check=True
+        )
+        subprocess.run([folder / "pg_restore", f"--dbname={empty}", dump], check=True)
+        again = MlflowClient(empty.replace("postgresql://", "postgresql+psycopg2://"))
+        assert again.get_run(run.info.run_id).data.metrics == {"reward": 1.5}
+        assert [model.name for model in again.search_registered_models()] == ["kept-model"]
