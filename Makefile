@@ -14,7 +14,7 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 	$(BIN)/grpo run demo $(ARGS)
 
 test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui
@@ -30,7 +30,7 @@ types: $(READY) ## mypy
 check: lint types test ## what CI runs
 
 clean: ## remove what runs and tests left (not the environment)
-	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf runs .grpo .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
 # torch first and by its exact number: a CPU wheel that is at hand is then taken, and the rest resolves around it.
 $(READY): pyproject.toml deploy/constraints.txt

@@ -54,6 +54,7 @@ class Section(BaseModel):
         properties = schema.get("properties", {})
         for group, members in cls.GROUPS.items():
             folded = {name: properties.pop(name) for name in members}
+            _number(folded)
             shown = {"title": "Show", "type": "object", "additionalProperties": False, "properties": folded}
             properties[group] = {
                 "title": _words(group),
@@ -61,6 +62,7 @@ class Section(BaseModel):
                 "anyOf": [shown, {"type": "null", "title": "Defaults"}],
                 "default": None,
             }
+        _number(properties)
         return made
 
 
@@ -74,6 +76,12 @@ def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, An
         target = values.setdefault(group_of[name], {}) if name in group_of else values
         target[name] = shaped
     return values
+
+
+def _number(properties: dict[str, Any]) -> None:
+    # Prefect's form goes by `position`; PostgreSQL does not keep the order of keys.
+    for position, field in enumerate(properties.values()):
+        field["position"] = position
 
 
 def _shape(value: Any, section: type[Section]) -> Any:

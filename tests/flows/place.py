@@ -18,13 +18,13 @@ class Place:
     @property
     def environment(self):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_TRACKING"))}
-        return kept | {"PREFECT_HOME": str(self.root / "prefect"), "COLUMNS": "200", "OMP_NUM_THREADS": "2"}
+        return kept | {"PREFECT_HOME": str(self.root / "prefect"), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
-    def start(self, *arguments):
+    def start(self, *arguments, **variables):
         return subprocess.Popen(
             [BIN / "grpo", *map(str, arguments)],
             cwd=self.root,
-            env=self.environment,
+            env=self.environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

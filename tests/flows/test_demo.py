@@ -9,7 +9,7 @@ import pytest
 from schemas.load import load_config
 from tests.flows.place import BIN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ASK = """
 import sys
@@ -90,7 +90,7 @@ def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(dem
 def test_a_second_run_skips_everything_and_keeps_the_model_version(demo):
     place, _ = demo
     output = place.grpo("run", "demo")
-    assert output.count("unchanged, skipped") == 10, output
+    assert output.count("unchanged, skipped") == 11, output
     assert len(place.client.search_model_versions("name='grpo-demo'")) == 1
     assert place.parent().info.status == "FINISHED"
 

@@ -6,6 +6,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import yaml
 
@@ -114,4 +115,9 @@ def operated(tmp_path_factory, request):
     [place.prefect] = re.findall(r"Prefect UI +(\S+)", told)
     [place.mlflow] = re.findall(r"MLflow UI +(\S+)", told)
     yield place
+    started = [psutil.Process(part["pid"]) for part in json.loads((place.root / ".grpo" / "stack.json").read_text())]
+    family = [child for process in started for child in [process, *process.children(recursive=True)]]
     place.grpo("down")
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    assert "nothing runs here" in place.grpo("down")

@@ -13,6 +13,7 @@ SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
 """Folder for pictures of the pages; they are taken for the README by setting it."""
 
 pytestmark = [
+    pytest.mark.xdist_group("operated"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
@@ -93,6 +94,8 @@ def test_a_person_fills_in_the_form_is_refused_mends_it_and_watches_the_run_comp
     page.goto(f"{operated.prefect}/runs/flow-run/{run['id']}")
     page.get_by_text("Completed").first.wait_for(timeout=240_000)
     operated.wait(run["id"], "COMPLETED")
+    page.reload()
+    page.get_by_text("Completed").first.wait_for()
     picture(page, "run")
     assert run["parameters"]["config"]["stages"][0]["loss_type"] == "dr_grpo"
     assert run["parameters"]["config"]["evaluation"]["max_prompts"] == 16

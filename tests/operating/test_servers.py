@@ -1,6 +1,7 @@
 """Day after day on real servers: two workers and one card, schedules, events, retraining with unchanged, changed and bad data."""
 
 import json
+import signal
 import time
 from datetime import datetime, timedelta
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.flows.place import SMALL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(11, 31) for b in (12, 47)]
 
@@ -32,6 +33,10 @@ def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_descriptio
         assert entry["work_queue_name"] in ("cpu", "gpu")
         assert entry["work_queue_name"] in entry["tags"]
     assert found["gsm8k-qwen2.5-0.5b"]["work_queue_name"] == "gpu"
+
+
+def test_a_second_stack_in_the_same_folder_is_refused(operated):
+    assert "a stack runs here already" in operated.grpo("up", expect=1)
 
 
 def test_both_servers_keep_their_tables_in_postgresql(operated):
@@ -163,6 +168,22 @@ def versions(place, name):
     return len(place.client.search_model_versions(f"name='{name}'"))
 
 
+def test_retraining_from_the_champion_starts_from_its_weights_and_compares_with_it(operated):
+    source = operated.config("grown")
+    without = operated.trigger("retrain", source=source, start_from="champion")
+    assert operated.wait(without["id"])["state_type"] == "FAILED"
+    assert operated.says(without["id"], "has no champion to start from")
+    operated.wait(operated.trigger("retrain", source=source)["id"], "COMPLETED")
+    operated.client.set_registered_model_alias("grown", "champion", "1")
+    operated.wait(operated.trigger("retrain", source=source, start_from="champion")["id"], "COMPLETED")
+    second = operated.client.get_model_version("grown", "2")
+    assert "champions/grown-1" in operated.client.get_run(second.run_id).data.params["model.path"]
+    assert "against_champion.p_value" in second.tags
+    again = operated.trigger("retrain", source=source, start_from="champion")
+    operated.wait(again["id"], "COMPLETED")
+    assert operated.says(again["id"], "nothing to do: version 2 of grown")
+
+
 def test_new_data_sends_the_event_that_retrains(operated):
     write_rows(operated, "watched", ROWS)
     source = operated.config("watched", data=own_data("watched"))
@@ -202,3 +223,19 @@ def test_any_registered_model_can_be_evaluated(operated):
     operated.wait(run["id"], "COMPLETED")
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
+
+
+def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
+    served = {"PREFECT_API_URL": f"{operated.prefect}/api", "MLFLOW_TRACKING_URI": operated.mlflow}
+    process = operated.start("serve", **served)
+    wanted = {f"{entry['name']}-served" for entry in operated.ask("/deployments/filter", {}) if "served" not in entry["name"]}
+    deadline = time.monotonic() + 90
+    while not wanted <= {entry["name"] for entry in operated.ask("/deployments/filter", {})}:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    run = operated.trigger("validate-served")
+    operated.wait(run["id"], "COMPLETED")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert "export PREFECT_API_URL" in operated.grpo("serve", expect=1)
