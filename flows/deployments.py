@@ -110,6 +110,7 @@ def deployments() -> list[Deployment]:
         Deployment("rewards", "flows.single.rewards_flow", "The reward lab alone: try every reward before any training.", demo),
         Deployment("train", "flows.single.train_flow", "One stage alone.", demo | {"stage": "format"}, "gpu"),
         Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model, with the proof.", demo),
+        Deployment("publish", "flows.single.publish_flow", "Merge an adapter, evaluate, register it, decide.", demo),
         Deployment(
             "evaluate",
             "flows.single.evaluate_flow",

@@ -5,16 +5,17 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.parts import checked_data, evaluated, first_model, probed, trained
+from flows.parts import checked_data, evaluated, first_model, probed, rivals_of, trained
 from flows.pipeline import grpo_pipeline
 from flows.session import session
 from grpo_tasks.merge_adapter import merge_adapter
+from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import download_model
 from schemas.config import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.load import load_config
 from schemas.paths import is_local
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, PipelineResult, StageResult
+from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, PipelineResult, Publication, StageResult
 
 
 @flow(name="grpo-validate", description="Read the data and judge every row.")
@@ -43,9 +44,7 @@ def evaluate_flow(model: str, config: RunConfig, fresh: bool = False) -> EvalRep
 @flow(name="grpo-merge", description="Merge an adapter into the base model and prove it.")
 def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> MergeProof:
     """`adapter`: a folder with adapter_config.json; `into`: where to copy the merged model."""
-    ref = named_model(str(adapter), config)
-    if ref.adapter is None:
-        raise ModelError("no adapter there", place=str(adapter), mend="name a folder that holds adapter_config.json")
+    ref = _adapter(adapter, config)
     if into is not None and into.exists() and any(into.iterdir()):
         raise ModelError("the folder is not empty", place=str(into), mend="name a new folder with --into")
     with session(config, flow="merge") as run:
@@ -66,10 +65,30 @@ def train_flow(config: RunConfig, stage: str, start: str | None = None, fresh: b
         return trained(run, config.stage(stage), ref, checked_data(run))
 
 
+@flow(name="grpo-publish", description="Merge an adapter, evaluate it against base and champion, register it, decide.")
+def publish_flow(adapter: Path, config: RunConfig, fresh: bool = False) -> Publication:
+    """`adapter`: a folder with adapter_config.json, trained from the config's base model."""
+    ref = _adapter(adapter, config)
+    with session(config, flow="publish", fresh=fresh) as run:
+        data = checked_data(run)
+        base = evaluated(run, "base", first_model(config), data)
+        merged = merge_adapter(run, ref, data, model=config.model)
+        final = evaluated(run, "merged", merged.model, data)
+        champion, rivals = rivals_of(run, merged, base, data)
+        return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
+
+
 @flow(name="grpo-preset", description="The pipeline from a preset or YAML file, with a few settings changed.")
 def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh: bool = False) -> PipelineResult:
     """`source`: a preset's name or a YAML file; `overrides`: settings as key.path=value, e.g. stages.0.learning_rate=1e-5."""
     return grpo_pipeline(load_config(source, overrides), fresh)
+
+
+def _adapter(folder: Path, config: RunConfig) -> ModelRef:
+    ref = named_model(str(folder), config)
+    if ref.adapter is None:
+        raise ModelError("no adapter there", place=str(folder), mend="name a folder that holds adapter_config.json")
+    return ref
 
 
 def named_model(name: str, config: RunConfig) -> ModelRef:

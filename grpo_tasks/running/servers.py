@@ -83,15 +83,18 @@ class Stack:
             UserError: a stack runs here already, a port is taken, or a part does not come up.
         """
         if self.alive():
+            at = self.addresses()
             raise UserError(
-                "a stack runs here already", place=str(self.folder / STATE), mend="grpo down, or use it: grpo up says where"
+                f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
+                place=str(self.folder / STATE),
+                mend="use it, or end it with grpo down",
             )
         self.folder.mkdir(exist_ok=True)
         prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
         at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
         with self._ended_on_failure():
             self._spawn("Prefect server", prefect_command(prefect_port), prefect_environment(prefect_port, postgres))
-            self._spawn("MLflow server", mlflow_command(mlflow_port, mlflow_store(postgres)), MLFLOW_ENVIRONMENT)
+            self._spawn("MLflow server", mlflow_command(mlflow_port), mlflow_environment(postgres))
             self._wait_for(f"{at.prefect}/api/health", "Prefect server")
             self._wait_for(f"{at.mlflow}/health", "MLflow server")
             self._deploy(at, deploy_file)
@@ -185,7 +188,6 @@ class Stack:
 
 
 QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-MLFLOW_ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 def prefect_command(port: int) -> list[str]:
@@ -206,19 +208,19 @@ def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
     return settings
 
 
-def mlflow_store(postgres: str | None) -> str:
-    """Backend store of the MLflow server."""
-    if postgres:
-        return database_url(postgres, "postgresql+psycopg2", "mlflow")
-    store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    if store.startswith("http"):
-        raise UserError(f"MLFLOW_TRACKING_URI is a server already: {store}", mend="unset it, or open that address in a browser")
-    return store
-
-
-def mlflow_command(port: int, store: str) -> list[str]:
+def mlflow_command(port: int) -> list[str]:
     """Arguments after `python -m`."""
-    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--backend-store-uri", store]
+    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+
+
+def mlflow_environment(postgres: str | None) -> dict[str, str]:
+    """Settings of the MLflow server. The store is none of its arguments: everybody on the machine can read those."""
+    store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    if postgres:
+        store = database_url(postgres, "postgresql+psycopg2", "mlflow")
+    elif store.startswith("http"):
+        raise UserError(f"MLFLOW_TRACKING_URI is a server already: {store}", mend="unset it, or open that address in a browser")
+    return {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 def worker_command(name: str) -> list[str]:

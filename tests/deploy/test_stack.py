@@ -43,8 +43,7 @@ def test_prefect_yaml_is_what_the_code_says():
 
 def test_the_servers_are_started_with_the_commands_of_grpo_up():
     assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in prefect_command(4200)]
-    store = "postgresql+psycopg2://grpo:<POSTGRES_PASSWORD>@postgres:5432/mlflow"
-    plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000, store)]
+    plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000)]
     assert command("mlflow")[: len(plain)] == plain
     assert command("worker") == worker_command("compose-1")
     assert [command("pool"), command("deployments")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
@@ -224,11 +223,11 @@ def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
 def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     port = free_port(15700)
     replace = {
-        "--backend-store-uri": f"sqlite:///{tmp_path / 'mlflow.db'}",
         "--artifacts-destination": str(tmp_path / "artifacts"),
         "--allowed-hosts": f"{HOST}:{port}",
     }
     environment = {
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "some text",
         "MLFLOW_AUTH_ADMIN_USERNAME": "admin",

@@ -7,7 +7,10 @@ from datetime import datetime, timedelta
 
 import psutil
 import pytest
+import yaml
 
+from schemas.config import RunConfig
+from schemas.section import form_values
 from tests.flows.place import SMALL
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,7 +28,18 @@ def own_data(name):
 
 def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_description(operated):
     found = {entry["name"]: entry for entry in operated.ask("/deployments/filter", {})}
-    assert found.keys() >= {"demo", "preset", "validate", "rewards", "train", "merge", "evaluate", "retrain", "watch-data"}
+    assert found.keys() >= {
+        "demo",
+        "preset",
+        "validate",
+        "rewards",
+        "train",
+        "merge",
+        "evaluate",
+        "publish",
+        "retrain",
+        "watch-data",
+    }
     for entry in found.values():
         assert entry["description"]
         assert "grpo" in entry["tags"]
@@ -223,6 +237,16 @@ def test_any_registered_model_can_be_evaluated(operated):
     operated.wait(run["id"], "COMPLETED")
     artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
+
+
+def test_an_adapter_can_be_published_by_itself(operated):
+    operated.wait(operated.trigger("preset", source=operated.config("by-hand"))["id"], "COMPLETED")
+    [adapter] = operated.root.glob("runs/by-hand/train_stage/format-*/final")
+    tree = yaml.safe_load((operated.root / "by-hand.yaml").read_text())
+    run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
+    operated.wait(run["id"], "COMPLETED")
+    assert operated.says(run["id"], "merge_adapter: unchanged, skipped")
+    assert versions(operated, "by-hand") == 2
 
 
 def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
