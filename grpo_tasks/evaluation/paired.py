@@ -1,13 +1,14 @@
 """Is a model better than another on the same prompts? One-sided, exact where that is cheap.
 
-    scored samples of both -> one figure a prompt -> difference prompt by prompt -> McNemar | sign flips -> PairedTest
+    scored samples of both -> one figure a prompt -> difference prompt by prompt -> sign flips -> PairedTest
 
-Right-or-wrong differences take the exact McNemar test; graded ones the sign-flip permutation test (all flips when
-they are few, 9,999 random ones otherwise). Both hold their level without assuming a distribution. What it does not do:
-decide what a better model is worth; that is the promotion's business.
+The sign-flip permutation test: were neither better, each prompt's difference could as well be the other way round. All 2^n
+flips are counted, not sampled: figures are multiples of 1/num_samples, so their sum is a convolution of binomials. With one
+sample a prompt this is the exact McNemar test. Only where the count would take long (tens of thousands of prompts) 9,999 random
+flips stand in. Both hold their level without assuming a distribution. What it does not do: decide what a better model is worth;
+that is the promotion's business.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ FloatArray = NDArray[np.float64]
 RESAMPLES = 9_999
 _SEED = 20_211_031
 _BATCH = 500
+_MAX_PARTS = 256
+_MAX_SUM = 50_000
 _COLUMNS: dict[PromotionMetric, str] = {
     "accuracy": "correct",
     "format_rate": "strict_format",
@@ -74,7 +77,7 @@ def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: s
     """
     assert ours.shape == theirs.shape, "one figure a prompt, the same prompts"
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
-    p_value = _test_for(difference)(difference)
+    p_value = _p_value(difference)
     return PairedTest(
         against=against,
         metric=metric,
@@ -85,20 +88,40 @@ def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: s
     )
 
 
-def _test_for(difference: FloatArray) -> Callable[[FloatArray], float]:
-    return _mcnemar if np.isin(difference, (-1.0, 0.0, 1.0)).all() else _sign_flips
+def _p_value(difference: FloatArray) -> float:
+    parts = _parts(difference)
+    if parts is not None:
+        steps = np.rint(difference * parts).astype(np.int64)
+        if np.abs(steps).sum() <= _MAX_SUM:
+            return _all_flips(steps)
+    return _random_flips(difference)
 
 
-def _mcnemar(difference: FloatArray) -> float:
-    """Exact: of the prompts on which the two differ, half would be ours if neither were better."""
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    if wins + losses == 0:
-        return 1.0
-    return float(stats.binomtest(wins, wins + losses, 0.5, alternative="greater").pvalue)
+def _parts(difference: FloatArray) -> int | None:
+    """The smallest n of which every difference is a multiple of 1/n; None when there is none up to 256."""
+    for parts in range(1, _MAX_PARTS + 1):
+        scaled = difference * parts
+        if np.allclose(scaled, np.rint(scaled), rtol=0.0, atol=1e-9):
+            return parts
+    return None
 
 
-def _sign_flips(difference: FloatArray) -> float:
-    """Share of sign assignments whose mean reaches ours; prompts without a difference say nothing and are left out."""
+def _all_flips(steps: NDArray[np.int64]) -> float:
+    """Share of all sign assignments whose sum reaches ours; steps are whole numbers.
+
+    The sum is fixed by the total of the steps that come out positive, and that total is a binomial for each size of step, spread
+    out by the size, all added up.
+    """
+    chance = np.ones(1)
+    for size, count in zip(*np.unique(np.abs(steps[steps != 0]), return_counts=True), strict=True):
+        spread = np.zeros(size * count + 1)
+        spread[::size] = stats.binom.pmf(np.arange(count + 1), count, 0.5)
+        chance = np.convolve(chance, spread)
+    return float(min(1.0, chance[steps[steps > 0].sum() :].sum()))
+
+
+def _random_flips(difference: FloatArray) -> float:
+    """The same from 9,999 random sign assignments; never zero, since ours is one of them."""
     telling = difference[difference != 0.0]
     if telling.size == 1:
         # scipy wants two; one prompt has two sign assignments, and only one of them reaches a positive difference.

@@ -42,6 +42,24 @@ def test_few_graded_differences_are_counted_over_all_sign_flips():
     assert judge(difference, np.zeros(5)).p_value == pytest.approx(np.mean(flipped >= difference.mean() - 1e-12))
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4, 7])
+def test_counting_all_flips_equals_trying_all_flips(parts):
+    rng = np.random.default_rng(parts)
+    signs = np.array(np.meshgrid(*[[-1, 1]] * 10)).reshape(10, -1)
+    for _ in range(20):
+        difference = rng.integers(-parts, parts + 1, size=10) / parts
+        flipped = (signs * np.abs(difference)[:, None]).mean(axis=0)
+        assert judge(difference, np.zeros(10)).p_value == pytest.approx(np.mean(flipped >= difference.mean() - 1e-12))
+
+
+def test_random_flips_stand_in_where_counting_would_take_long():
+    rng = np.random.default_rng(8)
+    ours, theirs = (rng.binomial(64, 0.5, size=12_000) / 64 for _ in range(2))
+    change = ours - theirs
+    normal = stats.norm.sf(change.sum() / np.sqrt((change**2).sum()))
+    assert judge(ours, theirs).p_value == pytest.approx(normal, abs=0.02)
+
+
 def test_a_single_graded_difference_proves_nothing():
     ours, theirs = np.array([0.5, 0.25, 1.0]), np.array([0.5, 0.0, 1.0])
     assert paired_test(ours, theirs, alpha=0.05, metric="accuracy", against="base").p_value == 0.5
@@ -54,7 +72,7 @@ def test_ties_carry_no_weight():
     assert padded.p_value == pytest.approx(judge(ours, theirs).p_value)
 
 
-def test_a_p_value_of_random_flips_is_never_zero():
+def test_a_p_value_is_never_zero():
     assert 0.0 < judge(np.full(200, 0.75), np.zeros(200)).p_value <= 1e-4
 
 

@@ -123,18 +123,19 @@ def with_figures(report, **values):
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
-def test_of_a_thousand_candidates_that_are_no_better_hardly_more_than_alpha_are_promoted(num_samples):
+@pytest.mark.parametrize(("base_is_behind", "has_champion"), [(True, True), (False, True), (False, False)])
+def test_of_a_thousand_candidates_that_are_no_better_hardly_more_than_alpha_are_promoted(
+    num_samples, base_is_behind, has_champion
+):
     rng, alpha, simulations, prompts = np.random.default_rng(0), 0.05, 1_000, 64
-    old, promoted = Champion("1", "old", "run"), 0
+    old, promoted = Champion("1", "old", "run") if has_champion else None, 0
     for _ in range(simulations):
         difficulty = rng.beta(0.8, 0.8, prompts)
         champion, ours = (rng.binomial(num_samples, difficulty) / num_samples for _ in range(2))
-        # The base is far behind, which is the hardest case: only the test against the champion is left to say no.
-        base = rng.binomial(num_samples, difficulty * 0.3) / num_samples
-        tests = [
-            paired_test(ours, theirs, alpha=alpha, metric="accuracy", against=against)
-            for theirs, against in ((base, "base"), (champion, "champion"))
-        ]
+        # With the base far behind only the test against the champion is left to say no: the hardest case.
+        base = rng.binomial(num_samples, difficulty * (0.3 if base_is_behind else 1.0)) / num_samples
+        rivals = [(base, "base"), (champion, "champion")] if has_champion else [(base, "base")]
+        tests = [paired_test(ours, theirs, alpha=alpha, metric="accuracy", against=against) for theirs, against in rivals]
         promoted += decide("2", "new", tests=tests, compared=old, current=old).champion
     # 3.1 standard deviations of a binomial with p = alpha: a sound test fails here once in a thousand seeds.
     assert promoted <= simulations * alpha + 3.1 * (simulations * alpha * (1 - alpha)) ** 0.5
