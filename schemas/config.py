@@ -317,6 +317,9 @@ class StageConfig(Section):
             "epsilon",
             "epsilon_high",
             "delta",
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
+            "use_bias_correction_kl",
             "importance_sampling_level",
             "mask_truncated_completions",
         ),
@@ -367,9 +370,11 @@ class StageConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Largest gradient norm; larger ones are scaled down. 0 switches clipping off."""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """How per-token losses are averaged: grpo per sequence then over sequences; bnpo over the tokens of a micro-batch; dapo over
-    the tokens of the whole update; dr_grpo over completions times max_completion_length (no length bias)."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
+    """Loss. The first four clip the ratio and differ in the average: grpo per sequence, then over sequences; bnpo over the tokens
+    of a micro-batch; dapo over the tokens of the whole update; dr_grpo over completions times max_completion_length (no length
+    bias). cispo caps the ratio as a weight and keeps every token's gradient (average of dapo); sapo damps it smoothly (average
+    of grpo)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the reward minus the group's mean is divided by: the group's or the update's standard deviation, or nothing."""
     beta: float = Field(0.0, ge=0.0)
@@ -379,9 +384,15 @@ class StageConfig(Section):
     epsilon: float = Field(0.2, gt=0.0)
     """Clip range of the probability ratio below 1."""
     epsilon_high: float | None = Field(None, gt=0.0)
-    """Clip range above 1; empty: equal to epsilon."""
+    """Clip range above 1; empty: equal to epsilon. For cispo the cap of the ratio itself, to be given; 5 is customary."""
     delta: float | None = Field(None, gt=0.0)
     """Upper bound of the ratio also for negative advantages (two-sided clip); empty: none. Must be above 1 + epsilon."""
+    sapo_temperature_pos: float = Field(1.0, gt=0.0)
+    """sapo: how sharply the ratio is damped for positive advantages (arXiv:2511.20347)."""
+    sapo_temperature_neg: float = Field(1.05, gt=0.0)
+    """sapo: the same for negative advantages; a little sharper keeps training stable."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL estimate by the ratio, so that it stays unbiased when the policy has moved since it sampled."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
     mask_truncated_completions: bool = False
@@ -413,6 +424,10 @@ class StageConfig(Section):
             )
         if self.delta is not None and self.delta <= 1 + self.epsilon:
             raise ValueError(f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; mend: 4 is customary")
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError("cispo caps the ratio at epsilon_high, which is not given; mend: epsilon_high: 5")
+        if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
+            raise ValueError("cispo weighs tokens; mend: importance_sampling_level: token")
         twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
         if twice:
             raise ValueError(f"reward {twice[0]} is listed twice; mend: list it once and raise its weight")

@@ -2,6 +2,8 @@
 
     ratio  = exp(logp - old_logp)                                  per token, or one per sequence (GSPO)
     policy = -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A)   arXiv:2402.03300 eq. 3; PPO's clip
+           | -min(ratio, eps_high).detach() A logp                 cispo, arXiv:2506.13585 eq. 4
+           | -4/t sigmoid(t (ratio - 1)) A,  t by the sign of A    sapo, arXiv:2511.20347 eq. 5
     kl     = exp(ref - logp) - (ref - logp) - 1                    k3 estimator, joschu.net/blog/kl-approx.html
     loss   = sum_t weight_t (policy_t + beta kl_t)
 
@@ -9,6 +11,7 @@ The weights hold the whole difference between the loss types. They are set for t
 micro-batches, so gradient accumulation is exact and skipping a dead group changes nothing.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +53,20 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     """Clipped policy loss plus beta times the KL towards the reference."""
     ratio = importance_ratio(inputs, level=stage.importance_sampling_level)
     advantages = inputs.advantages[:, None]
-    low, high = 1 - stage.epsilon, 1 + (stage.epsilon_high or stage.epsilon)
-    bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
-    per_token = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+    low, high = clip_bounds(stage)
+    if stage.loss_type == "cispo":
+        per_token = -ratio.clamp(max=high).detach() * advantages * inputs.logps
+    elif stage.loss_type == "sapo":
+        sharpness = torch.where(advantages > 0, stage.sapo_temperature_pos, stage.sapo_temperature_neg)
+        per_token = -torch.sigmoid(sharpness * (ratio - 1)) * 4 / sharpness * advantages
+    else:
+        bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
+        per_token = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
     kl = torch.zeros_like(inputs.logps)
     if inputs.ref_logps is not None:
         kl = k3(inputs.ref_logps - inputs.logps)
+        if stage.use_bias_correction_kl:
+            kl = kl * ratio
         per_token = per_token + stage.beta * kl
     mask = inputs.mask.float()
     return LossOutputs(
@@ -64,6 +75,15 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
         clipped_low=((ratio < low) & (advantages < 0)).mul(mask).sum().detach(),
         clipped_high=((ratio > high) & (advantages > 0)).mul(mask).sum().detach(),
     )
+
+
+def clip_bounds(stage: StageConfig) -> tuple[float, float]:
+    """Ratios outside of which a token is clipped; sapo damps and clips nothing, cispo caps from above only."""
+    if stage.loss_type == "sapo":
+        return -math.inf, math.inf
+    if stage.loss_type == "cispo":
+        return -math.inf, stage.epsilon_high or math.inf
+    return 1 - stage.epsilon, 1 + (stage.epsilon_high or stage.epsilon)
 
 
 def importance_ratio(inputs: LossInputs, *, level: str) -> Float[Tensor, "N _"]:
@@ -85,10 +105,10 @@ def token_weights(
 ) -> Float[Tensor, "N T"]:
     """Weight of each token in the loss of the update.
 
-        grpo     1 / (N |o_i|)                              mean over sequences of the mean over tokens
-        dapo     1 / sum |o_i|                              mean over all tokens of the update (arXiv:2503.14476)
-        bnpo     1 / (M sum of |o_i| in the micro-batch)    mean over micro-batches of the mean over tokens
-        dr_grpo  1 / (N max_completion_length)              no length in the denominator (arXiv:2503.20783)
+        grpo, sapo   1 / (N |o_i|)                          mean over sequences of the mean over tokens
+        dapo, cispo  1 / sum |o_i|                          mean over all tokens of the update (arXiv:2503.14476)
+        bnpo         1 / (M sum of |o_i| in the micro-batch) mean over micro-batches of the mean over tokens
+        dr_grpo      1 / (N max_completion_length)          no length in the denominator (arXiv:2503.20783)
 
     Args:
         mask: tokens that count, of all N completions of the update.
@@ -97,9 +117,9 @@ def token_weights(
         microbatch_size: completions per micro-batch (`per_device_train_batch_size`).
     """
     tokens, num = mask.float(), mask.shape[0]
-    if stage.loss_type == "grpo":
+    if stage.loss_type in ("grpo", "sapo"):
         return tokens / tokens.sum(-1, keepdim=True).clamp(min=1.0) / num
-    if stage.loss_type == "dapo":
+    if stage.loss_type in ("dapo", "cispo"):
         return tokens / tokens.sum().clamp(min=1.0)
     if stage.loss_type == "bnpo":
         parts = tokens.split(microbatch_size)

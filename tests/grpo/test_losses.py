@@ -63,7 +63,13 @@ def theirs(batch, settings, on_policy):
         "off_policy_mask_threshold": None,
         "importance_sampling_level": settings.importance_sampling_level,
         "beta": settings.beta,
-        "args": SimpleNamespace(delta=settings.delta, use_bias_correction_kl=False, steps_per_generation=1),
+        "args": SimpleNamespace(
+            delta=settings.delta,
+            use_bias_correction_kl=settings.use_bias_correction_kl,
+            sapo_temperature_pos=settings.sapo_temperature_pos,
+            sapo_temperature_neg=settings.sapo_temperature_neg,
+            steps_per_generation=1,
+        ),
         "loss_type": settings.loss_type,
         "epsilon_low": settings.epsilon,
         "epsilon_high": settings.epsilon_high or settings.epsilon,
@@ -106,6 +112,29 @@ def test_loss_and_gradient_equal_trl(loss_type, clip, level, beta, on_policy):
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
     if beta:
         assert (out.kl_sum / batch.mask.sum()).item() == pytest.approx(metrics["kl"][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+        {"loss_type": "sapo"},
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
+        {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dapo", "use_bias_correction_kl": True},
+        {"loss_type": "grpo", "use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_cispo_sapo_and_the_corrected_kl_equal_trl(settings, beta, on_policy):
+    chosen, batch = stage(beta=beta, **settings), tensors(seed=4)
+    out, gradient = ours(batch, chosen, on_policy)
+    loss, wanted, _ = theirs(batch, chosen, on_policy)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
