@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import prefect
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events import DeploymentEventTrigger
@@ -43,9 +44,9 @@ def _runner(deployment: Deployment) -> RunnerDeployment:
     )
 
 
-def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule(given: Mapping[str, Any]) -> DeploymentScheduleCreate:
     """A schedule of prefect.yaml as the client wants it."""
     kept = {name: given[name] for name in ("slug", "active", "parameters") if name in given}
     if "cron" in given:
-        return kept | {"schedule": CronSchedule(cron=given["cron"], timezone=given["timezone"])}
-    return kept | {"schedule": IntervalSchedule(interval=given["interval"])}
+        return DeploymentScheduleCreate(schedule=CronSchedule(cron=given["cron"], timezone=given["timezone"]), **kept)
+    return DeploymentScheduleCreate(schedule=IntervalSchedule(interval=given["interval"]), **kept)

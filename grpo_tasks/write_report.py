@@ -17,7 +17,7 @@ from schemas.results import (
 )
 
 
-@step(rooms=("reporting", "evaluation", "tracking", "grpo", "data"))
+@step(rooms=("reporting", "tracking", "data"))
 def write_report(
     work: Work,
     data: DataReport,
