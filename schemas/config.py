@@ -35,6 +35,7 @@ BUILTIN_REWARDS: dict[str, float] = {
     "length": 0.2,
     "repetition": 0.5,
     "style": 0.5,
+    "soft_overlong": 1.0,
 }
 """Built-in reward functions and their default weights; a test holds it equal to `grpo_tasks.rewards.builtin`."""
 
@@ -217,7 +218,7 @@ class RewardConfig(Section):
     function out of that batch. zero and skip are logged each time."""
     full_score: float | None = None
     """Score from which a completion counts as a success of this function (adaptive weight, success rate); empty: 1, and 0 for
-    repetition."""
+    repetition and soft_overlong."""
     adaptive: AdaptiveWeightConfig | None = None
     """Adaptive weight; none keeps the weight fixed."""
 
@@ -297,6 +298,8 @@ class StageConfig(Section):
     GROUPS: ClassVar = {
         "batches": (
             "gradient_accumulation_steps",
+            "max_tokens_per_microbatch",
+            "max_refills",
             "steps_per_generation",
             "num_iterations",
         ),
@@ -313,6 +316,8 @@ class StageConfig(Section):
         ),
         "loss_details": (
             "scale_rewards",
+            "baseline",
+            "multi_objective_aggregation",
             "reference",
             "epsilon",
             "epsilon_high",
@@ -322,6 +327,15 @@ class StageConfig(Section):
             "use_bias_correction_kl",
             "importance_sampling_level",
             "mask_truncated_completions",
+            "skip_dead_groups",
+            "top_entropy_quantile",
+            "entropy_coef",
+        ),
+        "sampler_mismatch": (
+            "importance_sampling_correction",
+            "importance_sampling_clip_max",
+            "importance_sampling_clip_min",
+            "max_sampling_logp_difference",
         ),
         "logs_and_checkpoints": (
             "logging_steps",
@@ -346,6 +360,11 @@ class StageConfig(Section):
     """Completions per forward and backward pass."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Forward and backward passes per update; batch size times this is the number of completions of an update."""
+    max_tokens_per_microbatch: int | None = Field(None, ge=1)
+    """Tokens of prompts and completions, padding included, that go through the model at once. Completions are then sorted by
+    length and cut into passes of this size, whatever per_device_train_batch_size says; the update is the same."""
+    max_refills: int = Field(0, ge=0)
+    """Times dead groups are replaced by groups of further prompts before an update (dynamic sampling, arXiv:2503.14476)."""
     steps_per_generation: int | None = Field(None, ge=1)
     """Forward and backward passes fed by one round of sampling; a multiple of gradient_accumulation_steps. Empty: equal to it."""
     num_iterations: int = Field(1, ge=1)
@@ -376,7 +395,12 @@ class StageConfig(Section):
     bias). cispo caps the ratio as a weight and keeps every token's gradient (average of dapo); sapo damps it smoothly (average
     of grpo)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What the reward minus the group's mean is divided by: the group's or the update's standard deviation, or nothing."""
+    """What the reward minus the group's mean is divided by: the group's or the rollout's standard deviation, or nothing."""
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What a reward is compared with: the mean of its group, or the mean of the others in it (RLOO, arXiv:2402.14740)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How several reward functions become one advantage: summed with their weights and then scaled as scale_rewards says, or each
+    scaled by its own spread in the group, summed with the weights and scaled by the rollout's spread (GDPO)."""
     beta: float = Field(0.0, ge=0.0)
     """Weight of the KL term towards the reference in the loss; at 0 no reference is computed for the loss."""
     reference: Literal["base", "stage_start"] = "base"
@@ -397,6 +421,23 @@ class StageConfig(Section):
     """Ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off at the length limit out of the loss."""
+    skip_dead_groups: bool = True
+    """Do not compute groups whose completions all earn the same. Off: they are computed, and keep their KL term."""
+    top_entropy_quantile: Fraction = 1.0
+    """Share of an update's tokens, those of highest entropy, whose policy term counts; 0.2 is customary (arXiv:2506.01939). Below
+    1 each update computes its tokens' entropies first, one more forward pass."""
+    entropy_coef: float = Field(0.0, ge=0.0)
+    """Weight of the mean entropy per token that is added as a bonus; above 0 dead groups are computed too."""
+    importance_sampling_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Makes up for a sampler whose probabilities differ from the trainer's: the policy term is multiplied by their ratio, per
+    token or per sequence, truncated to the bounds or set to 0 outside of them. Of use with a rollout server."""
+    importance_sampling_clip_max: float | None = Field(3.0, gt=0.0)
+    """Upper bound of that ratio; empty: none."""
+    importance_sampling_clip_min: float | None = Field(None, gt=0.0)
+    """Lower bound of that ratio; empty: none."""
+    max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
+    """Mean difference in nats between the sampler's and the trainer's log-probabilities above which the stage stops: the
+    completions then come from another model. Empty: never."""
     logging_steps: int = Field(1, ge=1)
     """Updates between two lines of the progress log; the journal gets every update."""
     save_steps: int = Field(50, ge=1)
@@ -435,7 +476,7 @@ class StageConfig(Section):
 
     @property
     def completions_per_update(self) -> int:
-        """Completions that one optimizer step learns from, on one process."""
+        """Completions that one optimizer step learns from, however many processes share the work."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
@@ -534,6 +575,9 @@ class ResourcesConfig(Section):
     waits, anything else is the name of a global concurrency limit in Prefect."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of torch; empty: all cores."""
+    num_processes: int = Field(1, ge=1)
+    """Processes on this machine that train a stage together, one per card. They share the work of each update, which stays
+    per_device_train_batch_size x gradient_accumulation_steps completions: raise gradient_accumulation_steps with them."""
     deterministic: bool = True
     """Use deterministic kernels, so that the same seed gives the same bytes (always so on CPU)."""
     output_dir: Path = Path("runs")
@@ -587,12 +631,7 @@ class RunConfig(Section):
                 raise ValueError(f"stage name {name} is taken; mend: give each stage a name of its own")
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
-                if self.rewards.resolve(reward) is None:
-                    known = sorted({*BUILTIN_REWARDS, *self.rewards.functions})
-                    raise ValueError(
-                        f"stages.{index}.rewards names {reward}, which is neither built in nor under rewards.functions; "
-                        f"mend: one of {', '.join(known)}, or add it with function: package.module:function"
-                    )
+                self._check_reward(f"stages.{index}.rewards", reward)
         for name, reward_config in self.rewards.functions.items():
             function = reward_config.function or name
             if ":" not in function and function not in BUILTIN_REWARDS:
@@ -603,6 +642,21 @@ class RunConfig(Section):
         if self.rewards.tags.reasoning == self.rewards.tags.answer:
             raise ValueError("rewards.tags: reasoning and answer have the same name; mend: choose two names")
         return self
+
+    def _check_reward(self, place: str, reward: str) -> None:
+        resolved = self.rewards.resolve(reward)
+        if resolved is None:
+            known = sorted({*BUILTIN_REWARDS, *self.rewards.functions})
+            raise ValueError(
+                f"{place} names {reward}, which is neither built in nor under rewards.functions; "
+                f"mend: one of {', '.join(known)}, or add it with function: package.module:function"
+            )
+        if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
+            limit = self.rollout.max_completion_length
+            raise ValueError(
+                f"{place}: {reward} wants two params; mend: rewards.functions.{reward}.params: "
+                f"{{max_completion_length: {limit}, soft_punish_cache: {max(1, limit // 5)}}}"
+            )
 
     @property
     def experiment(self) -> str:

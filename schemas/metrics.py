@@ -78,6 +78,10 @@ TRAINING: tuple[Metric, ...] = (
         "lower",
     ),
     Metric("sampling/sampling_logp_difference/max", "largest such difference", "nats", "lower"),
+    Metric("sampling/kl", "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
+    Metric("sampling/importance_sampling_ratio/mean", "mean factor the policy term is multiplied by to correct for the sampler"),
+    Metric("sampling/importance_sampling_ratio/max", "largest ratio between the two probabilities of a token", "", "lower"),
+    Metric("dynamic_sampling/dropped_groups", "groups sampled for the update and not trained on", "groups", "lower"),
     Metric("num_tokens", "tokens of prompts and completions seen since the stage began", "tokens"),
     Metric(
         "tokens_per_s",

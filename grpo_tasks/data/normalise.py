@@ -16,7 +16,8 @@ _SIGN = "[-+\u2212]"
 _CURRENCY = "[$€£¥₹]"
 _GROUPED = "|".join(f"[1-9][0-9]{{0,2}}(?:{mark}[0-9]{{3}})+" for mark in (",", "\u00a0", "\u202f", "\u2009"))
 _DIGITS = rf"(?:(?:{_GROUPED}|0|[1-9][0-9]*)(?:\.[0-9]+)?|\.[0-9]+)"
-_NUMBER = rf"^(?:{_SIGN} ?{_CURRENCY}?|{_CURRENCY} ?{_SIGN}?)? ?{_DIGITS}(?: ?(?:%|{_CURRENCY}))?\.?$"
+_GAP = "[ \u00a0\u202f\u2009]?"
+_NUMBER = rf"^(?:{_SIGN}{_GAP}{_CURRENCY}?|{_CURRENCY}{_GAP}{_SIGN}?)?{_GAP}{_DIGITS}(?:{_GAP}(?:%|{_CURRENCY}))?\.?$"
 
 _TIDY_TEXT: tuple[tuple[str, str], ...] = (
     (f"[{INVISIBLE}]", ""),

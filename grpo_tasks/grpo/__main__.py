@@ -1,7 +1,12 @@
-"""`python -m grpo_tasks.grpo STAGE_DIR`: train one stage, or go on with it; by hand or by the Prefect step alike."""
+"""`python -m grpo_tasks.grpo STAGE_DIR`: train one stage, or go on with it; by hand or by the Prefect step alike.
 
+Under torchrun (several nodes) each process that it starts comes here; on one node this module starts its like itself.
+"""
+
+import os
 from pathlib import Path
 
+from grpo_tasks.grpo.launch import launch
 from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.compose import RewardSuite
@@ -14,6 +19,9 @@ def main(root: Path) -> None:
     if directory.result.exists():
         return
     spec = StageSpec.load(directory.spec)
+    if spec.resources.num_processes > 1 and "RANK" not in os.environ:
+        launch(directory.root, spec.resources.num_processes)
+        return
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         Trainer(directory, suite).train()
 

@@ -1,7 +1,8 @@
 """Checkpoints: all that the next update depends on, written in one move and proved by a manifest of hashes.
 
-    checkpoints/step-000050/   weights/ (adapter or model)  optimizer.safetensors  rng.safetensors  state.json  manifest.json
+    checkpoints/step-000050/   weights/ (adapter or model)  optimizer.safetensors  state.json  manifest.json
 
+No state of a random generator: every draw has a seed of its own, made from the run's seed and the number of the update.
 Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
 """
 
@@ -47,7 +48,6 @@ def save_checkpoint(folder: Path, step: int, state: TrainingState, extra: dict[s
     save_trained(state.model, state.tokenizer, part / "weights")
     tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
     save_file(tensors, part / "optimizer.safetensors")
-    save_file(_rng_states(), part / "rng.safetensors")
     content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
     (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
     (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
@@ -91,10 +91,6 @@ def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any
     state.scheduler.load_state_dict(content["scheduler"])
     for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
-    rng = load_file(checkpoint / "rng.safetensors")
-    torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng["cuda"])
     return content["step"], content["extra"]
 
 
@@ -127,13 +123,6 @@ def _unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> dic
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     return state
-
-
-def _rng_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 def _no_callables(value: object) -> None:

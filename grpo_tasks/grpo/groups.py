@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.rewards.compose import RewardSuite, Scores
 from grpo_tasks.rewards.contract import ScoreBatch
@@ -29,6 +27,12 @@ class Rollout:
         """For each completion the number of its prompt."""
         return [index for index in range(len(self.rows)) for _ in range(self.group_size)]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions, each with its prompt."""
+        sampled = sum(len(completion.token_ids) for completion in self.completions)
+        return sampled + sum(len(self.prompts[prompt]) for prompt in self.prompt_of)
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
@@ -46,14 +50,15 @@ def sample_groups(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
+    numbers: Sequence[int],
     group_size: int,
     seed: int,
 ) -> Rollout:
-    """Sample `group_size` completions for each prompt; `seed` is that of this rollout."""
+    """Sample `group_size` completions for each prompt; `numbers` are the prompts' places in the rollout, whose seed is `seed`."""
     began = time.perf_counter()
     requests = [
         Request(ids, completion_seed(seed, place, row.prompt_id, index))
-        for place, (row, ids) in enumerate(zip(rows, prompts, strict=True))
+        for place, row, ids in zip(numbers, rows, prompts, strict=True)
         for index in range(group_size)
     ]
     completions = engine.generate(requests, sampling)
@@ -78,5 +83,31 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
             places=[f"{row.source}:{row.line} ({row.prompt_id})" for row in repeated],
         )
     )
-    assert np.isfinite(scores.totals).all()
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
+
+
+def join(parts: Sequence[ScoredRollout]) -> ScoredRollout:
+    """Several rollouts as one, their groups in this order; they were sampled side by side, so the longest time counts."""
+    rollouts = [part.rollout for part in parts]
+    whole = Rollout(
+        rows=[row for rollout in rollouts for row in rollout.rows],
+        prompts=[prompt for rollout in rollouts for prompt in rollout.prompts],
+        completions=[completion for rollout in rollouts for completion in rollout.completions],
+        group_size=rollouts[0].group_size,
+        seconds=max(rollout.seconds for rollout in rollouts),
+    )
+    return ScoredRollout(whole, Scores.join([part.scores for part in parts]), max(part.seconds for part in parts))
+
+
+def take_groups(scored: ScoredRollout, groups: Sequence[int]) -> ScoredRollout:
+    """The rollout of these groups, in this order."""
+    rollout, size = scored.rollout, scored.rollout.group_size
+    indices = [group * size + place for group in groups for place in range(size)]
+    taken = Rollout(
+        rows=[rollout.rows[group] for group in groups],
+        prompts=[rollout.prompts[group] for group in groups],
+        completions=[rollout.completions[index] for index in indices],
+        group_size=size,
+        seconds=rollout.seconds,
+    )
+    return ScoredRollout(taken, scored.scores.take(indices), scored.seconds)

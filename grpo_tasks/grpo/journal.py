@@ -19,9 +19,11 @@ class Journal:
     path: Path
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     """Every update so far, by number."""
+    writes: bool = True
+    """Off for all processes of a stage but the first: they know the journal and leave the file alone."""
 
     def __post_init__(self) -> None:
-        self.steps = {line["step"]: line["metrics"] for line in _mend(self.path)}
+        self.steps = {line["step"]: line["metrics"] for line in _mend(self.path, writes=self.writes)}
 
     @property
     def last_step(self) -> int:
@@ -33,7 +35,8 @@ class Journal:
         if step in self.steps:
             return
         self.steps[step] = dict(metrics)
-        _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "metrics": metrics})
+        if self.writes:
+            _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "metrics": metrics})
 
     def window(self, metric: str, *, last: int, size: int) -> list[float]:
         """Values of a metric over the `size` updates up to `last`, those that have it."""
@@ -52,12 +55,12 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def _mend(path: Path) -> list[dict[str, Any]]:
+def _mend(path: Path, *, writes: bool) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if writes and len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return [json.loads(line) for line in whole.splitlines()]

@@ -1,5 +1,7 @@
 """The learner: micro-batches in, one optimizer step out, with the figures that are watched.
 
+    forward -> loss -> backward, pass by pass -> sum over the processes -> clip -> optimizer
+
 Owns model, optimizer and scheduler. The reference policy costs no second copy of the weights with LoRA: the base is the model
 with its adapter off, the stage's first policy a frozen second adapter.
 """
@@ -8,17 +10,18 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_tasks.grpo.losses import LossInputs, policy_loss
+from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, k3, policy_loss, sampling_correction
 from grpo_tasks.grpo.microbatches import Microbatch
+from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.load import load_base
@@ -28,6 +31,8 @@ from schemas.errors import TrainingError
 from schemas.results import ModelRef
 
 REFERENCE = "reference"
+MAX_LOG_RATIO = 50.0
+"""Larger ones are reported as this: e^50 says enough, e^1000 is no number."""
 SELF_CHECK_TOLERANCE = 1e-3
 """Largest mean |difference| in nats between shared-prefix and plain forward in float32; other precisions get 50 times that."""
 
@@ -45,7 +50,19 @@ class UpdateFigures:
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     mismatch: float = 0.0
+    mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
+    correction: float | None = None
+
+    def over(self, processes: Processes) -> "UpdateFigures":
+        """Of all processes together: sums of the sums, the largest of the largest, the rest is the same everywhere."""
+        if processes.count == 1:
+            return self
+        everyone = processes.everyone(self)
+        summed = ("loss", "tokens", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction")
+        known = {name: [getattr(one, name) for one in everyone] for name in summed}
+        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in known.items()}
+        return replace(self, **sums, mismatch_max=max(one.mismatch_max for one in everyone))
 
     def means(self) -> dict[str, float]:
         """Metrics by their names in schemas/metrics.py; those of an update that trained on nothing are left out."""
@@ -58,10 +75,14 @@ class UpdateFigures:
             "clip_ratio/high_mean": self.clipped_high,
             "clip_ratio/region_mean": self.clipped_low + self.clipped_high,
             "sampling/sampling_logp_difference/mean": self.mismatch,
+            "sampling/kl": self.mismatch_kl,
         }
         if self.kl is not None:
             per_token["kl"] = self.kl
+        if self.correction is not None:
+            per_token["sampling/importance_sampling_ratio/mean"] = self.correction
         known["sampling/sampling_logp_difference/max"] = self.mismatch_max
+        known["sampling/importance_sampling_ratio/max"] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 
@@ -76,22 +97,17 @@ class Learner:
     temperature: float
     updates: int
     """Number of updates of the whole stage, for the learning rate's schedule."""
+    processes: Processes
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
-    _accelerator: Accelerator = field(init=False)
     _reference: PreTrainedModel | None = field(init=False, default=None)
     _shared_prefix: bool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.stage, [p for p in self.model.parameters() if p.requires_grad])
+        self.optimizer = make_optimizer(self.stage, self._trained)
         self.scheduler = make_scheduler(self.stage, self.optimizer, self.updates)
-        device = next(self.model.parameters()).device
-        # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
-        half = self.model_config.lora is None and device.type == "cuda" and self.model_config.dtype != "float32"
-        precision = {"bfloat16": "bf16", "float16": "fp16"}[self.model_config.dtype] if half else "no"
-        self._accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
         if self.stage.beta > 0:
-            self._prepare_reference(device)
+            self._prepare_reference(next(self.model.parameters()).device)
         if self.model_config.gradient_checkpointing:
             self._shared_prefix = False
 
@@ -108,17 +124,12 @@ class Learner:
         figures = UpdateFigures(learning_rate=float(self.scheduler.get_last_lr()[0]), kl=0.0 if self.stage.beta > 0 else None)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        threshold = self._entropy_threshold(parts) if self.stage.top_entropy_quantile < 1 else None
         for index, part in enumerate(parts):
-            self._accumulate(part, old_logps[index] if old_logps is not None else None, figures)
-        if parts:
-            figures.grad_norm = self._clip()
-            if not all(map(_finite, (figures.loss, figures.grad_norm))):
-                raise TrainingError(
-                    f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
-                    place=f"stage {self.stage.name}",
-                    mend="lower learning_rate, or use bfloat16 instead of float16",
-                )
-            self.optimizer.step()
+            self._accumulate(part, old_logps[index] if old_logps is not None else None, threshold, figures)
+        figures = figures.over(self.processes)
+        if figures.tokens:
+            self._step(figures)
         with warnings.catch_warnings():
             # torch warns when an update without any live group skips the optimizer's very first step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
@@ -130,9 +141,21 @@ class Learner:
         """log-probabilities under the present policy, without gradients."""
         return self._forward(self.model, part.tokens).logps
 
-    def _accumulate(self, part: Microbatch, old_logps: Float[Tensor, "N T"] | None, figures: UpdateFigures) -> None:
-        scores = self._forward(self.model, part.tokens)
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _accumulate(
+        self,
+        part: Microbatch,
+        old_logps: Float[Tensor, "N T"] | None,
+        threshold: Float[Tensor, ""] | None,
+        figures: UpdateFigures,
+    ) -> None:
+        bonus = self.stage.entropy_coef > 0
+        scores = self._forward(self.model, part.tokens, entropy_gradients=bonus)
         old = scores.logps.detach() if old_logps is None else old_logps
+        correction = sampling_correction(old, part.sampler_logps, part.tokens.completion_mask, self.stage)
         inputs = LossInputs(
             logps=scores.logps,
             old_logps=old,
@@ -140,25 +163,76 @@ class Learner:
             advantages=part.advantages,
             mask=part.tokens.completion_mask,
             weights=part.weights,
+            keep=None if threshold is None else scores.entropies.detach() >= threshold,
+            correction=correction,
+            entropies=scores.entropies if bonus else None,
+            entropy_weights=part.entropy_weights if bonus else None,
         )
         out = policy_loss(inputs, self.stage)
-        self._accelerator.backward(out.loss)
-        difference = (old - part.sampler_logps)[inputs.mask].abs()
+        self.processes.accelerator.backward(out.loss)
+        mask = inputs.mask
+        difference = (old - part.sampler_logps)[mask]
         figures.loss += out.loss.item()
-        figures.tokens += int(inputs.mask.sum())
+        figures.tokens += int(mask.sum())
         figures.entropy += scores.entropies.sum().item()
         figures.clipped_low += out.clipped_low.item()
         figures.clipped_high += out.clipped_high.item()
-        figures.mismatch += difference.sum().item()
-        figures.mismatch_max = max(figures.mismatch_max, difference.max().item())
+        figures.mismatch += difference.abs().sum().item()
+        figures.mismatch_kl += k3(difference).sum().item()
+        figures.mismatch_max = max(figures.mismatch_max, difference.abs().max().item())
         if figures.kl is not None:
             figures.kl += out.kl_sum.item()
+        if correction is not None:
+            figures.correction = (figures.correction or 0.0) + (correction * mask).sum().item()
 
-    def _forward(self, model: PreTrainedModel, tokens: TokenBatch) -> TokenScores:
+    def _step(self, figures: UpdateFigures) -> None:
+        """Sum the gradients over the processes, clip, and let the optimizer go; nothing of it when something is wrong."""
+        limit = self.stage.max_sampling_logp_difference
+        if limit is not None and figures.mismatch / figures.tokens > limit:
+            raise TrainingError(
+                f"sampler and trainer differ by {figures.mismatch / figures.tokens:.3g} nats a token, more than {limit}",
+                place=f"stage {self.stage.name}",
+                mend="the completions come from other weights or another tokenizer: see that the rollout engine takes over the "
+                "policy's weights, or raise max_sampling_logp_difference",
+            )
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.processes.add_up(parameter.grad for parameter in self._trained if parameter.grad is not None)
+        scaler = self.processes.accelerator.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        figures.grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf))
+        # A scaler finds its scale by overflowing now and then, and skips those updates itself.
+        if not math.isfinite(figures.loss) or (scaler is None and not math.isfinite(figures.grad_norm)):
+            raise TrainingError(
+                f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
+                place=f"stage {self.stage.name}",
+                mend="lower learning_rate, or use bfloat16 instead of float16",
+            )
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    @torch.no_grad()
+    def _entropy_threshold(self, parts: Sequence[Microbatch]) -> Float[Tensor, ""] | None:
+        found = [self._forward(self.model, part.tokens).entropies[part.tokens.completion_mask].cpu() for part in parts]
+        everyone = [entropies for mine in self.processes.everyone(found) for entropies in mine]
+        return entropy_threshold(torch.cat(everyone), self.stage) if everyone else None
+
+    def _forward(self, model: PreTrainedModel, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
         if self._shared_prefix is None:
             self._shared_prefix = self._shared_equals_plain(tokens)
-        with self._accelerator.autocast():
-            return completion_logprobs(model, tokens, temperature=self.temperature, shared_prefix=self._shared_prefix)
+        with self.processes.accelerator.autocast():
+            return completion_logprobs(
+                model,
+                tokens,
+                temperature=self.temperature,
+                shared_prefix=self._shared_prefix,
+                entropy_gradients=entropy_gradients,
+            )
 
     @torch.no_grad()
     def _shared_equals_plain(self, tokens: TokenBatch) -> bool:
@@ -177,12 +251,6 @@ class Learner:
         if difference > limit:
             warnings.warn(f"shared prefix is off by {difference:.2g} nats; each prompt is encoded G times", stacklevel=2)
         return difference <= limit
-
-    def _clip(self) -> float:
-        limit = self.stage.max_grad_norm or float("inf")
-        norm = self._accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        assert norm is not None
-        return float(norm)
 
     def _prepare_reference(self, device: torch.device) -> None:
         if not isinstance(self.model, PeftModel):
@@ -215,7 +283,3 @@ class Learner:
         finally:
             self.model.set_adapter("default")
             self.model.train()
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

@@ -13,7 +13,7 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
     completions, scores = scored.rollout.completions, scored.scores
     lengths = np.array([len(completion.token_ids) for completion in completions])
     metrics = {
-        "reward": float(scores.totals.mean()),
+        "reward": float(np.nanmean(scores.totals)),
         "reward_std": float(advantages.group_std.mean()),
         "frac_reward_zero_std": float(advantages.dead.float().mean()),
         "completions/mean_length": float(lengths.mean()),
@@ -49,8 +49,8 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             "completion": [completion.text for completion in rollout.completions],
             "completion_tokens": [len(completion.token_ids) for completion in rollout.completions],
             "finish_reason": [completion.finish_reason for completion in rollout.completions],
-            "reward": scores.totals,
-            "advantage": advantages.numpy(),
+            "reward": pl.Series(scores.totals, nan_to_null=True),
+            "advantage": advantages.mean(-1).numpy(),
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
         }
     )

@@ -1,10 +1,12 @@
 """An update cut into forward and backward passes.
 
 Dead groups and masked completions are left out: their gradient is zero, so there is nothing to compute. With beta above 0 they
-lose their KL as well, on purpose: a group that teaches nothing should not pull the policy anywhere.
+lose their KL as well, on purpose: a group that teaches nothing should not pull the policy anywhere (`skip_dead_groups` off keeps
+them). The passes are as large as a number of completions or a budget of tokens allows; what is together in one changes nothing
+but rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
-from grpo_tasks.grpo.losses import token_weights
+from grpo_tasks.grpo.losses import mean_weights, token_weights
+from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from schemas.config import StageConfig
 
@@ -26,7 +29,10 @@ class Microbatch:
     """Their numbers in the rollout."""
     tokens: TokenBatch
     weights: Float[Tensor, "N T"]
-    advantages: Float[Tensor, " N"]
+    advantages: Float[Tensor, "N _"]
+    """Per completion [N, 1], or per token [N, T]."""
+    entropy_weights: Float[Tensor, "N T"]
+    """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities the sampler drew the tokens with; 0 on padding."""
 
@@ -39,26 +45,75 @@ def microbatches(
     *,
     max_completion_length: int,
     device: torch.device,
-) -> Iterator[Microbatch]:
-    """Cut the completions `indices` (one update, whole groups) into passes of at most per_device_train_batch_size."""
+    processes: Processes,
+) -> list[Microbatch]:
+    """Cut this process's share of the completions `indices` (one update, whole groups) into passes."""
     size = stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
     _, mask = pad([completion.token_ids for completion in completions], left=False)
     if stage.mask_truncated_completions:
         mask &= torch.tensor([not completion.truncated for completion in completions])[:, None]
     weights = token_weights(mask, stage, max_completion_length=max_completion_length, microbatch_size=size)
-    live = [place for place, index in enumerate(indices) if _teaches(advantages, rollout, index) and mask[place].any()]
-    for start in range(0, len(live), size):
-        places = live[start : start + size]
-        yield _assemble(rollout, advantages, [indices[place] for place in places], weights[places], device)
+    keep_dead = not stage.skip_dead_groups or stage.entropy_coef > 0
+    dead = advantages.dead[torch.tensor(indices) // rollout.group_size]
+    live = processes.share((mask.any(1) & (keep_dead | ~dead)).nonzero().flatten().tolist())
+    budget = stage.max_tokens_per_microbatch
+    cuts = _by_count(live, size) if budget is None else _by_tokens(live, [_size(rollout, index) for index in indices], budget)
+    entropy_weights = mean_weights(mask if keep_dead else mask & ~dead[:, None])
+    return [
+        _assemble(rollout, advantages, [indices[place] for place in places], weights[places], entropy_weights[places], device)
+        for places in cuts
+    ]
 
 
-def _teaches(advantages: Advantages, rollout: Rollout, index: int) -> bool:
-    return not bool(advantages.dead[index // rollout.group_size])
+def _by_count(live: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [live[start : start + size] for start in range(0, len(live), size)]
+
+
+def _size(rollout: Rollout, index: int) -> tuple[int, int, int]:
+    """(prompt's number, its tokens, completion's tokens)."""
+    prompt = index // rollout.group_size
+    return prompt, len(rollout.prompts[prompt]), len(rollout.completions[index].token_ids)
+
+
+def _by_tokens(live: Sequence[int], sizes: Sequence[tuple[int, int, int]], budget: int) -> list[Sequence[int]]:
+    """Passes of at most `budget` padded tokens, in the order that pads less: by length, or by group and then length.
+
+    A group's prompt counts once in a pass. A completion that is longer than the budget has a pass of its own.
+    """
+    longest: dict[int, int] = {}
+    for place in live:
+        prompt, _, tokens = sizes[place]
+        longest[prompt] = max(longest.get(prompt, 0), tokens)
+    by_length = sorted(live, key=lambda place: (sizes[place][2], place))
+    by_group = sorted(live, key=lambda place: (longest[sizes[place][0]], sizes[place][0], sizes[place][2], place))
+    cuts = [_cut(order, sizes, budget) for order in (by_group, by_length)]
+    return min(cuts, key=lambda passes: sum(_padded_tokens(places, sizes) for places in passes))
+
+
+def _cut(order: Sequence[int], sizes: Sequence[tuple[int, int, int]], budget: int) -> list[Sequence[int]]:
+    passes: list[list[int]] = []
+    for place in order:
+        if passes and _padded_tokens([*passes[-1], place], sizes) <= budget:
+            passes[-1].append(place)
+        else:
+            passes.append([place])
+    return list(passes)
+
+
+def _padded_tokens(places: Sequence[int], sizes: Sequence[tuple[int, int, int]]) -> int:
+    chosen = [sizes[place] for place in places]
+    prompts = {prompt: tokens for prompt, tokens, _ in chosen}
+    return len(prompts) * max(prompts.values()) + len(chosen) * max(tokens for _, _, tokens in chosen)
 
 
 def _assemble(
-    rollout: Rollout, advantages: Advantages, indices: list[int], weights: Float[Tensor, "N L"], device: torch.device
+    rollout: Rollout,
+    advantages: Advantages,
+    indices: list[int],
+    weights: Float[Tensor, "N L"],
+    entropy_weights: Float[Tensor, "N L"],
+    device: torch.device,
 ) -> Microbatch:
     completions = [rollout.completions[index] for index in indices]
     tokens = token_batch(
@@ -72,9 +127,14 @@ def _assemble(
         indices=indices,
         tokens=tokens,
         weights=weights[:, :width].to(device),
-        advantages=advantages.values[indices].to(device),
+        advantages=_fitted(advantages.values[indices], width).to(device),
+        entropy_weights=entropy_weights[:, :width].to(device),
         sampler_logps=_padded([completion.logprobs for completion in completions], tokens.completion_mask),
     )
+
+
+def _fitted(values: Float[Tensor, "N _"], width: int) -> Float[Tensor, "N _"]:
+    return values if values.shape[1] == 1 else values[:, :width]
 
 
 def _padded(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:

@@ -1,32 +1,33 @@
 """One stage from its first update (or last checkpoint) to its result.
 
-train():  rollout -> score -> advantages -> microbatches -> update -> journal -> checkpoint
+train():  round (sample, score, advantages) -> microbatches -> update -> journal -> checkpoint
+
+Of several processes, the first writes the files.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import torch
+from accelerate import Accelerator
 
 from grpo_tasks.data.table import PromptRow, read_prompts
-from grpo_tasks.grpo.advantages import Advantages, advantages
 from grpo_tasks.grpo.checkpoint import TrainingState, file_sha256, load_checkpoint, save_checkpoint
 from grpo_tasks.grpo.device_meter import DeviceMeter
-from grpo_tasks.grpo.groups import ScoredRollout, sample_groups, score_groups
 from grpo_tasks.grpo.guards import alarms
 from grpo_tasks.grpo.journal import Journal, append_event
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
+from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.rounds import Collector, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
-from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, save_trained, trainable_policy
 from grpo_tasks.rewards.compose import RewardSuite
-from grpo_tasks.rollout.engine import Sampling, completion_seed
+from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.metrics import describe
 from schemas.results import ModelRef, StageResult
@@ -36,11 +37,10 @@ RESULT_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """A scored rollout, and the log-probabilities its first policy gave it (None: one update per rollout)."""
+class _Cut:
+    """A round cut into updates, with the log-probabilities its first policy gave it (None: one update per round)."""
 
-    scored: ScoredRollout
-    advantages: Advantages
+    round: Round
     updates: list[list[Microbatch]]
     old_logps: list[list[torch.Tensor]] | None
 
@@ -53,6 +53,8 @@ class Trainer:
         self.spec = StageSpec.load(directory.spec)
         self.stage = self.spec.stage
         self.device = pick_device(self.spec.resources)
+        self.processes = Processes(_accelerator(self.spec, self.device))
+        self.device = self.processes.accelerator.device
         self.seed = completion_seed(self.spec.seed, self.stage.name)
         torch.manual_seed(self.seed)
         self.rows: list[PromptRow] = read_prompts(self.spec.train)
@@ -60,12 +62,15 @@ class Trainer:
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
         self.updates = num_updates(self.stage, len(self.rows))
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
-        self.learner = Learner(model, self.stage, self.spec.model, self.spec.start, self.spec.rollout.temperature, self.updates)
+        temperature = self.spec.rollout.temperature
+        self.learner = Learner(model, self.stage, self.spec.model, self.spec.start, temperature, self.updates, self.processes)
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
-        self.journal, self.meter = Journal(self.dir.journal), DeviceMeter(self.device)
+        self.journal = Journal(self.dir.journal, writes=self.processes.writes)
+        self.meter = DeviceMeter(self.device)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
-        self.engine = LocalEngine(model, self.tokenizer)
+        engine = LocalEngine(model, self.tokenizer)
+        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
 
     def train(self) -> StageResult:
         """Run all updates that are left."""
@@ -73,11 +78,11 @@ class Trainer:
         while self.step < self.updates:
             at = time.perf_counter()
             if self.step % self.stage.updates_per_rollout == 0:
-                current = self._round(self.step // self.stage.updates_per_rollout)
+                current = self._cut(self._collect(self.step // self.stage.updates_per_rollout))
             metrics = self._update(current)
             self.step += 1
             self.seconds = time.perf_counter() - began
-            self._record(current, metrics, seconds=time.perf_counter() - at)
+            self._record(current.round, metrics, seconds=time.perf_counter() - at)
             if self._target_reached():
                 stopped = "target"
                 break
@@ -86,53 +91,53 @@ class Trainer:
         self._save()
         return self._finish(stopped)
 
-    def _round(self, number: int) -> _Round:
-        self.engine.sync()
-        places = self.schedule.prompts_of(number)
-        rows = [self.rows[place] for place in places]
-        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
-        sampling = Sampling.of(self.spec.rollout)
-        seed = completion_seed(self.seed, "rollout", number)
-        rollout = sample_groups(self.engine, rows, prompts, sampling, group_size=self.stage.num_generations, seed=seed)
-        scored = score_groups(self.suite, rollout, step=self.step + 1)
-        values = torch.as_tensor(scored.scores.totals, dtype=torch.float32)
-        gained = advantages(values, group_size=rollout.group_size, scale=self.stage.scale_rewards)
-        self.suite.adapt(scored.scores)
-        for note in scored.scores.notes:
-            append_event(self.dir.events, self.step + 1, "reward_error", str(note))
-        updates = [self._passes(scored, gained, indices) for indices in self._shares(len(rollout.completions))]
+    def _collect(self, number: int) -> Round:
+        current = self.collector.collect(number, step=self.step + 1)
+        self.tokens += current.tokens
+        for note in current.scored.scores.notes:
+            self._tell(self.step + 1, "reward_error", str(note))
+        return current
+
+    def _cut(self, current: Round) -> _Cut:
+        """Into the updates it feeds; more than one need the log-probabilities of now."""
+        rollout, size = current.scored.rollout, self.stage.completions_per_update
+        updates = [
+            microbatches(
+                rollout,
+                current.advantages,
+                range(start, start + size),
+                self.stage,
+                max_completion_length=self.spec.rollout.max_completion_length,
+                device=self.device,
+                processes=self.processes,
+            )
+            for start in range(0, len(rollout.completions), size)
+        ]
         on_policy = self.stage.updates_per_rollout == 1
         old = None if on_policy else [[self.learner.score(part) for part in parts] for parts in updates]
-        return _Round(scored, gained, updates, old)
+        return _Cut(current, updates, old)
 
-    def _shares(self, completions: int) -> list[range]:
-        size = self.stage.completions_per_update
-        return [range(start, start + size) for start in range(0, completions, size)]
-
-    def _passes(self, scored: ScoredRollout, gained: Advantages, indices: Sequence[int]) -> list[Microbatch]:
-        limit = self.spec.rollout.max_completion_length
-        parts = microbatches(scored.rollout, gained, indices, self.stage, max_completion_length=limit, device=self.device)
-        return list(parts)
-
-    def _update(self, current: _Round) -> dict[str, float]:
+    def _update(self, current: _Cut) -> dict[str, float]:
         share = self.step % self.stage.updates_per_rollout % len(current.updates)
         old = current.old_logps[share] if current.old_logps is not None else None
+        # Dropout draws differently on every process, and the same again after a resume.
+        torch.manual_seed(completion_seed(self.seed, "update", self.step, self.processes.rank))
         return self.learner.update(current.updates[share], old).means()
 
-    def _record(self, current: _Round, metrics: dict[str, float], *, seconds: float) -> None:
-        rollout = current.scored.rollout
-        sampled = sum(len(completion.token_ids) for completion in rollout.completions)
-        if self.step % self.stage.updates_per_rollout in (0, 1):
-            self.tokens += sampled + sum(len(rollout.prompts[prompt]) for prompt in rollout.prompt_of)
+    def _record(self, current: Round, metrics: dict[str, float], *, seconds: float) -> None:
+        sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
         metrics |= rollout_metrics(current.scored, current.advantages)
+        if self.stage.max_refills:
+            metrics["dynamic_sampling/dropped_groups"] = float(current.dropped)
         metrics |= self.meter.read()
         metrics["num_tokens"] = float(self.tokens)
         metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
         metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
         self.journal.append(self.step, metrics)
         for event, detail in alarms(self.journal, self.step).items():
-            append_event(self.dir.events, self.step, event, detail)
-        if self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates):
+            self._tell(self.step, event, detail)
+        due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
+        if due and self.processes.writes:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
             _write_table(table, self.dir.completions(self.step))
 
@@ -154,6 +159,8 @@ class Trainer:
         return self.step % every == 0
 
     def _save(self) -> None:
+        if not self.processes.writes:
+            return
         extra = {"suite": self.suite.state(), "tokens": self.tokens, "resumed": self.resumed, "seconds": self.seconds}
         save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=self.stage.save_total_limit)
 
@@ -164,10 +171,16 @@ class Trainer:
         self.step, extra = found
         self.suite.restore(extra["suite"])
         self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
-        append_event(self.dir.events, self.step, "resumed", f"from the checkpoint of update {self.step}")
+        self._tell(self.step, "resumed", f"from the checkpoint of update {self.step}")
+
+    def _tell(self, step: int, event: str, detail: str) -> None:
+        if self.processes.writes:
+            append_event(self.dir.events, step, event, detail)
 
     def _finish(self, stopped: str) -> StageResult:
-        save_trained(self.learner.model, self.tokenizer, self.dir.final)
+        if self.processes.writes:
+            save_trained(self.learner.model, self.tokenizer, self.dir.final)
+        self.processes.wait()
         adapter = self.spec.model.lora is not None
         model = self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
         last = range(max(1, self.step - RESULT_WINDOW + 1), self.step + 1)
@@ -185,8 +198,16 @@ class Trainer:
             resumed=self.resumed,
             metrics={name: sum(values) / len(values) for name, values in windows.items()},
         )
-        result.save(self.dir.result)
+        if self.processes.writes:
+            result.save(self.dir.result)
         return result
+
+
+def _accelerator(spec: StageSpec, device: torch.device) -> Accelerator:
+    # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
+    half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
+    precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
+    return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
 
 
 def _write_table(table: pl.DataFrame, path: Path) -> None:

@@ -31,11 +31,16 @@ class TokenScores:
     logps: Float[Tensor, "N T"]
     """log-probability (nats) at the sampling temperature; carries gradients."""
     entropies: Float[Tensor, "N T"]
-    """Entropy (nats) of the distribution the token came from; no gradients."""
+    """Entropy (nats) of the distribution the token came from; carries gradients only when asked to."""
 
 
 def completion_logprobs(
-    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, shared_prefix: bool = True
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    *,
+    temperature: float,
+    shared_prefix: bool = True,
+    entropy_gradients: bool = False,
 ) -> TokenScores:
     """Score every token of every completion.
 
@@ -44,10 +49,11 @@ def completion_logprobs(
         batch: P prompts and N completions.
         temperature: the one the completions were sampled at.
         shared_prefix: encode each prompt once (needs an ordinary key-value cache and no gradient checkpointing).
+        entropy_gradients: let gradients flow through the entropies too.
     """
     hidden = _hidden_shared(model, batch) if shared_prefix else _hidden_plain(model, batch)
     mask = batch.completion_mask
-    logps, entropies = _score_tokens(model, hidden[mask], batch.completion_ids[mask], temperature)
+    logps, entropies = _score_tokens(model, hidden[mask], batch.completion_ids[mask], temperature, entropy_gradients)
     blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return TokenScores(logps=blank.masked_scatter(mask, logps), entropies=blank.masked_scatter(mask, entropies))
 
@@ -90,7 +96,11 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _score_tokens(
-    model: PreTrainedModel, hidden: Float[Tensor, "N H"], targets: Int[Tensor, " N"], temperature: float
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "N H"],
+    targets: Int[Tensor, " N"],
+    temperature: float,
+    entropy_gradients: bool,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     causal = model.get_base_model() if isinstance(model, PeftModel) else model
     head = causal.get_output_embeddings()
@@ -101,7 +111,7 @@ def _score_tokens(
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         logp = torch.log_softmax(logits / temperature, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
             entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 

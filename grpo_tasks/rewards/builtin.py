@@ -6,6 +6,7 @@
     length              1 inside a range of lengths, falling to 0 outside it
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, four signs of tidiness
+    soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
 A hollow completion (an empty answer, or a tag twice; see answers.py) earns nothing anywhere: 0, or style's lowest.
 """
@@ -20,7 +21,7 @@ from grpo_tasks.rewards.answers import Equality, Extraction, Tags, answers_equal
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages of which the last is the assistant's."""
 
-FULL_SCORES: dict[str, float] = {"repetition": 0.0}
+FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
 """Best score of the functions whose best is not 1."""
 
 TAG_CREDIT = 0.25
@@ -118,8 +119,28 @@ def style(prompts: object, completions: Sequence[Completion], *, tags: Tags, **c
     return [_style_score(text, extract_answer(text, tags)) for text in texts]
 
 
+def soft_overlong(
+    prompts: object,
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    max_completion_length: int,
+    soft_punish_cache: int,
+    **columns: object,
+) -> list[float]:
+    """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length`."""
+    if not 0 < soft_punish_cache <= max_completion_length:
+        raise ValueError(
+            "soft_overlong wants 0 < soft_punish_cache <= max_completion_length, "
+            f"not {soft_punish_cache} and {max_completion_length}"
+        )
+    free = max_completion_length - soft_punish_cache
+    return [max(-1.0, min(0.0, (free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
+
+
 BUILTIN: dict[str, Callable[..., list[float]]] = {
-    function.__name__: function for function in (format, incremental_format, correctness, length, repetition, style)
+    function.__name__: function
+    for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
 }
 """The functions by their names in the configuration."""
 

@@ -7,7 +7,7 @@ Weights may move (adaptive.py). Advantages are the trainer's business.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -47,8 +47,34 @@ class Scores:
     full: NDArray[np.float64]
     """[F], the score that counts as success."""
     totals: NDArray[np.float64]
-    """[N], weighted sums over the functions that apply."""
+    """[N], weighted sums over the functions that apply; NaN where none does."""
     notes: list[Note]
+    tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    """Scores token by token, by number of the function and of the completion, where there are such."""
+
+    @classmethod
+    def join(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Scores of several batches by the same functions as those of one batch."""
+        starts = np.cumsum([0, *(len(part.raw) for part in parts)])
+        tokens: dict[int, dict[int, list[float]]] = {}
+        for start, part in zip(starts, parts, strict=False):
+            for function, given in part.tokens.items():
+                tokens.setdefault(function, {}).update({int(start) + index: values for index, values in given.items()})
+        return replace(
+            parts[0],
+            raw=np.concatenate([part.raw for part in parts]),
+            totals=np.concatenate([part.totals for part in parts]),
+            notes=[note for part in parts for note in part.notes],
+            tokens=tokens,
+        )
+
+    def take(self, indices: Sequence[int]) -> "Scores":
+        """The scores of these completions, in this order."""
+        tokens = {
+            function: {place: given[index] for place, index in enumerate(indices) if index in given}
+            for function, given in self.tokens.items()
+        }
+        return replace(self, raw=self.raw[indices], totals=self.totals[indices], tokens=tokens)
 
     def success(self) -> NDArray[np.float64]:
         """[F] share of completions with the full score; NaN for a function that failed or applied to none."""
@@ -97,11 +123,13 @@ class RewardSuite:
         Raises:
             RewardError: a function failed whose on_error is raise; names function, row and completion.
         """
-        raw, notes = np.full((len(batch), len(self.names)), np.nan), []
+        raw, notes, tokens = np.full((len(batch), len(self.names)), np.nan), [], {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             outcome = self.worker.call(name, batch, config.time_limit_s)
             if isinstance(outcome, Values):
                 raw[:, index] = [np.nan if score is None else score for score in outcome.scores]
+                if outcome.tokens:
+                    tokens[index] = outcome.tokens
                 continue
             error = self._error(name, outcome, batch, config)
             if config.on_error == "raise":
@@ -109,9 +137,9 @@ class RewardSuite:
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
             notes.append(Note(name, config.on_error, error))
         weights = self.weights
-        totals = np.nansum(raw * weights, axis=1)
+        totals = np.where(np.isnan(raw).all(axis=1), np.nan, np.nansum(raw * weights, axis=1))
         full = np.array([full_score(config) for config in self.configs])
-        return Scores(self.names, raw, weights, full, totals, notes)
+        return Scores(self.names, raw, weights, full, totals, notes, tokens)
 
     def adapt(self, scores: Scores) -> None:
         """Tell the adaptive weights how an update's completions did; call once after every update."""

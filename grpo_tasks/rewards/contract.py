@@ -1,8 +1,9 @@
 """The contract between a reward function and everybody else: what goes in, what may come out, what a breach is called.
 
 In: a `ScoreBatch`. Out: one score per completion, a finite number or None ("does not apply to this row", as in TRL). A list of
-numbers per completion (per-token rewards) counts as its sum. Everything else is a `Fault`, which is data until somebody decides
-what to do about it: `reward_error` words it for the user.
+numbers, one for each token of the completion, scores it token by token; the completion's score is then their mean, so that a
+number says the same as that number at every token. Everything else is a `Fault`, which is data until somebody decides what to do
+about it: `reward_error` words it for the user.
 """
 
 import math
@@ -117,6 +118,8 @@ class Values:
     scores: list[float | None]
     seconds: float
     """Time inside the function."""
+    tokens: dict[int, list[float]] = field(default_factory=dict)
+    """Scores token by token, by number of the completion, where the function gave them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +144,29 @@ class ContractError(Exception):
         self.fault = fault
 
 
-def check_result(result: Any, num: int) -> list[float | None]:
-    """The scores of a function's return value.
+def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None], dict[int, list[float]]]:
+    """The scores of a function's return value, and those it gave token by token.
 
     Args:
         result: what the function returned; numpy arrays and torch tensors are taken too.
-        num: number of completions it was given.
+        lengths: number of tokens of each completion it was given.
 
     Raises:
         ContractError: wrong count, wrong type, or a number that is not finite.
     """
-    result = _as_list(result)
+    result, num = _as_list(result), len(lengths)
     if not isinstance(result, list | tuple):
         raise _breach(f"returned {_kind(result)} instead of a list of {num} scores", "return one score per completion")
     if len(result) != num:
         first_without = len(result) if len(result) < num else None
         raise _breach(f"returned {len(result)} scores for {num} completions", "return one score per completion", first_without)
-    return [_score(value, index) for index, value in enumerate(result)]
+    tokens = {
+        index: _token_scores(value, index, lengths[index])
+        for index, value in enumerate(map(_as_list, result))
+        if isinstance(value, list | tuple)
+    }
+    scores = [_mean(tokens[index]) if index in tokens else _score(value, index) for index, value in enumerate(result)]
+    return scores, tokens
 
 
 def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
@@ -188,11 +197,18 @@ def _row(batch: ScoreBatch, index: int) -> str:
 
 def _score(value: Any, index: int) -> float | None:
     value = _as_list(value)
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        value = sum(_number(part, index) for part in value)
-    return _number(value, index)
+    return None if value is None else _number(value, index)
+
+
+def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]:
+    if len(values) != length:
+        mend = "return one number per id of completion_ids, or one number for the whole completion"
+        raise _breach(f"returned {len(values)} numbers for a completion of {length} tokens", mend, index)
+    return [_number(value, index) for value in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _number(value: Any, index: int) -> float:

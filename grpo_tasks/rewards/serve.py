@@ -57,13 +57,13 @@ def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
 def _answer(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     try:
-        scores = check_result(_call(function, request), len(request["completions"]))
+        scores, tokens = check_result(_call(function, request), [len(ids) for ids in request["completion_ids"]])
     except ContractError as error:
         return {"fault": asdict(error.fault)}
     # SystemExit too: a library that gives up must not look like a crash of the worker.
     except (Exception, SystemExit) as error:
         return {"fault": asdict(_raised(error))}
-    return {"values": asdict(Values(scores, time.perf_counter() - began))}
+    return {"values": asdict(Values(scores, time.perf_counter() - began, tokens))}
 
 
 def _call(function: RewardFunction, request: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -71,7 +72,11 @@ class RewardWorker:
         if reply is None:
             self.close()
             return Fault("hung", f"did not return within {limit_s:g} s", mend="make it faster, or raise its time_limit_s")
-        return Fault(**reply["fault"]) if "fault" in reply else Values(**reply["values"])
+        if "fault" in reply:
+            return Fault(**reply["fault"])
+        values = Values(**reply["values"])
+        # JSON knows only strings as keys.
+        return replace(values, tokens={int(index): tokens for index, tokens in values.tokens.items()})
 
     def culprit(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The completion that makes the function fail, found by halving; None when no single one does.

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_tasks.grpo.losses import LossInputs, k3, policy_loss, token_weights
+from grpo_tasks.grpo.losses import (
+    LossInputs,
+    entropy_threshold,
+    k3,
+    mean_weights,
+    policy_loss,
+    sampling_correction,
+    token_weights,
+)
 from schemas.config import StageConfig
 
 MAX_LENGTH = 9
@@ -31,35 +39,52 @@ def tensors(seed):
         old=logps + 0.5 * normal(6, 7),
         ref=logps + 0.3 * normal(6, 7),
         advantages=normal(6),
+        entropies=normal(6, 7).abs(),
+        sampler=logps + 0.4 * normal(6, 7),
+        correction=None,
     )
 
 
 def ours(batch, settings, on_policy):
     logps = batch.logps.clone().requires_grad_()
+    entropies = batch.entropies.clone().requires_grad_()
+    old = logps.detach() if on_policy else batch.old
     inputs = LossInputs(
         logps=logps,
-        old_logps=logps.detach() if on_policy else batch.old,
+        old_logps=old,
         ref_logps=batch.ref if settings.beta else None,
-        advantages=batch.advantages,
+        advantages=batch.advantages[:, None],
         mask=batch.mask,
         weights=token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=6).double(),
+        keep=entropies.detach() >= entropy_threshold(entropies[batch.mask].detach(), settings)
+        if settings.top_entropy_quantile < 1
+        else None,
+        correction=sampling_correction(old, batch.sampler, batch.mask, settings),
+        entropies=entropies if settings.entropy_coef else None,
+        entropy_weights=mean_weights(batch.mask).double(),
     )
     out = policy_loss(inputs, settings)
     out.loss.backward()
-    return out, logps.grad
+    return out, logps.grad, entropies.grad
 
 
 def theirs(batch, settings, on_policy):
     from trl import GRPOTrainer
 
     trainer = GRPOTrainer.__new__(GRPOTrainer)
-    logps = batch.logps.clone().requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, torch.zeros_like(logps), None)
-    identity = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True)
+    logps, entropies = batch.logps.clone().requires_grad_(), batch.entropies.clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, entropies, None)
+    identity = SimpleNamespace(
+        num_processes=1,
+        gather=lambda x: x,
+        reduce=lambda x, **_: x,
+        sync_gradients=True,
+        pad_across_processes=lambda x, **_: x,
+    )
     for name, value in {
         "model": SimpleNamespace(training=True),
         "aux_loss_enabled": False,
-        "top_entropy_quantile": 1.0,
+        "top_entropy_quantile": settings.top_entropy_quantile,
         "off_policy_mask_threshold": None,
         "importance_sampling_level": settings.importance_sampling_level,
         "beta": settings.beta,
@@ -73,11 +98,14 @@ def theirs(batch, settings, on_policy):
         "loss_type": settings.loss_type,
         "epsilon_low": settings.epsilon,
         "epsilon_high": settings.epsilon_high or settings.epsilon,
-        "use_vllm": False,
+        "use_vllm": batch.correction is not None,
+        "vllm_importance_sampling_correction": True,
         "current_gradient_accumulation_steps": 1,
         "max_completion_length": MAX_LENGTH,
         "accelerator": identity,
-        "_entropy_bonus_enabled": False,
+        "_entropy_bonus_enabled": settings.entropy_coef > 0,
+        "use_adaptive_entropy": False,
+        "entropy_coef": settings.entropy_coef,
         "_metrics": {"train": defaultdict(list)},
     }.items():
         setattr(trainer, name, value)
@@ -90,12 +118,13 @@ def theirs(batch, settings, on_policy):
         "advantages": batch.advantages,
         "num_items_in_batch": mask.sum(),
         "ref_per_token_logps": batch.ref,
+        "importance_sampling_ratio": batch.correction,
     }
     if not on_policy:
         inputs["old_per_token_logps"] = batch.old
     loss = trainer._compute_loss(SimpleNamespace(training=True), inputs)
     loss.backward()
-    return loss, logps.grad, trainer._metrics["train"]
+    return loss, logps.grad, entropies.grad, trainer._metrics["train"]
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -106,8 +135,8 @@ def theirs(batch, settings, on_policy):
 def test_loss_and_gradient_equal_trl(loss_type, clip, level, beta, on_policy):
     settings = stage(loss_type=loss_type, importance_sampling_level=level, beta=beta, **clip)
     batch = tensors(seed=3)
-    out, gradient = ours(batch, settings, on_policy)
-    loss, wanted, metrics = theirs(batch, settings, on_policy)
+    out, gradient, _ = ours(batch, settings, on_policy)
+    loss, wanted, _, metrics = theirs(batch, settings, on_policy)
     torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
     if beta:
@@ -131,10 +160,53 @@ def test_loss_and_gradient_equal_trl(loss_type, clip, level, beta, on_policy):
 )
 def test_cispo_sapo_and_the_corrected_kl_equal_trl(settings, beta, on_policy):
     chosen, batch = stage(beta=beta, **settings), tensors(seed=4)
-    out, gradient = ours(batch, chosen, on_policy)
-    loss, wanted, _ = theirs(batch, chosen, on_policy)
+    out, gradient, _ = ours(batch, chosen, on_policy)
+    loss, wanted, _, _ = theirs(batch, chosen, on_policy)
     torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(
+    "settings", [{"entropy_coef": 0.01}, {"top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.0}], ids=str
+)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_the_entropy_bonus_and_mask_equal_trl(loss_type, settings, beta, on_policy):
+    chosen, batch = stage(beta=beta, loss_type=loss_type, **settings), tensors(seed=8)
+    out, gradient, entropy_gradient = ours(batch, chosen, on_policy)
+    loss, wanted, wanted_entropy, _ = theirs(batch, chosen, on_policy)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+    if chosen.entropy_coef:
+        torch.testing.assert_close(entropy_gradient, wanted_entropy, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"importance_sampling_clip_max": 1.2, "importance_sampling_clip_min": 0.8}], ids=str)
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_correction_for_the_sampler_equals_trl(mode, bounds):
+    """TRL computes it inside its rollout; the lines below are those (grpo_trainer.py, v1.16), on our tensors."""
+    chosen, batch = stage(importance_sampling_correction=mode, beta=0.04, **bounds), tensors(seed=9)
+    difference = (batch.old - batch.sampler) * batch.mask
+    ratio = (difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference).exp()
+    low, high = chosen.importance_sampling_clip_min, chosen.importance_sampling_clip_max
+    if mode.endswith("truncate"):
+        batch.correction = ratio.clamp(min=low, max=high)
+    else:
+        batch.correction = ratio.masked_fill((ratio < (low or 0)) | (ratio > high), 0.0)
+    out, gradient, _ = ours(batch, chosen, on_policy=False)
+    loss, wanted, _, _ = theirs(batch, chosen, on_policy=False)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+
+
+def test_one_advantage_per_token_weighs_each_token_with_its_own():
+    chosen, batch = stage(loss_type="dr_grpo"), tensors(seed=10)
+    each = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logps = batch.logps.clone().requires_grad_()
+    weights = token_weights(batch.mask, chosen, max_completion_length=MAX_LENGTH, microbatch_size=6).double()
+    policy_loss(LossInputs(logps, logps.detach(), None, each, batch.mask, weights), chosen).loss.backward()
+    torch.testing.assert_close(logps.grad, -each * batch.mask / (6 * MAX_LENGTH))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -142,11 +214,13 @@ def test_gradient_accumulation_is_exact_however_the_update_is_cut(loss_type):
     settings = stage(loss_type=loss_type)
     batch = tensors(seed=5)
     weights = token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=6)
-    whole, gradient = ours(batch, settings, on_policy=False)
+    whole, gradient, _ = ours(batch, settings, on_policy=False)
     total, parts = 0.0, []
     for rows in ([0], [1, 2, 3], [4, 5]):
         logps = batch.logps[rows].clone().requires_grad_()
-        inputs = LossInputs(logps, batch.old[rows], None, batch.advantages[rows], batch.mask[rows], weights[rows].double())
+        inputs = LossInputs(
+            logps, batch.old[rows], None, batch.advantages[rows][:, None], batch.mask[rows], weights[rows].double()
+        )
         out = policy_loss(inputs, settings)
         out.loss.backward()
         total += out.loss.item()
@@ -164,6 +238,6 @@ def test_k3_is_never_negative_and_zero_only_for_equal_policies():
 def test_on_policy_gradient_is_that_of_advantage_times_logp():
     settings = stage(loss_type="dr_grpo")
     batch = tensors(seed=7)
-    _, gradient = ours(batch, settings, on_policy=True)
+    _, gradient, _ = ours(batch, settings, on_policy=True)
     wanted = -(batch.advantages[:, None] * batch.mask) / (6 * MAX_LENGTH)
     torch.testing.assert_close(gradient, wanted)

@@ -1,74 +1,13 @@
 """A stage as a whole, in process: on the embedded model with real rewards."""
 
-import json
-
 import polars as pl
 import pytest
 
-from grpo_tasks.data.prompts import prompt_id
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
-from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.grpo.stage_dir import StageSpec
 from grpo_tasks.rewards.compose import RewardSuite
-from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
+from schemas.errors import TrainingError
 from schemas.metrics import describe
-from schemas.results import ModelRef
-
-SYSTEM = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}
-
-
-@pytest.fixture
-def train(tmp_path):
-    rows = []
-    for a in range(11, 41):
-        messages, answer = [SYSTEM, {"role": "user", "content": f"What is {a} + 27?"}], str(a + 27)
-        name = prompt_id(messages, answer)
-        rows.append(
-            {
-                "prompt_id": name,
-                "source": "made",
-                "line": a,
-                "prompt": messages,
-                "answer": answer,
-                "prompt_tokens": 34,
-                "extra": "{}",
-            }
-        )
-    pl.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
-
-    def run(name="stage", **stage):
-        directory = StageDir(tmp_path / name)
-        directory.root.mkdir()
-        settings = {
-            "name": "s",
-            "rewards": ["incremental_format", "format"],
-            "max_steps": 3,
-            "num_generations": 4,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-3,
-            "save_steps": 10,
-        }
-        start = stage.pop("start", ModelRef(path="embedded:base"))
-        rollout = RolloutConfig(max_completion_length=stage.pop("length", 40))
-        StageSpec(
-            key="k",
-            stage=StageConfig(**settings | stage),
-            seed=3,
-            model=ModelConfig(),
-            start=start,
-            rewards=RewardsConfig(),
-            rollout=rollout,
-            resources=ResourcesConfig(device="cpu", num_threads=1),
-            train=tmp_path / "train.parquet",
-        ).save(directory.spec)
-        spec = StageSpec.load(directory.spec)
-        with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
-            return Trainer(directory, suite).train(), directory
-
-    return run
-
-
-def journal(directory):
-    return [json.loads(line)["metrics"] for line in directory.journal.read_text().splitlines()]
+from tests.grpo.conftest import journal
 
 
 def test_on_policy_ratios_are_one_and_the_sampler_agrees_with_the_trainer(train):
@@ -135,3 +74,61 @@ def test_kl_towards_the_start_of_the_stage_begins_at_zero_and_towards_the_base_d
     assert journal(near)[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert journal(near)[-1]["kl"] > 0
     assert journal(far)[0]["kl"] > 1e-3
+
+
+def test_dead_groups_are_replaced_by_groups_of_further_prompts(train):
+    _, plain = train("plain", stage_rewards=["format"])
+    _, refilled = train("refilled", stage_rewards=["format"], max_refills=4)
+    dead = [[line["frac_reward_zero_std"] for line in journal(directory)] for directory in (plain, refilled)]
+    assert sum(dead[1]) < sum(dead[0])
+    dropped = [line["dynamic_sampling/dropped_groups"] for line in journal(refilled)]
+    assert sum(dropped) > 0
+    assert journal(refilled)[0]["num_tokens"] > journal(plain)[0]["num_tokens"] or dropped[0] == 0
+    assert "dynamic_sampling/dropped_groups" not in journal(plain)[0]
+
+
+def test_a_reward_for_each_token_makes_an_advantage_for_each_token(train, tmp_path, monkeypatch):
+    """Pay every token but the first: from the start the probability of the paid ones rises over that of the first."""
+    (tmp_path / "paying.py").write_text(
+        "def later(prompts, completions, completion_ids, **columns):\n"
+        "    return [[0.0] + [float(i % 7) for i in range(len(ids) - 1)] for ids in completion_ids]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    functions = {"functions": {"later": {"function": "paying:later"}}}
+    _, directory = train(rewards=functions, stage_rewards=["later"])
+    table = pl.read_parquet(directory.completions(1))
+    for length, reward in zip(table["completion_tokens"], table["reward_later"], strict=True):
+        assert reward == pytest.approx(sum(i % 7 for i in range(length - 1)) / length)
+    assert journal(directory)[0]["grad_norm"] > 0
+
+
+def test_a_stage_whose_completions_come_from_another_model_is_stopped(stages):
+    directory = stages.write()
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = stages.trainer(directory, suite)
+        trainer.learner.temperature = 4.0
+        with pytest.raises(TrainingError, match="sampler and trainer differ by .* nats a token, more than 0.5"):
+            trainer.train()
+    assert not directory.result.exists()
+
+
+def test_the_entropy_bonus_keeps_the_entropy_higher(train):
+    _, plain = train("plain", max_steps=8, learning_rate=5e-3)
+    _, bonus = train("bonus", max_steps=8, learning_rate=5e-3, entropy_coef=1.0)
+    assert journal(bonus)[-1]["entropy"] > journal(plain)[-1]["entropy"]
+
+
+def test_dead_groups_keep_their_kl_only_when_asked(train):
+    first, _ = train("first", learning_rate=1e-2)
+    settings = {"start": first.model, "beta": 1.0, "reference": "base", "stage_rewards": ["style"], "length": 2}
+    _, skipped = train("skipped", **settings)
+    _, kept = train("kept", skip_dead_groups=False, **settings)
+    assert all(line["frac_reward_zero_std"] == 1.0 for line in journal(skipped)[:1] + journal(kept)[:1])
+    assert journal(skipped)[0]["grad_norm"] == 0
+    assert journal(kept)[0]["grad_norm"] > 0
+
+
+def test_truncated_importance_weights_are_near_one_where_sampler_and_trainer_agree(train):
+    _, directory = train(importance_sampling_correction="token_truncate")
+    assert journal(directory)[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)

@@ -24,6 +24,9 @@ def score(name: str, *texts: str, answer: str = "42", **params: object) -> list[
     given_tags = {} if name == "repetition" else {"tags": TAGS}
     if name == "correctness":
         given_tags |= {"equality": "numeric"}
+    if name == "soft_overlong":
+        given_tags = {"completion_ids": [[0] * len(text) for text in texts], "max_completion_length": 9_000}
+        given_tags |= {"soft_punish_cache": 1_000}
     return BUILTIN[name]([None] * len(texts), list(texts), answer=[answer] * len(texts), **(given_tags | params))
 
 
@@ -156,3 +159,12 @@ def test_a_million_hostile_characters_take_under_100_ms(name, kind):
 def test_the_million_characters_are_not_all_blank():
     blanks = {kind for kind, text in LONG.items() if is_blank(text)}
     assert blanks == {"long_blanks", "long_invisible", "long_newlines"}
+
+
+def test_soft_overlong_equals_trl():
+    from trl.rewards import get_soft_overlong_punishment
+
+    ids = [[1] * length for length in (0, 1, 79, 80, 81, 90, 99, 100, 101, 500)]
+    wanted = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(completion_ids=ids)
+    found = BUILTIN["soft_overlong"]([], [""] * len(ids), ids, max_completion_length=100, soft_punish_cache=20)
+    assert found == pytest.approx(wanted)

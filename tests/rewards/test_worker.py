@@ -8,10 +8,11 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
-from grpo_tasks.rewards.contract import Fault, Values, check_result
+from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.errors import ConfigError, RewardError
 
@@ -54,7 +55,7 @@ FUNCTIONS = """
         return [np.float32(0.5), np.int64(1), True][: len(completions)]
 
     def per_token(prompts, completions, **columns):
-        return [[0.1, 0.2, 0.3]] * len(completions)
+        return [[index / 10 for index in range(len(ids))] for ids in columns["completion_ids"]]
 
     def chatty(prompts, completions, **columns):
         print("on stdout", flush=True)
@@ -128,7 +129,6 @@ def worker_of(own_module, rewards_config):
         ("judge", [0.25, 0.25, 0.25]),
         ("arrays", [0.0, 1.0, 2.0]),
         ("scalars", [0.5, 1.0, 1.0]),
-        ("per_token", [pytest.approx(0.6)] * 3),
         ("chatty", [1.0, 1.0, 1.0]),
     ],
 )
@@ -304,7 +304,26 @@ def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
 
 
 def test_none_stays_none():
-    assert check_result([None, 1, 0.5], 3) == [None, 1.0, 0.5]
+    assert check_result([None, 1, 0.5], [1, 1, 1]) == ([None, 1.0, 0.5], {})
+
+
+def test_scores_token_by_token_are_kept_and_their_mean_is_the_score():
+    assert check_result([[0.0, 1.0], 0.5, np.array([1.0, 0.0, 2.0])], [2, 9, 3]) == (
+        [0.5, 0.5, 1.0],
+        {0: [0.0, 1.0], 2: [1.0, 0.0, 2.0]},
+    )
+
+
+def test_scores_token_by_token_have_to_be_as_many_as_tokens(worker_of, make_batch):
+    with pytest.raises(ContractError) as caught:
+        check_result([[0.0, 1.0], [1.0]], [2, 3])
+    assert caught.value.fault.index == 1
+    assert "1 numbers for a completion of 3 tokens" in caught.value.fault.detail
+    batch = make_batch("a", "b")
+    outcome = worker_of("per_token").call("per_token", batch, 30.0)
+    assert {index: len(values) for index, values in outcome.tokens.items()} == {
+        index: len(ids) for index, ids in enumerate(batch.completion_ids)
+    }
 
 
 def _gone(pid: int) -> bool:

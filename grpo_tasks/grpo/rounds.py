@@ -1,0 +1,100 @@
+"""One round: completions of new prompts, sampled, scored, and turned into advantages.
+
+sample -> score -> (all processes) -> advantages -> refill dead groups, if asked -> Round
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from grpo_tasks.data.table import PromptRow
+from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
+from grpo_tasks.grpo.groups import ScoredRollout, join, sample_groups, score_groups, take_groups
+from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.schedule import PromptSchedule
+from grpo_tasks.grpo.stage_dir import StageSpec
+from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rollout.engine import RolloutEngine, Sampling, completion_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A scored rollout with its advantages."""
+
+    scored: ScoredRollout
+    advantages: Advantages
+    dropped: int
+    """Groups that were sampled and left out, because a refill found better ones or was itself dead."""
+    tokens: int
+    """Tokens of all prompts and completions sampled, those of dropped groups included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Collects rounds; what a round holds depends on its number and the policy's weights alone."""
+
+    engine: RolloutEngine
+    suite: RewardSuite
+    tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[PromptRow]
+    schedule: PromptSchedule
+    spec: StageSpec
+    seed: int
+    processes: Processes
+
+    def collect(self, number: int, *, step: int) -> Round:
+        """The round of that number, counted from 0, for the updates that begin with `step`."""
+        self.engine.sync()
+        stage = self.spec.stage
+        scored = self._sample(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
+        gained = advantages(rewards_of(scored), stage)
+        groups, tokens = len(gained.dead), scored.rollout.num_tokens
+        for refill in range(1, stage.max_refills + 1):
+            wanted = int(gained.dead.sum())
+            if wanted == 0:
+                break
+            seed = completion_seed(self.seed, "refill", refill, number)
+            places = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
+            fresh = self._sample(places, seed, step)
+            alive = (~advantages(rewards_of(fresh), stage).dead).nonzero().flatten() + len(gained.dead)
+            replaced = gained.dead.nonzero().flatten()[: len(alive)]
+            chosen = torch.arange(len(gained.dead))
+            chosen[replaced] = alive[: len(replaced)]
+            groups, tokens = groups + wanted, tokens + fresh.rollout.num_tokens
+            scored = take_groups(join([scored, fresh]), chosen.tolist())
+            gained = advantages(rewards_of(scored), stage)
+        self.suite.adapt(scored.scores)
+        return Round(scored, gained, dropped=groups - len(gained.dead), tokens=tokens)
+
+    def _sample(self, places: Sequence[int], seed: int, step: int) -> ScoredRollout:
+        """Completions of these rows, every process its share of them."""
+        mine = self.processes.share(range(len(places)))
+        parts = self.processes.everyone(self._sample_share([places[at] for at in mine], mine, seed, step) if mine else None)
+        return join([part for part in parts if part is not None])
+
+    def _sample_share(self, places: Sequence[int], numbers: Sequence[int], seed: int, step: int) -> ScoredRollout:
+        rows = [self.rows[place] for place in places]
+        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
+        size, sampling = self.spec.stage.num_generations, Sampling.of(self.spec.rollout)
+        rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=size, seed=seed)
+        return score_groups(self.suite, rollout, step=step)
+
+
+def rewards_of(scored: ScoredRollout) -> Rewards:
+    """Scores as tensors; where one function scored token by token, the others count alike at every token of a completion."""
+    scores = scored.scores
+    raw, weights = torch.from_numpy(scores.raw).float(), torch.from_numpy(scores.weights).float()
+    if not scores.tokens:
+        return Rewards(raw, weights)
+    completions = scored.rollout.completions
+    rows = [np.tile(row, (len(completion.token_ids), 1)) for row, completion in zip(scores.raw, completions, strict=True)]
+    for function, given in scores.tokens.items():
+        for index, values in given.items():
+            rows[index][:, function] = values
+    padded = pad_sequence([torch.from_numpy(row).float() for row in rows], batch_first=True, padding_value=torch.nan)
+    return Rewards(raw, weights, padded)

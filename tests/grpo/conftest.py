@@ -1,0 +1,82 @@
+"""Stages to train: the embedded model, thirty sums, real rewards."""
+
+import json
+from dataclasses import dataclass
+
+import polars as pl
+import pytest
+
+from grpo_tasks.data.prompts import prompt_id
+from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.rewards.compose import RewardSuite
+from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
+from schemas.results import ModelRef
+
+SYSTEM = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}
+
+
+@dataclass
+class Stages:
+    """Writes and trains small stages in folders of their own."""
+
+    root: object
+
+    def write(
+        self, name="stage", *, start=None, length=40, model=None, rewards=None, stage_rewards=None, resources=None, **stage
+    ):
+        """A stage directory, ready to be trained; further arguments are settings of the stage."""
+        directory = StageDir(self.root / name)
+        directory.root.mkdir()
+        settings = {
+            "name": "s",
+            "rewards": stage_rewards or ["incremental_format", "format"],
+            "max_steps": 3,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "save_steps": 10,
+        }
+        StageSpec(
+            key="k",
+            stage=StageConfig(**settings | stage),
+            seed=3,
+            model=ModelConfig(**model or {}),
+            start=start or ModelRef(path="embedded:base"),
+            rewards=RewardsConfig(**rewards or {}),
+            rollout=RolloutConfig(max_completion_length=length),
+            resources=ResourcesConfig(**{"device": "cpu", "num_threads": 1} | (resources or {})),
+            train=self.root / "train.parquet",
+        ).save(directory.spec)
+        return directory
+
+    def trainer(self, directory, suite):
+        return Trainer(directory, suite)
+
+    def train(self, name="stage", **settings):
+        """Train a stage to its end; its result and its directory."""
+        directory = self.write(name, **settings)
+        spec = StageSpec.load(directory.spec)
+        with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+            return Trainer(directory, suite).train(), directory
+
+
+def journal(directory):
+    """Metrics of each update."""
+    return [json.loads(line)["metrics"] for line in directory.journal.read_text().splitlines()]
+
+
+@pytest.fixture
+def stages(tmp_path):
+    rows = []
+    for a in range(11, 41):
+        messages, answer = [SYSTEM, {"role": "user", "content": f"What is {a} + 27?"}], str(a + 27)
+        row = {"prompt_id": prompt_id(messages, answer), "source": "made", "line": a, "prompt": messages}
+        rows.append(row | {"answer": answer, "prompt_tokens": 34, "extra": "{}"})
+    pl.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
+    return Stages(tmp_path)
+
+
+@pytest.fixture
+def train(stages):
+    return stages.train
