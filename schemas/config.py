@@ -568,6 +568,17 @@ class TrackingConfig(Section):
 class ResourcesConfig(Section):
     """Machine settings; they do not change what a run means."""
 
+    GROUPS: ClassVar = {
+        "speed": (
+            "num_threads",
+            "num_processes",
+            "share_prompts",
+            "fold_adapter",
+            "fuse_kernels",
+            "deterministic",
+        ),
+    }
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; auto takes a GPU when there is one."""
     gpu_slot: str = "auto"
@@ -578,6 +589,12 @@ class ResourcesConfig(Section):
     num_processes: int = Field(1, ge=1)
     """Processes on this machine that train a stage together, one per card. They share the work of each update, which stays
     per_device_train_batch_size x gradient_accumulation_steps completions: raise gradient_accumulation_steps with them."""
+    share_prompts: bool = True
+    """Encode and store the prompt of a group once, in sampling and in training; off: once for every completion."""
+    fold_adapter: bool = True
+    """Sample from a copy of the weights with the adapter folded in; off: through the adapter."""
+    fuse_kernels: bool = True
+    """Decode models of Llama's shape in fewer and larger kernels."""
     deterministic: bool = True
     """Use deterministic kernels, so that the same seed gives the same bytes (always so on CPU)."""
     output_dir: Path = Path("runs")

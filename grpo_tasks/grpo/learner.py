@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +26,8 @@ from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.load import load_base
-from grpo_tasks.policy.logprobs import TokenScores, completion_logprobs
+from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
+from grpo_tasks.policy.shared_prompt import UnsupportedError
 from schemas.config import ModelConfig, StageConfig
 from schemas.errors import TrainingError
 from schemas.results import ModelRef
@@ -34,7 +36,7 @@ REFERENCE = "reference"
 MAX_LOG_RATIO = 50.0
 """Larger ones are reported as this: e^50 says enough, e^1000 is no number."""
 SELF_CHECK_TOLERANCE = 1e-3
-"""Largest mean |difference| in nats between shared-prefix and plain forward in float32; other precisions get 50 times that."""
+"""Largest mean |difference| in nats between a shared and the plain layout in float32; other precisions get 50 times that."""
 
 
 @dataclass(slots=True)
@@ -98,18 +100,25 @@ class Learner:
     updates: int
     """Number of updates of the whole stage, for the learning rate's schedule."""
     processes: Processes
+    share_prompts: bool = True
+    """Encode the prompt of a group once."""
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
+    _trained: list[torch.nn.Parameter] = field(init=False)
+    _adapted: list[BaseTunerLayer] = field(init=False)
     _reference: PreTrainedModel | None = field(init=False, default=None)
-    _shared_prefix: bool | None = field(init=False, default=None)
+    _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        # Found once: walking through all modules at every update costs as much as a layer of the small model.
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         self.optimizer = make_optimizer(self.stage, self._trained)
         self.scheduler = make_scheduler(self.stage, self.optimizer, self.updates)
         if self.stage.beta > 0:
             self._prepare_reference(next(self.model.parameters()).device)
-        if self.model_config.gradient_checkpointing:
-            self._shared_prefix = False
+        if self.model_config.gradient_checkpointing or not self.share_prompts:
+            self._layout = "plain"
 
     def update(self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None) -> UpdateFigures:
         """One optimizer step over the passes of an update.
@@ -122,7 +131,8 @@ class Learner:
             TrainingError: the loss or the gradient is not finite.
         """
         figures = UpdateFigures(learning_rate=float(self.scheduler.get_last_lr()[0]), kl=0.0 if self.stage.beta > 0 else None)
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         threshold = self._entropy_threshold(parts) if self.stage.top_entropy_quantile < 1 else None
         for index, part in enumerate(parts):
@@ -140,10 +150,6 @@ class Learner:
     def score(self, part: Microbatch) -> Float[Tensor, "N T"]:
         """log-probabilities under the present policy, without gradients."""
         return self._forward(self.model, part.tokens).logps
-
-    @property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _accumulate(
         self,
@@ -223,34 +229,42 @@ class Learner:
         return entropy_threshold(torch.cat(everyone), self.stage) if everyone else None
 
     def _forward(self, model: PreTrainedModel, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
-        if self._shared_prefix is None:
-            self._shared_prefix = self._shared_equals_plain(tokens)
+        if self._layout is None:
+            self._layout = self._first_that_equals_plain(tokens)
         with self.processes.accelerator.autocast():
             return completion_logprobs(
                 model,
                 tokens,
                 temperature=self.temperature,
-                shared_prefix=self._shared_prefix,
+                layout=self._layout,
                 entropy_gradients=entropy_gradients,
             )
 
+    def _first_that_equals_plain(self, tokens: TokenBatch) -> Layout:
+        """First-step self-check: an architecture of another kind gets the plain layout, with a warning."""
+        layouts: tuple[Layout, ...] = ("merged", "repeated") if tokens.prompt_ids.device.type == "cpu" else ("repeated",)
+        faults = []
+        for layout in layouts:
+            fault = self._differs_from_plain(tokens, layout)
+            if fault is None:
+                return layout
+            faults.append(f"{layout}: {fault}")
+        warnings.warn(f"each prompt is encoded once for every completion ({'; '.join(faults)})", stacklevel=2)
+        return "plain"
+
     @torch.no_grad()
-    def _shared_equals_plain(self, tokens: TokenBatch) -> bool:
-        """First-step self-check: an architecture without an ordinary cache falls back to the plain forward, with a warning."""
+    def _differs_from_plain(self, tokens: TokenBatch, layout: Layout) -> str | None:
         self.model.eval()
         try:
-            plain = completion_logprobs(self.model, tokens, temperature=self.temperature, shared_prefix=False).logps
-            shared = completion_logprobs(self.model, tokens, temperature=self.temperature, shared_prefix=True).logps
-            difference = (plain - shared)[tokens.completion_mask].abs().mean().item()
-        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            warnings.warn(f"no shared prefix for this architecture ({error}); each prompt is encoded G times", stacklevel=2)
-            return False
+            plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
+            shared = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout).logps
+        except (AttributeError, TypeError, RuntimeError, ValueError, UnsupportedError) as error:
+            return str(error)
         finally:
             self.model.train()
+        difference = (plain - shared)[tokens.completion_mask].abs().mean().item()
         limit = SELF_CHECK_TOLERANCE * (1 if self.model_config.dtype == "float32" else 50)
-        if difference > limit:
-            warnings.warn(f"shared prefix is off by {difference:.2g} nats; each prompt is encoded G times", stacklevel=2)
-        return difference <= limit
+        return None if difference <= limit else f"off by {difference:.2g} nats"
 
     def _prepare_reference(self, device: torch.device) -> None:
         if not isinstance(self.model, PeftModel):
@@ -272,14 +286,22 @@ class Learner:
             yield self._reference
             return
         assert isinstance(self.model, PeftModel)
-        self.model.eval()
-        try:
-            if REFERENCE in self.model.peft_config:
-                self.model.set_adapter(REFERENCE)
-                yield self.model
+        dropout = self.model_config.lora is not None and self.model_config.lora.lora_dropout > 0
+        if dropout:
+            self.model.eval()
+        stage_start = REFERENCE in self.model.peft_config
+        for layer in self._adapted:
+            if stage_start:
+                layer.set_adapter(REFERENCE)
             else:
-                with self.model.disable_adapter():
-                    yield self.model
+                layer.enable_adapters(enabled=False)
+        try:
+            yield self.model
         finally:
-            self.model.set_adapter("default")
-            self.model.train()
+            for layer in self._adapted:
+                if stage_start:
+                    layer.set_adapter("default")
+                else:
+                    layer.enable_adapters(enabled=True)
+            if dropout:
+                self.model.train()

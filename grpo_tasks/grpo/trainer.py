@@ -63,13 +63,29 @@ class Trainer:
         self.updates = num_updates(self.stage, len(self.rows))
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
         temperature = self.spec.rollout.temperature
-        self.learner = Learner(model, self.stage, self.spec.model, self.spec.start, temperature, self.updates, self.processes)
+        resources = self.spec.resources
+        self.learner = Learner(
+            model,
+            self.stage,
+            self.spec.model,
+            self.spec.start,
+            temperature,
+            self.updates,
+            self.processes,
+            share_prompts=resources.share_prompts,
+        )
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
         self.meter = DeviceMeter(self.device)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
-        engine = LocalEngine(model, self.tokenizer)
+        engine = LocalEngine(
+            model,
+            self.tokenizer,
+            share_prompts=resources.share_prompts,
+            fold_adapter=resources.fold_adapter,
+            fuse_kernels=resources.fuse_kernels,
+        )
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
 
     def train(self) -> StageResult:

@@ -1,7 +1,8 @@
 """Completions and their prompts as padded tensors.
 
-Prompts are padded on the left, completions on the right, so that a prompt's last token and its completion's first one meet. A
-prompt shared by several completions stands once; `prompt_of` says which row of the prompts a completion belongs to.
+A prompt shared by several completions stands once; `prompt_of` says which row of the prompts a completion belongs to. Everything
+is padded on the right, so that a causal model needs no mask for it. What predicts a completion's first token is the prompt's last
+one: it goes through the model with the completions (`inputs`), what is before it is the prompt's `context`.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,31 @@ class TokenBatch:
     completion_ids: Int[Tensor, "N T"]
     completion_mask: Bool[Tensor, "N T"]
 
+    @property
+    def context_ids(self) -> Int[Tensor, "P S-1"]:
+        """Prompts without their last token."""
+        return self.prompt_ids[:, :-1]
+
+    @property
+    def context_mask(self) -> Bool[Tensor, "P S-1"]:
+        """Tokens of `context_ids` that count."""
+        return self.prompt_mask[:, 1:]
+
+    @property
+    def last_ids(self) -> Int[Tensor, " P"]:
+        """Last token of each prompt."""
+        return self.prompt_ids.gather(1, self.prompt_mask.sum(1, keepdim=True) - 1).squeeze(1)
+
+    @property
+    def inputs(self) -> Int[Tensor, "N T"]:
+        """What predicts `completion_ids`: the prompt's last token, then all of the completion's but its last."""
+        return torch.cat([self.last_ids[self.prompt_of][:, None], self.completion_ids[:, :-1]], dim=1)
+
+    @property
+    def input_mask(self) -> Bool[Tensor, "N T"]:
+        """Tokens of `inputs` that count."""
+        return torch.cat([self.completion_mask[:, :1], self.completion_mask[:, :-1]], dim=1)
+
 
 def token_batch(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of: Sequence[int], *, device: torch.device
@@ -29,7 +55,7 @@ def token_batch(
     """Pad into one batch; only prompts that some completion belongs to are taken along."""
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
-    prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=True)
+    prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False)
     completion_ids, completion_mask = pad(completions, left=False)
     return TokenBatch(
         prompt_ids=prompt_ids.to(device),
@@ -53,5 +79,5 @@ def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"
 
 
 def positions(mask: Bool[Tensor, "P S"]) -> Int[Tensor, "P S"]:
-    """Position of each token counted from its row's first real token; 0 on left padding."""
+    """Position of each token counted from its row's first real token; padding has the one before it."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

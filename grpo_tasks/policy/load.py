@@ -3,6 +3,8 @@
 Safetensors only and no remote code: weights from strangers are data, never programs.
 """
 
+import ctypes
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +15,9 @@ from schemas.config import ModelConfig, ResourcesConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
 from schemas.results import ModelRef
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of mallopt's options (malloc.h)."""
 
 
 def pick_device(resources: ResourcesConfig) -> torch.device:
@@ -26,8 +31,20 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     if resources.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("no CUDA device answers", place="resources.device", mend="resources.device: auto or cpu")
     torch.use_deterministic_algorithms(resources.deterministic, warn_only=True)
+    _keep_freed_memory()
     wanted = "cuda" if resources.device == "auto" and torch.cuda.is_available() else resources.device
     return torch.device("cpu" if wanted == "auto" else wanted)
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what is freed: an update asks for the same blocks again, and getting them from the kernel anew,
+    page by page, costs a fifth of the update on a CPU."""
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, 2**31 - 1)
 
 
 def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:

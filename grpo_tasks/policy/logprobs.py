@@ -1,15 +1,17 @@
 """Log-probabilities and entropies of completion tokens under the policy.
 
-Two ways that give the same numbers and gradients:
+Three layouts that give the same numbers and gradients:
 
-    shared   each prompt encoded once, its keys and values handed to all completions of the group, gradients through the cache
-    plain    prompt and completion as one sequence for every completion
+    merged    each prompt encoded once; its completions attend to that one copy (shared_prompt.py), on a CPU
+    repeated  each prompt encoded once, its keys and values repeated for its completions, gradients through the cache
+    plain     prompt and completion as one sequence for every completion
 
 The language-model head works in chunks of tokens and is recomputed in the backward pass, so that logits of [tokens, vocabulary]
 never exist at once. What is left out: anything about old policies, references, losses.
 """
 
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_tasks.policy.batch import TokenBatch, positions
+from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, attending
+
+Layout = Literal["merged", "repeated", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
 """Most logits that exist at once (64 MiB in float32)."""
@@ -39,7 +44,7 @@ def completion_logprobs(
     batch: TokenBatch,
     *,
     temperature: float,
-    shared_prefix: bool = True,
+    layout: Layout = "repeated",
     entropy_gradients: bool = False,
 ) -> TokenScores:
     """Score every token of every completion.
@@ -48,63 +53,99 @@ def completion_logprobs(
         model: a causal language model, with or without a PEFT adapter.
         batch: P prompts and N completions.
         temperature: the one the completions were sampled at.
-        shared_prefix: encode each prompt once (needs an ordinary key-value cache and no gradient checkpointing).
+        layout: how prompts and completions go through the model; merged and repeated need an ordinary key-value cache and no
+            gradient checkpointing.
         entropy_gradients: let gradients flow through the entropies too.
     """
-    hidden = _hidden_shared(model, batch) if shared_prefix else _hidden_plain(model, batch)
+    # A prompt of one token has no context to share.
+    if layout == "plain" or not batch.context_mask.any(1).all():
+        hidden = _hidden_plain(model, batch)
+    elif layout == "merged":
+        hidden = _hidden_merged(model, batch)
+    else:
+        hidden = _hidden_repeated(model, batch)
     mask = batch.completion_mask
-    logps, entropies = _score_tokens(model, hidden[mask], batch.completion_ids[mask], temperature, entropy_gradients)
+    # Row numbers rather than a mask: the gradient of an indexed read is an addition, that of a masked one a slow scatter.
+    places = mask.flatten().nonzero().squeeze(1)
+    chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+    targets = batch.completion_ids.flatten().index_select(0, places)
+    causal = causal_model(model)
+    logps, entropies = score_tokens(
+        causal.get_output_embeddings(),
+        chosen,
+        targets,
+        temperature=temperature,
+        softcap=getattr(causal.config, "final_logit_softcapping", None),
+        entropy_gradients=entropy_gradients,
+        chunk_elements=CHUNK_ELEMENTS,
+    )
     blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return TokenScores(logps=blank.masked_scatter(mask, logps), entropies=blank.masked_scatter(mask, entropies))
 
 
-def _hidden_shared(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    decoder, cache = _decoder(model), DynamicCache()
-    prompt = decoder(
-        input_ids=batch.prompt_ids,
-        attention_mask=batch.prompt_mask.long(),
-        position_ids=positions(batch.prompt_mask),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    first = prompt.last_hidden_state[:, -1:][batch.prompt_of]
-    if batch.completion_ids.shape[1] == 1:
-        return first
+def encode_context(model: PreTrainedModel, batch: TokenBatch) -> DynamicCache:
+    """Keys and values of each prompt without its last token; what stands at padding is not to be looked at."""
+    cache = DynamicCache()
+    _decoder(model)(input_ids=batch.context_ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _hidden_merged(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
+    cache = encode_context(model, batch)
+    keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+    shared = TrainedPrompt(keys, values, batch.context_mask, Groups(batch.prompt_of, len(batch.prompt_ids)))
+    inputs, lengths = batch.inputs, batch.context_mask.sum(1)[batch.prompt_of]
+    after = torch.arange(inputs.shape[1], device=inputs.device) + lengths[:, None]
+    with attending(causal_model(model)):
+        out = _decoder(model)(input_ids=inputs, position_ids=after, use_cache=False, shared_prompt=shared)
+    hidden: Tensor = out.last_hidden_state
+    return hidden
+
+
+def _hidden_repeated(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
+    cache = encode_context(model, batch)
     cache.batch_select_indices(batch.prompt_of)
-    prompt_mask = batch.prompt_mask[batch.prompt_of]
-    mask = torch.cat([prompt_mask, batch.completion_mask[:, :-1]], dim=1)
-    rest = decoder(
-        input_ids=batch.completion_ids[:, :-1],
-        attention_mask=mask.long(),
-        position_ids=positions(mask)[:, prompt_mask.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
+    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
+    places = positions(mask)[:, batch.context_ids.shape[1] :]
+    out = _decoder(model)(
+        input_ids=batch.inputs, attention_mask=mask.long(), position_ids=places, past_key_values=cache, use_cache=True
     )
-    return torch.cat([first, rest.last_hidden_state], dim=1)
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 def _hidden_plain(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    ids = torch.cat([batch.prompt_ids[batch.prompt_of], batch.completion_ids[:, :-1]], dim=1)
-    mask = torch.cat([batch.prompt_mask[batch.prompt_of], batch.completion_mask[:, :-1]], dim=1)
+    ids = torch.cat([batch.context_ids[batch.prompt_of], batch.inputs], dim=1)
+    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
     out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False)
-    return out.last_hidden_state[:, batch.prompt_ids.shape[1] - 1 :]
+    hidden: Tensor = out.last_hidden_state[:, batch.context_ids.shape[1] :]
+    return hidden
+
+
+def causal_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model itself, without PEFT's wrapper around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    causal = model.get_base_model() if isinstance(model, PeftModel) else model
+    causal = causal_model(model)
     return getattr(causal, causal.base_model_prefix)
 
 
-def _score_tokens(
-    model: PreTrainedModel,
-    hidden: Float[Tensor, "N H"],
-    targets: Int[Tensor, " N"],
+def score_tokens(
+    head: nn.Module,
+    hidden: Float[Tensor, "M H"],
+    targets: Int[Tensor, " M"],
+    *,
     temperature: float,
-    entropy_gradients: bool,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    causal = model.get_base_model() if isinstance(model, PeftModel) else model
-    head = causal.get_output_embeddings()
-    softcap = getattr(causal.config, "final_logit_softcapping", None)
+    softcap: float | None = None,
+    entropy_gradients: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+    """log-probabilities of M tokens and the entropies of their distributions (nats), from the hidden states that predict them.
+
+    At most `chunk_elements` logits exist at once, in the backward pass too.
+    """
 
     def score(chunk: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(chunk).float()
@@ -115,7 +156,7 @@ def _score_tokens(
             entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
-    rows = max(1, CHUNK_ELEMENTS // causal.config.get_text_config().vocab_size)
+    rows = max(1, chunk_elements // cast(nn.Linear, head).weight.shape[0])
     if len(targets) <= rows:
         return score(hidden, targets)
     chunks = zip(hidden.split(rows), targets.split(rows), strict=True)

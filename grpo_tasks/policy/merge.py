@@ -115,7 +115,7 @@ def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Me
     )
     completions = [_until_end(row, tokenizer) for row in out[:, ids.shape[1] :].tolist()]
     batch = token_batch(prompts, completions, range(len(prompts)), device=model.device)
-    return _Greedy(completions, completion_logprobs(model, batch, temperature=1.0, shared_prefix=False).logps, batch)
+    return _Greedy(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
 
 
 def _chat(chat: list[dict[str, str]]) -> list[Message]:
@@ -132,7 +132,7 @@ def _until_end(row: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, before: _Greedy) -> Float[Tensor, " tokens"]:
-    now = completion_logprobs(model, before.batch, temperature=1.0, shared_prefix=False)
+    now = completion_logprobs(model, before.batch, temperature=1.0, layout="plain")
     return (now.logps - before.logps)[before.batch.completion_mask].abs()
 
 

@@ -1,50 +1,95 @@
 """The local engine: our own decoding loop over the folded policy.
 
-Each prompt is encoded once and its cache handed to all its completions; rows that have ended leave the batch. Left out:
-paged caches and continuous batching, which are a server's business.
+Each prompt is encoded once and read by all its completions in one copy; rows that have ended leave the batch. Left out: paged
+caches and continuous batching, which are a server's business.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.batch import TokenBatch, positions, token_batch
+from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded import FoldedPolicy
+from grpo_tasks.policy.logprobs import causal_model, encode_context
+from grpo_tasks.policy.shared_prompt import DecodedPrompt, UnsupportedError, attending
 from grpo_tasks.rollout.draw import draw, uniforms
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
+from grpo_tasks.rollout.fused import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
 
 
 class LocalEngine:
     """Samples in this process from a copy of `policy` with its adapter folded in."""
 
-    def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._folded = FoldedPolicy(policy)
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        share_prompts: bool = True,
+        fold_adapter: bool = True,
+        fuse_kernels: bool = True,
+    ) -> None:
+        self._folded = FoldedPolicy(policy) if fold_adapter else None
+        self._model = policy if self._folded is None else self._folded.model
+        self._tokenizer, self._share = tokenizer, share_prompts
+        # Fusing rewrites weights in place: not those of a model that is being trained.
+        own = not any(parameter.requires_grad for parameter in self._model.parameters())
+        self._fuse = share_prompts and fuse_kernels and own
+        self._fused: FusedDecoder | None = None
         self._end_ids = end_token_ids(tokenizer, policy.generation_config.eos_token_id)
 
     def sync(self) -> None:
         """Take over the policy's present weights."""
-        self._folded.sync()
+        if self._folded is not None:
+            self._folded.sync()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`."""
-        model = self._folded.model
-        was_training = model.training
-        model.eval()
+        was_training = self._model.training
+        if was_training:
+            self._model.eval()
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
         done: dict[int, Completion] = {}
         for indices in _batches(requests, sampling.max_batch_size):
-            decode = _Decode(model, [requests[index] for index in indices], sampling, stop)
-            done.update(zip(indices, decode.run(), strict=True))
-        model.train(was_training)
+            done.update(zip(indices, self._decode([requests[index] for index in indices], sampling, stop), strict=True))
+        if was_training:
+            self._model.train()
         return [done[index] for index in range(len(requests))]
+
+    def _decode(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule) -> list[Completion]:
+        if self._share:
+            try:
+                if self._fuse:
+                    self._fuse, self._fused = False, self._fused_decoder(requests)
+                return _Decode(self._model, requests, sampling, stop, partial(SharedPrompts, fused=self._fused)).run()
+            except (UnsupportedError, AttributeError, TypeError) as error:
+                warnings.warn(f"every completion gets its own copy of its prompt's keys and values ({error})", stacklevel=2)
+                self._share = False
+        return _Decode(self._model, requests, sampling, stop, RepeatedPrompts).run()
+
+    def _fused_decoder(self, requests: Sequence[Request]) -> FusedDecoder | None:
+        """The fused step, if it does the same as the model itself."""
+        prompts = _unique_prompts(requests[:1], self._model.device)
+        cache, tokens = encode_context(self._model, prompts), prompts.last_ids
+        wanted = SharedPrompts(self._model, prompts, cache, 1).forward(tokens)
+        try:
+            # Ordinary tensors: they are written into outside of inference mode.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                fused = FusedDecoder(self._model)
+        except UnsupportedError:
+            return None
+        found = SharedPrompts(self._model, prompts, cache, 1, fused=fused).forward(tokens)
+        return fused if agrees(found, wanted) else None
 
 
 def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
@@ -54,47 +99,117 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
+class Past(Protocol):
+    """What living rows remember: prompts and the tokens so far."""
+
+    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """One more token for every row; logits of the next."""
+
+    def keep(self, rows: Int[Tensor, " M"]) -> None:
+        """Let all other rows go."""
+
+
+class SharedPrompts:
+    """One copy of each prompt for all its rows (policy/shared_prompt.py)."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: TokenBatch,
+        cache: DynamicCache,
+        max_length: int,
+        *,
+        fused: FusedDecoder | None = None,
+    ) -> None:
+        keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+        self._model, self._fused = model, fused
+        self._past = DecodedPrompt(keys, values, prompts.context_mask, prompts.prompt_of, max_length)
+        self._positions = prompts.context_mask.sum(1)[prompts.prompt_of][:, None]
+
+    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """See `Past`."""
+        places = self._positions + self._past.length
+        logits = self._fused.step(tokens, places, self._past) if self._fused is not None else self._whole(tokens, places)
+        self._past.length += 1
+        return logits
+
+    def _whole(self, tokens: Int[Tensor, " N"], places: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
+        with attending(causal_model(self._model)):
+            out = self._model(input_ids=tokens[:, None], position_ids=places, use_cache=False, shared_prompt=self._past)
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def keep(self, rows: Int[Tensor, " M"]) -> None:
+        """See `Past`."""
+        self._past.keep(rows)
+        self._positions = self._positions[rows]
+
+
+class RepeatedPrompts:
+    """A copy of its prompt for every row, in transformers' own cache: for any architecture that has one."""
+
+    def __init__(self, model: PreTrainedModel, prompts: TokenBatch, cache: DynamicCache, max_length: int) -> None:  # noqa: ARG002
+        cache.batch_select_indices(prompts.prompt_of)
+        self._model, self._cache = model, cache
+        self._mask = prompts.context_mask.long()[prompts.prompt_of]
+
+    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """See `Past`."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        places = self._mask.sum(-1, keepdim=True) - 1
+        out = self._model(
+            input_ids=tokens[:, None], attention_mask=self._mask, position_ids=places, past_key_values=self._cache, use_cache=True
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def keep(self, rows: Int[Tensor, " M"]) -> None:
+        """See `Past`."""
+        self._cache.batch_select_indices(rows)
+        self._mask = self._mask[rows]
+
+
+MakePast = Callable[[PreTrainedModel, TokenBatch, DynamicCache, int], Past]
+
+
 class _Decode:
     """One batch of requests, token by token. `alive[i]` is the request that row i of the tensors belongs to."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, stop: StopRule) -> None:
-        self.model, self.sampling, self.stop = model, sampling, stop
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop: StopRule,
+        past: MakePast,
+    ) -> None:
+        self.sampling, self.stop = sampling, stop
         self.alive = list(range(len(requests)))
         self.ids: list[list[int]] = [[] for _ in requests]
         self.logps: list[list[float]] = [[] for _ in requests]
         self.ended = [False] * len(requests)
         self.uniforms = uniforms([request.seed for request in requests], sampling.max_completion_length, device=model.device)
-        self.cache = DynamicCache()
-        self.mask, self.logits = self._encode_prompts(requests)
+        prompts = _unique_prompts(requests, model.device)
+        self.past = past(model, prompts, encode_context(model, prompts), sampling.max_completion_length)
+        self.logits = self.past.forward(prompts.last_ids[prompts.prompt_of])
 
     def run(self) -> list[Completion]:
         for step in range(self.sampling.max_completion_length):
             tokens = self._take(step)
             if not self.alive or step + 1 == self.sampling.max_completion_length:
                 break
-            self._forward(tokens)
+            self.logits = self.past.forward(tokens)
         return [
             Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length")
             for ids, logps, ended in zip(self.ids, self.logps, self.ended, strict=True)
         ]
 
-    def _encode_prompts(self, requests: Sequence[Request]) -> tuple[Int[Tensor, "N S"], Float[Tensor, "N V"]]:
-        batch = _unique_prompts(requests, self.model.device)
-        out = self.model(
-            input_ids=batch.prompt_ids,
-            attention_mask=batch.prompt_mask.long(),
-            position_ids=positions(batch.prompt_mask),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.cache.batch_select_indices(batch.prompt_of)
-        return batch.prompt_mask.long()[batch.prompt_of], out.logits[batch.prompt_of, -1]
-
     def _take(self, step: int) -> Int[Tensor, " N"]:
         """Draw a token for every living row, record it, and let the rows go that have ended."""
-        rows = torch.tensor(self.alive, device=self.logits.device)
-        tokens, logps = draw(self.logits, self.uniforms[rows, step], self.sampling)
+        uniform = self.uniforms[:, step]
+        if len(self.alive) < len(self.ids):
+            uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
+        tokens, logps = draw(self.logits, uniform, self.sampling)
         staying: list[int] = []
         for row, (token, logp) in enumerate(zip(tokens.tolist(), logps.tolist(), strict=True)):
             request = self.alive[row]
@@ -107,20 +222,9 @@ class _Decode:
             return tokens
         keep = torch.tensor(staying, dtype=torch.long, device=tokens.device)
         self.alive = [self.alive[row] for row in staying]
-        self.cache.batch_select_indices(keep)
-        self.mask = self.mask[keep]
+        if staying:
+            self.past.keep(keep)
         return tokens[keep]
-
-    def _forward(self, tokens: Int[Tensor, " N"]) -> None:
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        out = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.mask.sum(-1, keepdim=True) - 1,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.logits = out.logits[:, -1]
 
 
 def _unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:

@@ -20,7 +20,9 @@ class StopRule:
 
     def ended(self, token_ids: Sequence[int]) -> bool:
         """Whether the last token ends the completion."""
-        return token_ids[-1] in self.end_ids or self._stop_string(self._tail(token_ids)) is not None
+        if token_ids[-1] in self.end_ids:
+            return True
+        return bool(self.sampling.stop) and self._stop_string(self._tail(token_ids)) is not None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The completion's text, cut before the stop string when it is not to be included, after it when it is."""

@@ -108,7 +108,7 @@ def test_a_stage_whose_completions_come_from_another_model_is_stopped(stages):
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.learner.temperature = 4.0
-        with pytest.raises(TrainingError, match="sampler and trainer differ by .* nats a token, more than 0.5"):
+        with pytest.raises(TrainingError, match=r"sampler and trainer differ by .* nats a token, more than 0.5"):
             trainer.train()
     assert not directory.result.exists()
 

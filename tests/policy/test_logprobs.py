@@ -31,16 +31,16 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "repeated", "merged"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_and_gradients_equal_one_completion_at_a_time(policy, batch, temperature, shared_prefix, chunked, monkeypatch):
+def test_scores_and_gradients_equal_one_completion_at_a_time(policy, batch, temperature, layout, chunked, monkeypatch):
     if chunked:
         monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 7 * policy.config.vocab_size)
     logps, entropies = one_by_one(policy, batch, temperature)
     logps.square().sum().backward()
     wanted = gradients(policy)
     policy.zero_grad()
-    scores = completion_logprobs(policy, batch, temperature=temperature, shared_prefix=shared_prefix)
+    scores = completion_logprobs(policy, batch, temperature=temperature, layout=layout)
     scores.logps.square().sum().backward()
     torch.testing.assert_close(scores.logps[batch.completion_mask], logps, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores.entropies[batch.completion_mask], entropies, rtol=1e-5, atol=1e-5)

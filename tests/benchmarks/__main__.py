@@ -1,0 +1,176 @@
+"""`make bench`: ours beside TRL and beside the plain way, on this machine, in one go; ratios on the screen and in .bench/.
+
+Times of one run mean something only beside each other; the ratios are what is promised.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from schemas.paths import resolve
+from tests.benchmarks.sides import Work
+
+OUT = Path(".bench")
+TURNS = 2
+"""Each side of a step is run so many times, in turns; the better one counts, for noise only ever adds."""
+LEARNING_UPDATES = 40
+SEEDS = (1, 2, 3)
+
+
+@dataclass
+class Line:
+    """One comparison."""
+
+    name: str
+    what: str
+    unit: str
+    ours: float
+    theirs: float
+    higher_is_better: bool = False
+    promised: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times better ours is."""
+        return self.ours / self.theirs if self.higher_is_better else self.theirs / self.ours
+
+
+def child(module: str, *arguments: str) -> dict[str, float]:
+    """What a benchmark process prints last."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def step(side: str, work: Work) -> dict[str, float]:
+    """Timing of one side's update."""
+    return child("sides", side, json.dumps(asdict(work)))
+
+
+def best(sides: list[tuple[str, Work]]) -> list[dict[str, float]]:
+    """Timings of several sides, run in turns; for each the turn with the shortest step."""
+    turns = [[step(side, work) for side, work in sides] for _ in range(TURNS)]
+    return [min((turn[index] for turn in turns), key=lambda timing: timing["step_s"]) for index in range(len(sides))]
+
+
+def cpu_lines() -> list[Line]:
+    """The comparisons of `make bench`."""
+    base = str(resolve("embedded:base"))
+    demo = Work(base, prompt_tokens=86, completion_tokens=24, prompts=8, group=8, updates=8)
+    long = Work(base, prompt_tokens=512, completion_tokens=128, prompts=4, group=8, updates=4, beta=0.0)
+    lines = []
+    for name, what, work, promised in (
+        ("step_demo", "update, demo preset (8 x 8 completions of 24 tokens, KL)", demo, 3.0),
+        ("step_long_prompt", "update, 512-token prompts (4 x 8 completions of 128)", long, 4.0),
+    ):
+        ours, theirs = best([("ours", work), ("theirs", work)])
+        lines.append(Line(name, what, "s", ours["step_s"], theirs["step_s"], promised=promised))
+    for name, what, promised in (
+        ("decode", "decode, policy with its adapter, against generate", 2.5),
+        ("decode_plain", "decode, bare model, against generate", None),
+    ):
+        rates = child("parts", name)
+        lines.append(Line(name, what, "tokens/s", rates["ours"], rates["theirs"], higher_is_better=True, promised=promised))
+    ours, theirs = child("parts", "memory", "ours"), child("parts", "memory", "plain")
+    assert abs(ours["check"] / theirs["check"] - 1) < 1e-4
+    lines.append(
+        Line(
+            "logprob_memory",
+            "peak memory of log-probs, vocabulary 151,936",
+            "bytes",
+            ours["bytes"],
+            theirs["bytes"],
+            promised=4.0,
+        )
+    )
+    on, repeated, unfolded, plain = best(
+        [
+            ("ours", long),
+            ("ours", replace(long, resources={"share_prompts": False})),
+            ("ours", replace(long, resources={"fold_adapter": False})),
+            ("ours", replace(long, resources={"share_prompts": False, "fold_adapter": False})),
+        ]
+    )
+    lines.append(
+        Line("share_prompts", "update, long prompts: prompts shared, against off", "s", on["step_s"], repeated["step_s"])
+    )
+    lines.append(
+        Line("fold_adapter", "update, long prompts: adapter folded in, against off", "s", on["step_s"], unfolded["step_s"])
+    )
+    lines.append(Line("both", "update, long prompts: both, against both off", "s", on["step_s"], plain["step_s"]))
+    half = replace(demo, tied=0.5)
+    skipped, kept = best([("ours", half), ("ours", replace(half, stage={"skip_dead_groups": False}))])
+    lines.append(
+        Line(
+            "dead_groups",
+            "update, demo, half of the groups dead: skipped, against computed",
+            "s",
+            skipped["step_s"],
+            kept["step_s"],
+        )
+    )
+    rewards = {
+        side: statistics.mean(child("learning", side, str(seed), str(LEARNING_UPDATES))["reward"] for seed in SEEDS)
+        for side in ("ours", "theirs")
+    }
+    what = f"reward after {LEARNING_UPDATES} updates of the demo's first stage, mean of {len(SEEDS)} seeds"
+    lines.append(Line("learning", what, "", rewards["ours"], rewards["theirs"], higher_is_better=True, promised=1.0))
+    return lines
+
+
+def gpu_lines() -> list[Line]:
+    """The comparisons of `make bench-gpu`: Qwen2.5 shapes with random weights, bfloat16."""
+    from tests.benchmarks.shapes import SHAPES, random_model
+
+    lines = []
+    for shape in SHAPES:
+        with random_model(shape) as model:
+            for length in (256, 1024):
+                for group in (8, 16):
+                    work = Work(
+                        model, prompt_tokens=512, completion_tokens=length, prompts=4, group=group, updates=2,
+                        dtype="bfloat16", beta=0.0, batch=group, device="cuda", threads=8,
+                    )  # fmt: skip
+                    ours, theirs = step("ours", work), step("theirs", work)
+                    name, what = f"{shape}_{length}_{group}", f"{shape}, 4 x {group} completions of {length}, 512-token prompts"
+                    lines.append(Line(f"step_{name}", f"update: {what}", "s", ours["step_s"], theirs["step_s"]))
+                    rate = [work.completions * length / side["rollout_s"] for side in (ours, theirs)]
+                    lines.append(Line(f"decode_{name}", f"decode: {what}", "tokens/s", *rate, higher_is_better=True))
+                    peak = [side["peak_bytes"] for side in (ours, theirs)]
+                    lines.append(Line(f"memory_{name}", f"peak memory: {what}", "bytes", *peak))
+    return lines
+
+
+def main() -> None:
+    """Measure, print, write."""
+    gpu, began = "--gpu" in sys.argv, time.monotonic()
+    lines = gpu_lines() if gpu else cpu_lines()
+    table = Table("what", "ours", "theirs", "ratio", "promised", title=f"ours and theirs, {time.monotonic() - began:.0f} s")
+    for line in lines:
+        promised = "" if line.promised is None else f"{line.promised:g}"
+        table.add_row(line.what, f"{line.ours:.4g} {line.unit}", f"{line.theirs:.4g} {line.unit}", f"{line.ratio:.2f}", promised)
+    Console(width=130).print(table)
+    OUT.mkdir(exist_ok=True)
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
+    content = {line.name: {"ours": line.ours, "theirs": line.theirs, "ratio": line.ratio, "unit": line.unit} for line in lines}
+    content["machine"] = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()} | versions
+    content["date"] = datetime.now(UTC).date().isoformat()
+    path = OUT / ("results-gpu.json" if gpu else "results.json")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

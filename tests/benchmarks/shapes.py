@@ -1,0 +1,27 @@
+"""Models of known shapes with random weights: for speed and memory the numbers in them do not matter."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from grpo_tasks.policy.load import load_tokenizer
+from schemas.results import ModelRef
+
+SHAPES = {
+    "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "qwen2.5-1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+
+
+@contextmanager
+def random_model(shape: str) -> Iterator[str]:
+    """Directory of a bfloat16 model of that shape, with the embedded tokenizer beside it."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[shape], num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        load_tokenizer(ModelRef(path="embedded:base")).save_pretrained(folder)
+        yield folder
