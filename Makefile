@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ui lint types check bench clean
+.PHONY: help demo test ui lint types check bench bench-gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,12 @@ types: $(READY) ## mypy
 	$(BIN)/mypy
 
 check: lint types test ## what CI runs
+
+bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, learning (7 minutes); .bench/results.json
+	$(BIN)/python -m tests.benchmarks
+
+bench-gpu: $(READY) ## the same on a GPU with the shapes of Qwen2.5-0.5B and 1.5B
+	$(BIN)/python -m tests.benchmarks --gpu
 
 clean: ## remove what runs and tests left (not the environment)
 	rm -rf runs .grpo .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

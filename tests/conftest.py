@@ -62,3 +62,7 @@ def prompts(tokenizer):
 
     questions = ["What is 15 + 27?", "What is 99 - 13?", "Hi", "What is 12 + 77? Answer in one word, please."]
     return [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--golden", action="store_true", help="write the golden curve anew")

@@ -130,15 +130,19 @@ class Trainer:
             for start in range(0, len(rollout.completions), size)
         ]
         on_policy = self.stage.updates_per_rollout == 1
+        self._reseed("score")
         old = None if on_policy else [[self.learner.score(part) for part in parts] for parts in updates]
         return _Cut(current, updates, old)
 
     def _update(self, current: _Cut) -> dict[str, float]:
         share = self.step % self.stage.updates_per_rollout % len(current.updates)
         old = current.old_logps[share] if current.old_logps is not None else None
-        # Dropout draws differently on every process, and the same again after a resume.
-        torch.manual_seed(completion_seed(self.seed, "update", self.step, self.processes.rank))
+        self._reseed("update")
         return self.learner.update(current.updates[share], old).means()
+
+    def _reseed(self, purpose: str) -> None:
+        """Dropout draws differently on every process, and the same again after a resume."""
+        torch.manual_seed(completion_seed(self.seed, purpose, self.step, self.processes.rank))
 
     def _record(self, current: Round, metrics: dict[str, float], *, seconds: float) -> None:
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)

@@ -1,0 +1,144 @@
+"""One golden curve, and everything that must give it: however the same work is cut, shared out, laid out, or interrupted.
+
+The curve is tests/golden/journal.jsonl: six updates on the embedded model. `pytest tests/grpo/test_equivalence.py --golden`
+writes it anew, which needs a sentence in the CHANGELOG.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_tasks.grpo.stage_dir import StageSpec
+from grpo_tasks.policy import logprobs
+from grpo_tasks.rewards.compose import RewardSuite
+from tests.grpo.conftest import journal
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "journal.jsonl"
+WATCHED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length", "frac_reward_zero_std")
+CURVE = {"max_steps": 6, "beta": 0.04, "num_iterations": 2, "save_steps": 2, "warmup_steps": 1, "learning_rate": 2e-3}
+
+
+def assert_golden(directory):
+    wanted = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+    found = journal(directory)
+    assert len(found) == len(wanted)
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
+        for name in WATCHED:
+            assert one[name] == pytest.approx(other[name], rel=2e-3, abs=2e-5), f"update {step}, {name}"
+
+
+def test_the_curve_is_the_golden_one(train, request):
+    _, directory = train(**CURVE)
+    if request.config.getoption("--golden"):
+        lines = [json.dumps({name: metrics[name] for name in WATCHED}) for metrics in journal(directory)]
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text("\n".join(lines) + "\n")
+    assert_golden(directory)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"max_tokens_per_microbatch": 300},
+        {"max_tokens_per_microbatch": 1},
+        {"skip_dead_groups": False, "beta": 0.0},
+        {"resources": {"share_prompts": False}},
+        {"resources": {"fold_adapter": False}},
+        {"resources": {"fuse_kernels": False}},
+        {"resources": {"share_prompts": False, "fold_adapter": False}},
+        {"model": {"gradient_checkpointing": True}},
+        {"model": {"attn_implementation": "eager"}},
+    ],
+    ids=str,
+)
+def test_how_the_work_is_done_does_not_show_in_the_curve(train, settings):
+    if settings.get("beta") == 0.0:
+        # Dead groups that are computed keep their KL; without it they add nothing at all.
+        _, skipped = train("skipped", **CURVE | {"beta": 0.0})
+        _, kept = train("kept", **CURVE | settings)
+        for one, other in zip(journal(skipped), journal(kept), strict=True):
+            for name in ("reward", "loss", "grad_norm"):
+                assert one[name] == pytest.approx(other[name], rel=2e-3, abs=2e-5)
+        return
+    _, directory = train(**CURVE | settings)
+    assert_golden(directory)
+
+
+@pytest.mark.parametrize("layout", ["repeated"])
+def test_the_repeated_layout_gives_the_curve(stages, layout, monkeypatch):
+    from grpo_tasks.grpo.learner import Learner
+
+    monkeypatch.setattr(Learner, "_first_that_equals_plain", lambda *_: layout)
+    _, directory = stages.train(**CURVE)
+    assert_golden(directory)
+
+
+def test_a_head_in_chunks_gives_the_curve(train, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 5 * 320)
+    _, directory = train(**CURVE)
+    assert_golden(directory)
+
+
+def test_a_stage_taken_up_again_gives_the_curve(stages):
+    whole, wanted = stages.train("whole", **CURVE, model={"lora": {"lora_dropout": 0.1}})
+    directory = stages.write("stopped", **CURVE, model={"lora": {"lora_dropout": 0.1}})
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = stages.trainer(directory, suite)
+        trainer.updates = 4
+        trainer.train()
+    directory.result.unlink()
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        result = stages.trainer(directory, suite).train()
+    assert result.sha256 == whole.sha256
+    for one, other in zip(journal(directory), journal(wanted), strict=True):
+        assert [one[name] for name in WATCHED] == [other[name] for name in WATCHED]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"loss_type": "bnpo", "scale_rewards": "batch"}, {"max_refills": 2, "stage_rewards": ["format"], "entropy_coef": 0.01}],
+    ids=str,
+)
+def test_two_processes_make_the_updates_of_one(stages, settings):
+    results = {}
+    for count in (1, 2):
+        directory = stages.write(f"by-{count}", **CURVE | settings, resources={"num_processes": count})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results[count] = (journal(directory), load_file(directory.final / "adapter_model.safetensors"))
+    if not settings:
+        assert_golden(directory)
+    for one, two in zip(results[1][0], results[2][0], strict=True):
+        for name in WATCHED:
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name
+    for name, tensor in results[1][1].items():
+        torch.testing.assert_close(results[2][1][name], tensor, rtol=1e-2, atol=2e-4)
+
+
+def test_when_one_of_two_processes_dies_the_other_ends_too(stages, tmp_path):
+    (tmp_path / "fatal.py").write_text(
+        "import os\n"
+        "def die(prompts, completions, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise ValueError('no more')\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    functions = {"functions": {"die": {"function": "fatal:die"}}}
+    directory = stages.write(rewards=functions, stage_rewards=["die"], resources={"num_processes": 2})
+    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    assert done.returncode != 0
+    error = json.loads((directory.root / "error.json").read_text())
+    assert "no more" in json.dumps(error)
+    assert not directory.result.exists()
