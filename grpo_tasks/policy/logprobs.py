@@ -151,9 +151,13 @@ def score_tokens(
         logits = head(chunk).float()
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        logp = torch.log_softmax(logits / temperature, dim=-1)
-        with torch.set_grad_enabled(entropy_gradients and torch.is_grad_enabled()):
+        # Each of these is as large as all logits of the chunk, so none is made that is not needed.
+        logp = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        if entropy_gradients:
             entropy = -(logp.exp() * logp).sum(-1)
+        else:
+            with torch.no_grad():
+                entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
     rows = max(1, chunk_elements // cast(nn.Linear, head).weight.shape[0])

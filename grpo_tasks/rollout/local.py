@@ -210,16 +210,19 @@ class _Decode:
         if len(self.alive) < len(self.ids):
             uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
         tokens, logps = draw(self.logits, uniform, self.sampling)
-        staying: list[int] = []
-        for row, (token, logp) in enumerate(zip(tokens.tolist(), logps.tolist(), strict=True)):
-            request = self.alive[row]
+        drawn = tokens.tolist()
+        for request, token, logp in zip(self.alive, drawn, logps.tolist(), strict=True):
             self.ids[request].append(token)
             self.logps[request].append(logp)
-            self.ended[request] = self.stop.ended(self.ids[request])
-            if not self.ended[request]:
-                staying.append(row)
+        if self.sampling.stop:
+            ended = [self.stop.ended(self.ids[request]) for request in self.alive]
+        else:
+            ended = [token in self.stop.end_ids for token in drawn]
+        staying = [row for row, done in enumerate(ended) if not done]
         if len(staying) == len(self.alive):
             return tokens
+        for request, done in zip(self.alive, ended, strict=True):
+            self.ended[request] = done
         keep = torch.tensor(staying, dtype=torch.long, device=tokens.device)
         self.alive = [self.alive[row] for row in staying]
         if staying:
