@@ -1,5 +1,6 @@
 """A flow's run: where its steps leave their folders and how their results reach MLflow."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config import ResourcesConfig, RunConfig
-from schemas.errors import UserError
+from schemas.errors import ConfigError, UserError
 from schemas.results import StepResult
 
-ROOMS = ("data", "rewards", "policy", "rollout", "grpo", "evaluation")
+ROOMS = ("data", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
+EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
+"""Libraries that a configuration may ask for, and the extra that brings each."""
 SHOWN_OF_A_FAILURE = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 
 
@@ -67,10 +70,24 @@ class FlowRun:
 @contextmanager
 def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
     """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
+    _require_installed(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked:
         yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+
+
+def _require_installed(config: RunConfig) -> None:
+    """Before anything is computed: the libraries that the stages ask for."""
+    for stage in config.stages:
+        for library, asked in (("trl", stage.engine == "trl"), ("bitsandbytes", "8bit" in stage.optim)):
+            if asked and importlib.util.find_spec(library) is None:
+                what = f"engine {stage.engine}" if library == "trl" else f"optim {stage.optim}"
+                raise ConfigError(
+                    f"{what} needs {library}, which is not installed",
+                    place=f"stages: {stage.name}",
+                    mend=f"pip install '.[{EXTRAS[library]}]'",
+                )
 
 
 def pipeline_key(config: RunConfig, start_from: str) -> str:

@@ -1,15 +1,17 @@
 """Step: one GRPO stage in a process of its own, followed live."""
 
-from grpo_tasks.grpo.journal import Journal
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
 from grpo_tasks.running.child import run_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.running.step import Work, step
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import ModelConfig, RewardsConfig, RolloutConfig, StageConfig
 from schemas.results import DataReport, ModelRef, StageResult
 
+MODULES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 
-@step(rooms=("grpo", "rollout", "policy", "rewards", "data"), retries=1, resumable=True, device=True)
+
+@step(rooms=("grpo", "trl_engine", "stage", "rollout", "policy", "rewards", "data"), retries=1, resumable=True, device=True)
 def train_stage(
     work: Work,
     stage: StageConfig,
@@ -37,6 +39,6 @@ def train_stage(
     spec.save(directory.spec)
     shipper = work.run.follow(work.directory)
     with StageProgress(stage, directory, ship=shipper.ship) as progress:
-        run_module("grpo_tasks.grpo", work.directory, tick=progress.tick)
+        run_module(MODULES[stage.engine], work.directory, tick=progress.tick)
     work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
     return StageResult.load(directory.result)

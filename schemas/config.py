@@ -297,6 +297,7 @@ class StageConfig(Section):
 
     GROUPS: ClassVar = {
         "batches": (
+            "num_train_epochs",
             "gradient_accumulation_steps",
             "max_tokens_per_microbatch",
             "max_refills",
@@ -337,6 +338,10 @@ class StageConfig(Section):
             "importance_sampling_clip_min",
             "max_sampling_logp_difference",
         ),
+        "engine_choice": (
+            "engine",
+            "trl",
+        ),
         "logs_and_checkpoints": (
             "logging_steps",
             "save_steps",
@@ -350,6 +355,10 @@ class StageConfig(Section):
     """Name of the stage; also of its child run in MLflow."""
     rewards: list[Name] = Field(min_length=1)
     """Names of the reward functions of this stage."""
+    engine: Literal["native", "trl"] = "native"
+    """What trains the stage: our own engine, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
+    trl: dict[str, Any] = Field(default_factory=dict, title="TRL options")
+    """Further options of TRL's GRPOConfig, for engine trl only; they win over the settings here."""
     max_steps: int | None = Field(None, ge=1)
     """Number of updates; empty: by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0)
@@ -465,6 +474,8 @@ class StageConfig(Section):
             )
         if self.delta is not None and self.delta <= 1 + self.epsilon:
             raise ValueError(f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; mend: 4 is customary")
+        if self.trl and self.engine != "trl":
+            raise ValueError("options under trl are for engine trl; mend: engine: trl, or leave them out")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("cispo caps the ratio at epsilon_high, which is not given; mend: epsilon_high: 5")
         if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":

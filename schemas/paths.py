@@ -2,7 +2,7 @@
 
 OUTPUT_DIR/NAME/                     one run configuration's folder
   prepare_data/KEY/                  one folder a step and content key: same inputs, same folder
-  train_stage/format-KEY/            a stage directory (see grpo_tasks/grpo)
+  train_stage/format-KEY/            a stage directory (see grpo_tasks/stage)
 """
 
 from pathlib import Path

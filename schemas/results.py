@@ -155,7 +155,7 @@ class ModelRef(Result):
 
 
 class StageResult(StepResult):
-    """A finished stage. Files: see grpo_tasks/grpo/stage_dir.py."""
+    """A finished stage. Files: see grpo_tasks/stage/stage_dir.py."""
 
     stage: str
     model: ModelRef

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from grpo_tasks.grpo.launch import launch
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.child import run_child
 
 

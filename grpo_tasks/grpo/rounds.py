@@ -16,10 +16,10 @@ from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.groups import ScoredRollout, join, sample_groups, score_groups, take_groups
 from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.schedule import PromptSchedule
-from grpo_tasks.grpo.stage_dir import StageSpec
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.rollout.engine import RolloutEngine, Sampling, completion_seed
+from grpo_tasks.stage.stage_dir import StageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,33 +7,28 @@ Of several processes, the first writes the files.
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import polars as pl
 import torch
 from accelerate import Accelerator
 
 from grpo_tasks.data.table import PromptRow, read_prompts
-from grpo_tasks.grpo.checkpoint import TrainingState, file_sha256, load_checkpoint, save_checkpoint
 from grpo_tasks.grpo.device_meter import DeviceMeter
-from grpo_tasks.grpo.guards import alarms
-from grpo_tasks.grpo.journal import Journal, append_event
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.rounds import Collector, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
-from grpo_tasks.policy.load import load_tokenizer, pick_device, save_trained, trainable_policy
+from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from schemas.metrics import describe
-from schemas.results import ModelRef, StageResult
-
-RESULT_WINDOW = 10
-"""Updates the figures of a finished stage are means of."""
+from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
+from grpo_tasks.stage.guards import alarms
+from grpo_tasks.stage.journal import Journal, append_event
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.results import StageResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ class Trainer:
             self.step += 1
             self.seconds = time.perf_counter() - began
             self._record(current.round, metrics, seconds=time.perf_counter() - at)
-            if self._target_reached():
+            if target_reached(self.spec, self.journal, self.step):
                 stopped = "target"
                 break
             if self._checkpoint_due():
@@ -159,18 +154,7 @@ class Trainer:
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.processes.writes:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
-            _write_table(table, self.dir.completions(self.step))
-
-    def _target_reached(self) -> bool:
-        rule = self.stage.early_stop
-        if rule is None or self.step < rule.min_steps:
-            return False
-        values = self.journal.window(rule.metric, last=self.step, size=rule.window)
-        if len(values) < rule.window:
-            return False
-        mean, metric = sum(values) / len(values), describe(rule.metric)
-        lower_is_better = metric is not None and metric.better == "lower"
-        return mean <= rule.target if lower_is_better else mean >= rule.target
+            write_completions(self.dir, self.step, table)
 
     def _checkpoint_due(self) -> bool:
         # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
@@ -199,25 +183,9 @@ class Trainer:
 
     def _finish(self, stopped: str) -> StageResult:
         if self.processes.writes:
-            save_trained(self.learner.model, self.tokenizer, self.dir.final)
+            save_final(self.dir, self.learner.model, self.tokenizer)
         self.processes.wait()
-        adapter = self.spec.model.lora is not None
-        model = self.spec.start.model_copy(update={"adapter": self.dir.final}) if adapter else ModelRef(path=str(self.dir.final))
-        last = range(max(1, self.step - RESULT_WINDOW + 1), self.step + 1)
-        names = {name for step in last for name in self.journal.steps[step]}
-        windows = {name: self.journal.window(name, last=self.step, size=RESULT_WINDOW) for name in sorted(names)}
-        result = StageResult(
-            key=self.spec.key,
-            directory=self.dir.root,
-            seconds=self.seconds,
-            stage=self.stage.name,
-            model=model,
-            sha256=file_sha256(self.dir.final / ("adapter_model.safetensors" if adapter else "model.safetensors")),
-            steps=self.step,
-            stopped=stopped,
-            resumed=self.resumed,
-            metrics={name: sum(values) / len(values) for name, values in windows.items()},
-        )
+        result = finished(self.dir, self.spec, self.journal, Ending(self.step, stopped, self.resumed, self.seconds))
         if self.processes.writes:
             result.save(self.dir.result)
         return result
@@ -228,10 +196,3 @@ def _accelerator(spec: StageSpec, device: torch.device) -> Accelerator:
     half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
     precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
     return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-
-
-def _write_table(table: pl.DataFrame, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_suffix(".part")
-    table.write_parquet(part)
-    part.replace(path)

@@ -9,8 +9,8 @@ import polars as pl
 import yaml
 
 from grpo_tasks.data.quarantine import QUARANTINE
-from grpo_tasks.grpo.stage_dir import StageDir
 from grpo_tasks.reporting.page import percent, picture, render
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.plots import plot_overview
 from schemas.config import RunConfig

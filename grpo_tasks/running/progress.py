@@ -14,8 +14,8 @@ from typing import Any, Self
 from prefect import get_run_logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo_tasks.grpo.journal import Journal
-from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config import StageConfig
 
 LOOK_S = 0.5

@@ -16,7 +16,7 @@ from pathlib import Path
 import tenacity
 from mlflow.entities import Metric
 
-from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.lines import JournalLine, read_from
 from grpo_tasks.tracking.store import FAULTS, Store, passes

@@ -15,7 +15,7 @@ import polars as pl
 from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.plots import plot_stage

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from mlflow.entities import Run, ViewType
 
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.handle import EndStatus, RunHandle

@@ -14,11 +14,11 @@ import polars as pl
 import torch
 
 from grpo_tasks.data.prompts import prompt_id
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.answers import Tags
 from grpo_tasks.rewards.builtin import format, incremental_format
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
 from schemas.load import load_config
 from schemas.paths import resolve

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_tasks.grpo.checkpoint import file_sha256
+from grpo_tasks.stage.checkpoint import file_sha256
 from schemas.results import StageResult
 from tests.flows.test_demo import assert_learnt
 
@@ -61,7 +61,7 @@ def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_fac
 @pytest.fixture
 def stage_dir(tmp_path, demo):
     """The demo's first stage, shortened, as a directory ready to be trained."""
-    from grpo_tasks.grpo.stage_dir import StageSpec
+    from grpo_tasks.stage.stage_dir import StageSpec
 
     place, _ = demo
     [spec] = place.root.glob("runs/grpo-demo/train_stage/format-*/spec.json")

@@ -7,9 +7,9 @@ import polars as pl
 import pytest
 
 from grpo_tasks.data.prompts import prompt_id
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
 from schemas.results import ModelRef
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_tasks.grpo.stage_dir import StageSpec
 from grpo_tasks.policy import logprobs
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import journal
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "journal.jsonl"

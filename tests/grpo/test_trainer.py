@@ -3,8 +3,8 @@
 import polars as pl
 import pytest
 
-from grpo_tasks.grpo.stage_dir import StageSpec
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.metrics import describe
 from tests.grpo.conftest import journal

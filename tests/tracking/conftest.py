@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
-from grpo_tasks.grpo.stage_dir import StageDir, StageSpec
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import RunConfig
 from schemas.results import (
     DataReport,

@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from grpo_tasks.grpo.stage_dir import StageDir
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking import journal as journal_module
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import JournalShipper

@@ -1,5 +1,5 @@
-from grpo_tasks.grpo.guards import alarms
-from grpo_tasks.grpo.journal import Journal
+from grpo_tasks.stage.guards import alarms
+from grpo_tasks.stage.journal import Journal
 
 
 def test_a_line_torn_by_a_kill_is_dropped_and_written_again(tmp_path):

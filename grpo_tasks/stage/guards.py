@@ -6,7 +6,7 @@ The thresholds are those of schemas/metrics.py's `alarm` texts.
 from dataclasses import dataclass
 from statistics import median
 
-from grpo_tasks.grpo.journal import Journal
+from grpo_tasks.stage.journal import Journal
 
 WINDOW = 10
 """Updates an alarm looks back over."""

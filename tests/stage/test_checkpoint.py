@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from grpo_tasks.grpo.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, save_checkpoint
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
+from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, save_checkpoint
 from schemas.config import StageConfig
 
 

@@ -1,0 +1,76 @@
+"""What a stage leaves: tables of completions, trained weights, and last the result."""
+
+from dataclasses import dataclass
+
+import polars as pl
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_tasks.policy.load import save_trained
+from grpo_tasks.stage.checkpoint import file_sha256
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.metrics import describe
+from schemas.results import ModelRef, StageResult
+
+RESULT_WINDOW = 10
+"""Updates the figures of a finished stage are means of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a stage came to its end."""
+
+    step: int
+    stopped: str
+    """max_steps, or target."""
+    resumed: int
+    """Times it was taken up from a checkpoint."""
+    seconds: float
+
+
+def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> None:
+    """Write the table of an update's completions, in one move."""
+    path = directory.completions(step)
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part")
+    table.write_parquet(part)
+    part.replace(path)
+
+
+def save_final(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the trained weights."""
+    save_trained(model, tokenizer, directory.final)
+
+
+def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: Ending) -> StageResult:
+    """The result of a stage whose trained weights are written."""
+    adapter = spec.model.lora is not None
+    model = spec.start.model_copy(update={"adapter": directory.final}) if adapter else ModelRef(path=str(directory.final))
+    last = range(max(1, ending.step - RESULT_WINDOW + 1), ending.step + 1)
+    names = sorted({name for step in last for name in journal.steps.get(step, {})})
+    windows = {name: journal.window(name, last=ending.step, size=RESULT_WINDOW) for name in names}
+    return StageResult(
+        key=spec.key,
+        directory=directory.root,
+        seconds=ending.seconds,
+        stage=spec.stage.name,
+        model=model,
+        sha256=file_sha256(directory.final / ("adapter_model.safetensors" if adapter else "model.safetensors")),
+        steps=ending.step,
+        stopped=ending.stopped,
+        resumed=ending.resumed,
+        metrics={name: sum(values) / len(values) for name, values in windows.items()},
+    )
+
+
+def target_reached(spec: StageSpec, journal: Journal, step: int) -> bool:
+    """Whether the stage's `early_stop` says that it is over."""
+    rule = spec.stage.early_stop
+    if rule is None or step < rule.min_steps:
+        return False
+    values = journal.window(rule.metric, last=step, size=rule.window)
+    if len(values) < rule.window:
+        return False
+    mean, metric = sum(values) / len(values), describe(rule.metric)
+    lower_is_better = metric is not None and metric.better == "lower"
+    return mean <= rule.target if lower_is_better else mean >= rule.target

@@ -1,0 +1,22 @@
+"""`python -m grpo_tasks.trl_engine STAGE_DIR`: train one stage with TRL, or go on with it."""
+
+from pathlib import Path
+
+from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.trl_engine.trainer import train
+from schemas.child import run_child
+
+
+def main(root: Path) -> None:
+    """Train the stage; a finished one is left as it is."""
+    directory = StageDir(root.resolve())
+    if directory.result.exists():
+        return
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        train(directory, spec, suite)
+
+
+if __name__ == "__main__":
+    run_child(main)

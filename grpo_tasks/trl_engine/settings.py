@@ -1,0 +1,84 @@
+"""A stage's settings as TRL's GRPOConfig; what TRL cannot do is refused by name, never dropped."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl.trainer.grpo_config import GRPOConfig
+
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config import StageConfig
+from schemas.errors import ConfigError
+
+OURS_ALONE = {
+    "baseline",
+    "max_refills",
+    "max_tokens_per_microbatch",
+    "importance_sampling_correction",
+    "importance_sampling_clip_max",
+    "importance_sampling_clip_min",
+    "max_sampling_logp_difference",
+    "skip_dead_groups",
+}
+"""Settings that TRL's rollouts and batches leave no place for."""
+HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps"}
+"""Settings that the adapter itself answers."""
+QUIET = {"skip_dead_groups", "max_sampling_logp_difference"}
+"""Of OURS_ALONE those whose default is not refused: TRL does the other thing, and the README says so."""
+
+
+def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConfig:
+    """GRPOConfig of a stage; `stage.trl` has the last word.
+
+    Raises:
+        ConfigError: a setting that TRL has nothing like is not at its default, or an option of `trl` does not exist.
+    """
+    stage = spec.stage
+    _refuse(spec)
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    shared = {name: value for name, value in stage.model_dump().items() if name in known and name not in HANDLED}
+    unknown = sorted(set(stage.trl) - known)
+    if unknown:
+        raise ConfigError(
+            f"GRPOConfig of TRL has no {unknown[0]}", place=f"stages {stage.name}: trl", mend="see TRL's documentation"
+        )
+    rollout = spec.rollout
+    options: dict[str, Any] = {
+        "output_dir": str(output),
+        "seed": spec.seed,
+        "use_cpu": device.type == "cpu",
+        "bf16": spec.model.dtype == "bfloat16",
+        "fp16": spec.model.dtype == "float16",
+        "max_steps": stage.max_steps or -1,
+        "warmup_steps": stage.warmup_steps or stage.warmup_ratio,
+        "max_completion_length": rollout.max_completion_length,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "gradient_checkpointing": spec.model.gradient_checkpointing,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "steps",
+        "log_completions": False,
+    }
+    return GRPOConfig(**{name: value for name, value in (shared | options | stage.trl).items() if value is not None})
+
+
+def _refuse(spec: StageSpec) -> None:
+    stage = spec.stage
+    defaults = StageConfig(name=stage.name, rewards=stage.rewards)
+    for name in sorted(OURS_ALONE - QUIET):
+        if getattr(stage, name) != getattr(defaults, name):
+            _impossible(stage, name, "leave it out, or engine: native")
+    if stage.beta > 0 and stage.reference == "base" and spec.start.adapter is not None:
+        _impossible(stage, "reference: base for an adapter that goes on", "reference: stage_start, or engine: native")
+    if spec.rollout.stop or spec.rollout.stop_token_ids:
+        _impossible(stage, "rollout.stop", "trl: {generation_kwargs: ...}, or engine: native")
+    if spec.resources.num_processes > 1:
+        _impossible(stage, "resources.num_processes", "start it by torchrun, or engine: native")
+
+
+def _impossible(stage: StageConfig, what: str, mend: str) -> None:
+    raise ConfigError(f"engine trl has nothing like {what}", place=f"stages {stage.name}", mend=mend)

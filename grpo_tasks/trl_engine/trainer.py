@@ -1,0 +1,145 @@
+"""TRL's GRPOTrainer between our rewards and our journal.
+
+RewardSuite -> _calculate_rewards (TRL's place for them) -> TRL's update -> journal, table, events -> result
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.rewards.compose import RewardSuite, Scores
+from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rollout.engine import completion_seed
+from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
+from grpo_tasks.stage.guards import alarms
+from grpo_tasks.stage.journal import Journal, append_event
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.trl_engine.settings import grpo_config
+from schemas.metrics import describe
+from schemas.results import StageResult
+
+
+def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResult:
+    """Train the stage of a stage directory to its end, from its last checkpoint where there is one.
+
+    Raises:
+        ConfigError: the stage has settings that TRL cannot follow.
+    """
+    device, tokenizer = pick_device(spec.resources), load_tokenizer(spec.start)
+    arguments = grpo_config(spec, directory.checkpoints, device)
+    rows = read_prompts(spec.train)
+    model = trainable_policy(spec.start, spec.model, device=device, seed=completion_seed(spec.seed, spec.stage.name))
+    last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
+    journal = Journal(directory.journal)
+    trainer = _SuiteTrainer(
+        model=model,
+        reward_funcs=[_named(name) for name in suite.names],
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": list(row.messages), "row": index} for index, row in enumerate(rows)]),
+        processing_class=tokenizer,
+    )
+    trainer.suite, trainer.rows = suite, rows
+    trainer.add_callback(_Recorder(trainer, directory, spec, journal))
+    began = time.perf_counter()
+    if last is not None:
+        append_event(directory.events, int(last.rpartition("-")[2]), "resumed", f"from {last}")
+    trainer.train(resume_from_checkpoint=last)
+    save_final(directory, trainer.accelerator.unwrap_model(trainer.model), tokenizer)
+    step = trainer.state.global_step
+    stopped = "max_steps" if step == trainer.state.max_steps else "target"
+    ending = Ending(step, stopped, int(last is not None), time.perf_counter() - began)
+    result = finished(directory, spec, journal, ending)
+    result.save(directory.result)
+    return result
+
+
+class _SuiteTrainer(GRPOTrainer):
+    """Asks our suite instead of calling functions one by one, so that time limits and error policies hold here too."""
+
+    suite: RewardSuite
+    rows: list[PromptRow]
+    scored: tuple[Scores, list[PromptRow], list[list[int]], list[str]]
+    """The last rollout."""
+
+    def _calculate_rewards(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: Any,  # noqa: ARG002 - TRL's signature
+        completions: Any,
+        completion_ids_list: list[list[int]],
+    ) -> torch.Tensor:
+        rows = [self.rows[example["row"]] for example in inputs]
+        texts = [completion[0]["content"] for completion in completions]
+        scores = self.suite.score(batch_of(rows, texts, completion_ids_list, step=self.state.global_step + 1))
+        self.suite.adapt(scores)
+        self.reward_weights = torch.from_numpy(scores.weights).float()
+        self.scored = (scores, rows, completion_ids_list, texts)
+        return torch.from_numpy(scores.raw).float().to(self.accelerator.device)
+
+
+class _Recorder(TrainerCallback):
+    """Writes what our own engine would have written."""
+
+    def __init__(self, trainer: _SuiteTrainer, directory: StageDir, spec: StageSpec, journal: Journal) -> None:
+        self.trainer, self.directory, self.spec, self.journal = trainer, directory, spec, journal
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
+        """One line of the journal for every update."""
+        if not logs or "reward" not in logs:
+            return
+        step, scores = state.global_step, self.trainer.scored[0]
+        metrics = {name: float(value) for name, value in logs.items() if describe(name) is not None}
+        for index, name in enumerate(scores.names):
+            metrics[f"rewards/{name}/weight"] = float(scores.weights[index])
+            known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
+            if len(known):
+                metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
+        self.journal.append(step, metrics)
+        for event, detail in alarms(self.journal, step).items():
+            append_event(self.directory.events, step, event, detail)
+        for note in scores.notes:
+            append_event(self.directory.events, step, "reward_error", str(note))
+        if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):
+            write_completions(self.directory, step, self._table(step))
+        if target_reached(self.spec, self.journal, step):
+            control.should_training_stop = True
+
+    def _table(self, step: int) -> pl.DataFrame:
+        scores, rows, ids, texts = self.trainer.scored
+        limit, size = self.spec.rollout.max_completion_length, self.spec.stage.num_generations
+        ends = {self.trainer.processing_class.eos_token_id}
+        return pl.DataFrame(
+            {
+                "stage": [self.spec.stage.name] * len(rows),
+                "step": [step] * len(rows),
+                "prompt_id": [row.prompt_id for row in rows],
+                "sample": [index % size for index in range(len(rows))],
+                "prompt": [row.messages[-1]["content"] for row in rows],
+                "answer": [row.answer for row in rows],
+                "completion": texts,
+                "completion_tokens": [len(one) for one in ids],
+                "finish_reason": ["length" if len(one) >= limit and one[-1] not in ends else "stop" for one in ids],
+                "reward": pl.Series(scores.totals, nan_to_null=True),
+                "advantage": list(self.trainer._logs["advantages"])[-len(rows) :],
+                **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
+            }
+        )
+
+
+def _named(name: str) -> Any:
+    """A function of that name, which TRL reports under; never called."""
+
+    def reward(**_: Any) -> list[float]:
+        raise AssertionError("rewards come from the suite")
+
+    reward.__name__ = name
+    return reward

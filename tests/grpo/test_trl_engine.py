@@ -1,0 +1,137 @@
+"""`engine: trl`: the same stage by TRL's trainer, with our journal, tables and result; one update of both on the same work."""
+
+import json
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.metrics import describe
+from schemas.results import StageResult
+from tests.grpo.conftest import journal
+
+
+def run(directory, expect=0):
+    spec = StageSpec.load(directory.spec)
+    module = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}[spec.stage.engine]
+    done = subprocess.run(
+        [sys.executable, "-m", module, directory.root], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stderr[-3000:]
+    return done
+
+
+def test_a_stage_by_trl_leaves_what_a_stage_by_us_leaves(stages):
+    directory = stages.write("trl", engine="trl", trl={"scale_rewards": "batch"}, save_steps=2, max_steps=4, beta=0.04)
+    run(directory)
+    result = StageResult.load(directory.result)
+    assert (result.steps, result.stopped) == (4, "max_steps")
+    assert (directory.final / "adapter_model.safetensors").exists()
+    lines = journal(directory)
+    assert len(lines) == 4
+    assert all(describe(name) is not None for line in lines for name in line)
+    for name in (
+        "reward",
+        "reward_std",
+        "loss",
+        "kl",
+        "grad_norm",
+        "rewards/format/mean",
+        "completions/clipped_ratio",
+        "step_time",
+    ):
+        assert name in lines[-1], name
+    table = pl.read_parquet(directory.completions(4))
+    assert table.height == 8
+    assert (table["reward_format"] + table["reward_incremental_format"] - table["reward"]).abs().max() < 1e-6
+    run(directory)
+    assert StageResult.load(directory.result) == result
+
+
+def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
+    settings = {"engine": "trl", "save_steps": 2, "max_steps": 4}
+    directory = stages.write("stopped", **settings, early_stop={"metric": "reward", "target": -9.0, "window": 1, "min_steps": 2})
+    run(directory)
+    assert StageResult.load(directory.result).stopped == "target"
+    directory.result.unlink()
+    spec = json.loads(directory.spec.read_text())
+    spec["stage"]["early_stop"] = None
+    directory.spec.write_text(json.dumps(spec))
+    run(directory)
+    result = StageResult.load(directory.result)
+    assert (result.steps, result.resumed) == (4, 1)
+    assert [json.loads(line)["step"] for line in directory.journal.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"baseline": "leave_one_out"}, "baseline"),
+        ({"max_refills": 2}, "max_refills"),
+        ({"trl": {"lerning_rate": 1.0}}, "lerning_rate"),
+    ],
+    ids=str,
+)
+def test_what_trl_cannot_do_is_refused_by_name(stages, settings, said):
+    directory = stages.write(engine="trl", **settings)
+    run(directory, expect=1)
+    error = json.loads((directory.root / "error.json").read_text())
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beta": 0.1, "loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "optim": "adamw_torch"},
+        {"loss_type": "bnpo", "multi_objective_aggregation": "normalize_then_sum", "entropy_coef": 0.01},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"loss_type": "sapo", "top_entropy_quantile": 0.4, "use_bias_correction_kl": True, "beta": 0.1},
+    ],
+    ids=str,
+)
+def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stages, settings, monkeypatch):
+    """Same weights, same completions, same rewards: after one update the parameters agree within 1e-5."""
+    from grpo_tasks.trl_engine import trainer as adapter
+
+    # A large epsilon: else Adam's first step is the sign of the gradient, and rounding decides where that is almost zero.
+    adam = {"learning_rate": 0.1, "adam_epsilon": 1e-2}
+    chosen = {"max_steps": 1, "length": 24, "reference": "stage_start", **adam, **settings}
+    first, _ = stages.train("first", max_steps=2, learning_rate=1e-2)
+    ours, rounds = stages.write("ours", start=first.model, **chosen), []
+    spec = StageSpec.load(ours.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = stages.trainer(ours, suite)
+        collect = trainer._collect
+        monkeypatch.setattr(trainer, "_collect", lambda number: rounds.append(collect(number)) or rounds[-1])
+        trainer.train()
+    [sampled] = [found.scored.rollout for found in rounds]
+
+    def generate(self, prompt_ids, *_, **__):
+        """What ours has sampled for TRL's prompts."""
+        groups, found = {tuple(ids): index for index, ids in enumerate(sampled.prompts)}, []
+        for ids in prompt_ids:
+            group = groups[tuple(ids)]
+            place = sum(other == group for other, _ in found)
+            found.append((group, sampled.completions[group * sampled.group_size + place].token_ids))
+        return [list(ids) for _, ids in found], None
+
+    monkeypatch.setattr(adapter._SuiteTrainer, "_generate_single_turn", generate)
+    theirs = stages.write("theirs", start=first.model, engine="trl", **chosen)
+    wanted = {row.prompt_id for row in sampled.rows}
+    monkeypatch.setattr(adapter, "read_prompts", lambda _: [row for row in trainer.rows if row.prompt_id in wanted])
+    spec = StageSpec.load(theirs.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        adapter.train(theirs, spec, suite)
+    start = load_file(first.model.adapter / "adapter_model.safetensors")
+    one, other = (load_file(StageDir(each.root).final / "adapter_model.safetensors") for each in (ours, theirs))
+    moved = max((one[name] - start[name]).abs().max().item() for name in start)
+    assert moved > 1e-5
+    for name in start:
+        torch.testing.assert_close(one[name] - start[name], other[name] - start[name], rtol=1e-3, atol=1e-5)
