@@ -78,16 +78,14 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
 
 
 def _require_installed(config: RunConfig) -> None:
-    """Before anything is computed: the libraries that the stages ask for."""
+    """Before anything is computed: the libraries that the configuration asks for."""
+    wanted = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
     for stage in config.stages:
-        for library, asked in (("trl", stage.engine == "trl"), ("bitsandbytes", "8bit" in stage.optim)):
-            if asked and importlib.util.find_spec(library) is None:
-                what = f"engine {stage.engine}" if library == "trl" else f"optim {stage.optim}"
-                raise ConfigError(
-                    f"{what} needs {library}, which is not installed",
-                    place=f"stages: {stage.name}",
-                    mend=f"pip install '.[{EXTRAS[library]}]'",
-                )
+        wanted += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []
+        wanted += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []
+    for place, library in wanted:
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"{library} is not installed", place=place, mend=f"pip install '.[{EXTRAS[library]}]'")
 
 
 def pipeline_key(config: RunConfig, start_from: str) -> str:

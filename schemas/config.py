@@ -71,6 +71,7 @@ class ModelConfig(Section):
             "revision",
             "merged_dtype",
             "attn_implementation",
+            "quantization",
             "gradient_checkpointing",
         ),
     }
@@ -85,10 +86,19 @@ class ModelConfig(Section):
     """Precision the merged model is saved in. The merge itself is computed in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel."""
+    quantization: Literal["none", "nf4"] = "none"
+    """nf4: the base in 4 bits under the adapter while training (QLoRA, arXiv:2305.14314; extra [gpu]). Merging and evaluation use
+    the base as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
     lora: LoraConfig | None = Field(default_factory=LoraConfig, title="LoRA")
     """Adapter settings; null trains every weight (full fine-tuning)."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.quantization != "none" and self.lora is None:
+            raise ValueError("a 4-bit base cannot be trained itself; mend: lora: {}, or quantization: none")
+        return self
 
 
 class DataSource(Section):

@@ -66,14 +66,14 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
     if stage.optim in ("adamw_torch", "adamw_torch_fused"):
         return torch.optim.AdamW(parameters, fused=stage.optim.endswith("fused"), **options)
     try:
-        import bitsandbytes
+        from bitsandbytes.optim import adamw
     except ImportError as error:
         raise ConfigError(
             f"optim {stage.optim} needs bitsandbytes",
             place=f"stage {stage.name}",
             mend="pip install '.[gpu]', or optim: adamw_torch",
         ) from error
-    kind = bitsandbytes.optim.PagedAdamW8bit if stage.optim.startswith("paged") else bitsandbytes.optim.AdamW8bit
+    kind = adamw.PagedAdamW8bit if stage.optim.startswith("paged") else adamw.AdamW8bit
     return kind(parameters, **options)
 
 

@@ -6,10 +6,11 @@ Safetensors only and no remote code: weights from strangers are data, never prog
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from schemas.config import ModelConfig, ResourcesConfig
 from schemas.errors import ModelError
@@ -65,8 +66,10 @@ def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_base(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
-    """The base weights in `dtype` (default: the config's), in eval mode, without gradients.
+def load_base(
+    ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None, quantize: bool = False
+) -> PreTrainedModel:
+    """The base weights in `dtype` (default: the config's), in eval mode, without gradients; with `quantize` as the config says.
 
     Raises:
         ModelError: the weights cannot be loaded.
@@ -78,10 +81,25 @@ def load_base(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype
             dtype=getattr(torch, dtype or config.dtype),
             attn_implementation=config.attn_implementation,
             use_safetensors=True,
+            **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the model cannot be loaded: {error}", place=f"model.path: {ref.path}") from error
-    return model.to(device).eval().requires_grad_(False)
+    if not getattr(model, "is_quantized", False):
+        # A quantized model is where it was loaded to, and cannot be moved.
+        model = model.to(device)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes repacks its weights on a CPU in eval mode, and can then not train through them any more.
+            module.support_avx512bf16_for_cpu = False
+    return model.eval().requires_grad_(False)
+
+
+def _quantized(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    kind = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=config.quantization, bnb_4bit_compute_dtype=getattr(torch, config.dtype)
+    )
+    return {"quantization_config": kind, "device_map": {"": device}}
 
 
 def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
@@ -97,7 +115,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
 
     With `config.lora` null every weight is trained. Trainable weights are float32 whatever the base's precision.
     """
-    base = load_base(ref, config, device=device)
+    base = load_base(ref, config, device=device, quantize=True)
     if config.lora is None:
         model = base.float().requires_grad_(True)
     elif ref.adapter is not None:

@@ -105,23 +105,32 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
         model.load_state_dict(weights, strict=False)
 
 
-def _flatten(state: dict[int, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and numbers of an optimizer's state by dotted names; 8-bit optimizers nest theirs."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
-    for index, entries in state.items():
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}.{name}"] = value.contiguous()
-            else:
-                numbers[f"{index}.{name}"] = value
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            deeper_tensors, deeper_numbers = _flatten(value, f"{name}.")
+            tensors |= deeper_tensors
+            numbers |= deeper_numbers
+        elif isinstance(value, torch.Tensor):
+            # A copy where two entries share their memory (the tables of 8-bit optimizers), which safetensors refuses.
+            tensors[name] = value.contiguous().clone()
+        else:
+            numbers[name] = value
     return tensors, numbers
 
 
 def _unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**tensors, **numbers}.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
+    for name, value in {**tensors, **numbers}.items():
+        index, *path, last = name.split(".")
+        entries = state.setdefault(int(index), {})
+        for key in path:
+            entries = entries.setdefault(key, {})
+        entries[last] = value
     return state
 
 

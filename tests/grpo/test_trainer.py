@@ -132,3 +132,25 @@ def test_dead_groups_keep_their_kl_only_when_asked(train):
 def test_truncated_importance_weights_are_near_one_where_sampler_and_trainer_agree(train):
     _, directory = train(importance_sampling_correction="token_truncate")
     assert journal(directory)[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_base_in_four_bits_is_trained_under_its_adapter(train):
+    result, directory = train(model={"quantization": "nf4"}, beta=0.01)
+    assert (directory.final / "adapter_model.safetensors").stat().st_size == file_size(train)
+    for line in journal(directory):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+        assert line["kl"] >= 0
+    assert result.steps == 3
+    assert journal(directory)[-1]["grad_norm"] > 0
+
+
+def file_size(train):
+    """Of an adapter over the base in full precision."""
+    return (train("full")[1].final / "adapter_model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains_and_the_sampler_stays_near_the_trainer(train, dtype):
+    _, directory = train(model={"dtype": dtype})
+    for line in journal(directory):
+        assert line["sampling/sampling_logp_difference/mean"] < 0.05

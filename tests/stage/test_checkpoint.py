@@ -11,10 +11,10 @@ def make_state(base_ref, tokenizer):
     from grpo_tasks.policy.load import trainable_policy
     from schemas.config import ModelConfig
 
-    def make(lora=True):
+    def make(lora=True, optim="adamw_torch"):
         config = ModelConfig() if lora else ModelConfig(lora=None)
         model = trainable_policy(base_ref, config, device=torch.device("cpu"), seed=3)
-        stage = StageConfig(name="s", rewards=["format"], learning_rate=1e-2, warmup_steps=2)
+        stage = StageConfig(name="s", rewards=["format"], learning_rate=1e-2, warmup_steps=2, optim=optim)
         optimizer = make_optimizer(stage, [p for p in model.parameters() if p.requires_grad])
         return TrainingState(model, tokenizer, optimizer, make_scheduler(stage, optimizer, updates=10))
 
@@ -35,15 +35,16 @@ def weights(state):
     return {name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize("lora", [True, False])
-def test_going_on_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora):
-    state = make_state(lora)
+def test_going_on_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora, optim):
+    state = make_state(lora, optim)
     for _ in range(3):
         update(state)
     save_checkpoint(tmp_path, 3, state, {"weight": 1.2}, keep=2)
     for _ in range(3):
         update(state)
-    again = make_state(lora)
+    again = make_state(lora, optim)
     assert load_checkpoint(tmp_path, again) == (3, {"weight": 1.2})
     for _ in range(3):
         update(again)
