@@ -14,11 +14,14 @@ class Place:
     """A working directory where a user calls `grpo`."""
 
     root: Path
+    api: str | None = None
+    """Prefect server to talk to; none: the command starts its own, as it does for a user who has none."""
 
     @property
     def environment(self):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_TRACKING"))}
-        return kept | {"PREFECT_HOME": str(self.root / "prefect"), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        own = {"PREFECT_HOME": str(self.root / "prefect"), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        return kept | own | ({"PREFECT_API_URL": self.api} if self.api else {})
 
     def start(self, *arguments, **variables):
         return subprocess.Popen(

@@ -35,11 +35,11 @@ def assert_self_contained(text):
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory):
+def reported(tmp_path_factory, prefect_api):
     """Two runs over hostile data that differ in their seed and learning rate."""
     from tests.flows.place import Place
 
-    place = Place(tmp_path_factory.mktemp("reported"))
+    place = Place(tmp_path_factory.mktemp("reported"), prefect_api)
     rows = [{"question": HOSTILE.format(n=n), "answer": str(n + 4)} for n in range(10, 60)]
     bad = [{"question": "<img src=x onerror=alert(1)>", "answer": ""}]
     place.write("train.jsonl", "\n".join(json.dumps(row) for row in rows[:40] + bad))

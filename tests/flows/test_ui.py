@@ -7,6 +7,9 @@ import urllib.request
 
 import psutil
 import pytest
+import yaml
+
+from tests.flows.place import SMALL
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,8 +21,10 @@ def ask(url, body=None):
         return json.loads(answer.read())
 
 
-def test_both_uis_show_the_run_and_end_together(place, small):
-    place.grpo("validate", small())
+def test_both_uis_show_the_run_and_end_together(lone_place):
+    place = lone_place
+    place.write("small.yaml", yaml.safe_dump(SMALL))
+    place.grpo("validate", "small.yaml")
     process = place.start("ui", "--prefect-port", "14200", "--mlflow-port", "15000")
     addresses = {}
     while len(addresses) < 2:

@@ -109,21 +109,20 @@ def test_a_stage_taken_up_again_gives_the_curve(stages):
     ids=str,
 )
 def test_two_processes_make_the_updates_of_one(stages, settings):
-    results = {}
-    for count in (1, 2):
-        directory = stages.write(f"by-{count}", **CURVE | settings, resources={"num_processes": count})
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results[count] = (journal(directory), load_file(directory.final / "adapter_model.safetensors"))
+    _, one = stages.train("by-1", **CURVE | settings)
+    two = stages.write("by-2", **CURVE | settings, resources={"num_processes": 2})
+    command = [sys.executable, "-m", "grpo_tasks.grpo", two.root]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     if not settings:
-        assert_golden(directory)
-    for one, two in zip(results[1][0], results[2][0], strict=True):
+        assert_golden(two)
+    for alone, together in zip(journal(one), journal(two), strict=True):
         for name in WATCHED:
-            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name
-    for name, tensor in results[1][1].items():
-        torch.testing.assert_close(results[2][1][name], tensor, rtol=1e-2, atol=2e-4)
+            assert together[name] == pytest.approx(alone[name], rel=2e-3, abs=2e-5), name
+    weights = [load_file(directory.final / "adapter_model.safetensors") for directory in (one, two)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=2e-4)
 
 
 def test_when_one_of_two_processes_dies_the_other_ends_too(stages, tmp_path):
