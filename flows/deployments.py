@@ -135,7 +135,12 @@ def deployments() -> list[Deployment]:
     ]
 
 
-_PIPELINES: dict[str, Queue] = {"demo": "cpu", "gsm8k-qwen2.5-0.5b": "gpu", "gsm8k-qwen2.5-1.5b": "gpu"}
+_PIPELINES: dict[str, Queue] = {
+    "demo": "cpu",
+    "gsm8k-qwen2.5-0.5b": "gpu",
+    "gsm8k-qwen2.5-1.5b": "gpu",
+    "gsm8k-qwen2.5-1.5b-4gpu": "gpu",
+}
 
 
 def prefect_yaml() -> str:

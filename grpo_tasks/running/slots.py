@@ -12,8 +12,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,24 +61,36 @@ class Holder:
         return state is not None and state.is_final()
 
 
-def slot_of(resources: ResourcesConfig) -> str | None:
-    """Name of the slot a run takes: that of its card, the one it names, or none (CPU, shared)."""
+def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
+    """Names of the slots a run takes: those of its cards, the one it names, or none (CPU, shared).
+
+    In one order for everybody, so that two runs never wait for each other.
+    """
     if resources.gpu_slot == SHARED:
-        return None
+        return []
     if resources.gpu_slot != AUTO:
-        return resources.gpu_slot
-    if resources.device == "cpu" or not Path("/proc/driver/nvidia/gpus").exists():
-        return None
-    card = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
-    return f"gpu-{socket.gethostname()}-{card}"
+        return [resources.gpu_slot]
+    if has_cards is None:
+        has_cards = Path("/proc/driver/nvidia/gpus").exists()
+    if resources.device == "cpu" or not has_cards:
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = named.split(",") if named else [str(card) for card in range(resources.num_processes)]
+    return sorted(f"gpu-{socket.gethostname()}-{card}" for card in cards[: resources.num_processes])
 
 
 @contextmanager
-def hold(slot: str | None) -> Iterator[None]:
-    """Have the slot while the block runs; wait for it as long as it takes. None: no waiting."""
-    if slot is None:
+def hold_all(slots: Iterable[str]) -> Iterator[None]:
+    """Have all these slots while the block runs."""
+    with ExitStack() as stack:
+        for slot in slots:
+            stack.enter_context(hold(slot))
         yield
-        return
+
+
+@contextmanager
+def hold(slot: str) -> Iterator[None]:
+    """Have the slot while the block runs; wait for it as long as it takes."""
     with get_client(sync_client=True) as client:
         holder = _take(client, slot)
         done = threading.Event()

@@ -23,7 +23,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.slots import hold, slot_of
+from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.child import RESULT
 from schemas.config import ResourcesConfig
 from schemas.errors import ChildDied, UserError
@@ -86,7 +86,7 @@ def step(
             if not resumable or work.run.fresh:
                 shutil.rmtree(work.directory, ignore_errors=True)
             work.directory.mkdir(parents=True, exist_ok=True)
-            with hold(slot_of(work.run.resources) if device else None):
+            with hold_all(slots_of(work.run.resources) if device else ()):
                 result = body(work, **inputs)  # type: ignore[call-arg]
             result.save(work.directory / RESULT)
             return result
