@@ -14,7 +14,7 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 	$(BIN)/grpo run demo $(ARGS)
 
 test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui

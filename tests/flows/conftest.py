@@ -1,7 +1,6 @@
 """The command line in folders of its own, with a Prefect home and an MLflow store of their own."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -10,14 +9,13 @@ import pytest
 import yaml
 
 from tests.flows.place import BIN, SMALL, Place
+from tests.ports import free_ports
 
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory):
     """Address of a Prefect server that the commands of all tests here share; starting one for each command takes ten seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     home = tmp_path_factory.mktemp("prefect")
     server = subprocess.Popen(
         [BIN / "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.flows.place import SMALL, Place
+from tests.ports import free_ports
 from tests.postgres import cluster, programs
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -46,6 +47,11 @@ class Operated(Place):
 
     def delete(self, path):
         request = urllib.request.Request(f"{self.prefect}/api{path}", method="DELETE")
+        urllib.request.urlopen(request, timeout=30).close()
+
+    def patch(self, path, body):
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.prefect}/api{path}", data=data, headers=headers, method="PATCH")
         urllib.request.urlopen(request, timeout=30).close()
 
     def deployment(self, name):
@@ -111,7 +117,8 @@ def operated(tmp_path_factory, request):
     place = Operated(tmp_path_factory.mktemp("operated"))
     if programs():
         place.postgres = request.getfixturevalue("postgres")
-    told = place.grpo("up", "--prefect-port", "14300", "--mlflow-port", "15300", "--workers", "2")
+    ports = [str(port) for port in free_ports(2)]
+    told = place.grpo("up", "--prefect-port", ports[0], "--mlflow-port", ports[1], "--workers", "2")
     [place.prefect] = re.findall(r"Prefect UI +(\S+)", told)
     [place.mlflow] = re.findall(r"MLflow UI +(\S+)", told)
     yield place

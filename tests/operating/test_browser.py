@@ -13,7 +13,7 @@ SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
 """Folder for pictures of the pages; they are taken for the README by setting it."""
 
 pytestmark = [
-    pytest.mark.xdist_group("operated"),
+    pytest.mark.xdist_group("browser"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),

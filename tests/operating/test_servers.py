@@ -216,6 +216,29 @@ def test_new_data_sends_the_event_that_retrains(operated):
     assert versions(operated, "watched") == 1
 
 
+def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(operated):
+    """Waits until the validation's end has made a run of retrain, and cancels it: it would train the whole demo."""
+    automations = operated.ask("/automations/filter", {"limit": 50})
+    [trigger] = [found for found in automations if "after a validation" in found["name"]]
+    assert not trigger["enabled"]
+    before = {run["id"] for run in operated.runs_of("retrain")}
+    operated.patch(f"/automations/{trigger['id']}", {"enabled": True})
+    try:
+        operated.wait(operated.trigger("validate")["id"], "COMPLETED")
+        deadline = time.monotonic() + 60
+        while not (made := [run for run in operated.runs_of("retrain") if run["id"] not in before]):
+            assert time.monotonic() < deadline, "the end of the validation started nothing"
+            time.sleep(0.2)
+    finally:
+        operated.patch(f"/automations/{trigger['id']}", {"enabled": False})
+    for run in made:
+        running = operated.ask(f"/flow_runs/{run['id']}")["state_type"] == "RUNNING"
+        state = {"type": "CANCELLING" if running else "CANCELLED", "name": "Cancelling" if running else "Cancelled"}
+        operated.ask(f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        operated.wait(run["id"], "CANCELLED")
+    assert len(made) == 1
+
+
 def test_a_bad_value_is_refused_with_the_fields_name_before_any_run_exists(operated):
     from urllib.error import HTTPError
 
