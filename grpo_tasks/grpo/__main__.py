@@ -6,7 +6,7 @@ Under torchrun (several nodes) each process that it starts comes here; on one no
 import os
 from pathlib import Path
 
-from grpo_tasks.grpo.launch import launch
+from grpo_tasks.grpo.launch import launch, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -22,8 +22,8 @@ def main(root: Path) -> None:
     if spec.resources.num_processes > 1 and "RANK" not in os.environ:
         launch(directory.root, spec.resources.num_processes)
         return
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
-        Trainer(directory, suite).train()
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite, rollout_servers(spec, directory) as servers:
+        Trainer(directory, suite, servers).train()
 
 
 if __name__ == "__main__":

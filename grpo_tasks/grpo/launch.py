@@ -1,16 +1,37 @@
-"""Several processes on this machine that train one stage together, each of them `python -m grpo_tasks.grpo` with a rank."""
+"""What runs beside a stage's trainer: other processes that train with it, each of them `python -m grpo_tasks.grpo` with a rank,
+and a rollout server.
+"""
 
 import os
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_tasks.policy.load import pick_device
+from grpo_tasks.rollout.vllm_server import Served, serving
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.child import ERROR, PARENT
 from schemas.errors import ChildDied, UserError
+from schemas.paths import resolve
+from schemas.ports import HOST, free_port
 
 POLL_S = 0.1
+
+
+@contextmanager
+def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[str]]:
+    """Addresses of the servers that sample for the stage: those of the config, or one started here; none for engine local."""
+    config = spec.rollout.vllm
+    if spec.rollout.engine == "local" or config.base_urls:
+        yield [url.rstrip("/") for url in config.base_urls] if spec.rollout.engine == "vllm" else []
+        return
+    lora, cuda = spec.model.lora, pick_device(spec.resources).type == "cuda"
+    served = Served(Path(resolve(spec.start.path)), spec.model.dtype, lora.r if lora is not None else None, cuda)
+    with serving(config, served, directory.root / "vllm.log") as address:
+        yield [address]
 
 
 def launch(directory: Path, num_processes: int) -> None:
@@ -20,7 +41,7 @@ def launch(directory: Path, num_processes: int) -> None:
         UserError: one of them left one.
         ChildDied: one of them ended badly without saying why.
     """
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(num_processes)}
+    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
     command = [sys.executable, "-m", "grpo_tasks.grpo", str(directory)]
     processes = [
         subprocess.Popen(
@@ -46,10 +67,3 @@ def launch(directory: Path, num_processes: int) -> None:
             place=str(directory),
             mend="see the end of the log; start the same command again: the stage goes on from its last checkpoint",
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -6,10 +6,12 @@ Of several processes, the first writes the files.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
@@ -21,8 +23,9 @@ from grpo_tasks.grpo.rounds import Collector, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.compose import RewardSuite
-from grpo_tasks.rollout.engine import completion_seed
+from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
 from grpo_tasks.stage.guards import alarms
@@ -43,7 +46,7 @@ class _Cut:
 class Trainer:
     """Trains the stage of a stage directory."""
 
-    def __init__(self, directory: StageDir, suite: RewardSuite) -> None:
+    def __init__(self, directory: StageDir, suite: RewardSuite, servers: Sequence[str] = ()) -> None:
         self.dir, self.suite = directory, suite
         self.spec = StageSpec.load(directory.spec)
         self.stage = self.spec.stage
@@ -74,14 +77,21 @@ class Trainer:
         self.meter = DeviceMeter(self.device)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
-        engine = LocalEngine(
+        engine = self._engine(model, servers)
+        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
+
+    def _engine(self, model: PreTrainedModel, servers: Sequence[str]) -> RolloutEngine:
+        if servers:
+            config, dtype = self.spec.rollout.vllm, self.spec.model.dtype
+            return VllmEngine(model, self.tokenizer, config, servers, adapters=self.dir.root / "adapters", dtype=dtype)
+        resources = self.spec.resources
+        return LocalEngine(
             model,
             self.tokenizer,
             share_prompts=resources.share_prompts,
             fold_adapter=resources.fold_adapter,
             fuse_kernels=resources.fuse_kernels,
         )
-        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
 
     def train(self) -> StageResult:
         """Run all updates that are left."""
@@ -100,6 +110,7 @@ class Trainer:
             if self._checkpoint_due():
                 self._save()
         self._save()
+        self.collector.engine.close()
         return self._finish(stopped)
 
     def _collect(self, number: int) -> Round:

@@ -77,6 +77,9 @@ class RolloutEngine(Protocol):
     def sync(self) -> None:
         """Take over the weights of the policy as they are now."""
 
+    def close(self) -> None:
+        """Give back what is held elsewhere; the engine is not used afterwards."""
+
 
 def completion_seed(*parts: int | str) -> int:
     """A 63-bit seed from (seed, stage, step, prompt id, index), independent of Python's hash seed."""

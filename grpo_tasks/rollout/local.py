@@ -52,6 +52,9 @@ class LocalEngine:
         if self._folded is not None:
             self._folded.sync()
 
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
+
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`."""

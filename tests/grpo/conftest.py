@@ -23,7 +23,17 @@ class Stages:
     root: object
 
     def write(
-        self, name="stage", *, start=None, length=40, model=None, rewards=None, stage_rewards=None, resources=None, **stage
+        self,
+        name="stage",
+        *,
+        start=None,
+        length=40,
+        model=None,
+        rewards=None,
+        stage_rewards=None,
+        resources=None,
+        rollout=None,
+        **stage,
     ):
         """A stage directory, ready to be trained; further arguments are settings of the stage."""
         directory = StageDir(self.root / name)
@@ -44,7 +54,7 @@ class Stages:
             model=ModelConfig(**model or {}),
             start=start or ModelRef(path="embedded:base"),
             rewards=RewardsConfig(**rewards or {}),
-            rollout=RolloutConfig(max_completion_length=length),
+            rollout=RolloutConfig(max_completion_length=length, **rollout or {}),
             resources=ResourcesConfig(**{"device": "cpu", "num_threads": 1} | (resources or {})),
             train=self.root / "train.parquet",
         ).save(directory.spec)
