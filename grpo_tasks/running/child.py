@@ -1,13 +1,17 @@
 """Heavy work in a process of its own: torch's memory is given back when a step ends, and a crash takes nothing else along."""
 
+import contextlib
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from schemas.child import ERROR, PARENT
+from schemas.child import ERROR
 from schemas.errors import ChildDied, UserError
 
 LOG = "log.txt"
@@ -24,30 +28,76 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
         UserError: the child left one.
         ChildDied: it ended badly without saying why.
     """
-    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
-    with (directory / LOG).open("ab") as log:
-        command = [sys.executable, "-m", module, str(directory)]
-        child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-        try:
-            while child.poll() is None:
-                if tick is not None:
-                    tick()
-                time.sleep(POLL_S)
-        finally:
-            _end(child)
-    if child.returncode != 0:
-        raise _error_of(child.returncode, module, directory)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
+    child = Child(module, directory)
     try:
-        child.wait(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        while child.running(POLL_S):
+            if tick is not None:
+                tick()
+    finally:
+        child.end()
+    if child.code != 0:
+        raise _error_of(child.code, module, directory)
+
+
+class Child:
+    """A child process, forked by a server of this process that has the libraries loaded (fork_server.py)."""
+
+    idle: list[Connection] = []  # noqa: RUF012 - the servers of the whole process
+    """Servers that wait for work; one forks one child at a time."""
+
+    def __init__(self, module: str, directory: Path) -> None:
+        log = directory / LOG
+        request = {"module": module, "directory": str(directory), "log": str(log), "environment": dict(os.environ)}
+        self.code = -signal.SIGKILL
+        """Exit code, negative for a signal; SIGKILL also where the server was killed, for its child dies with it."""
+        self._pid: int | None = None
+        # A server that waited too long may be gone.
+        while self._pid is None:
+            fresh = not Child.idle
+            self._server = _start_server(log) if fresh else Child.idle.pop()
+            try:
+                self._server.send_bytes(json.dumps(request).encode())
+                self._pid = int(self._server.recv_bytes())
+            except (EOFError, OSError):
+                self._server.close()
+                if fresh:
+                    self.code = 1
+                    return
+
+    def running(self, wait_s: float) -> bool:
+        """Whether it still runs, after at most `wait_s` seconds."""
+        if self._pid is None:
+            return False
+        if not self._server.poll(wait_s):
+            return True
+        self._pid = None
+        try:
+            self.code = int(self._server.recv_bytes())
+            Child.idle.append(self._server)
+        except (EOFError, OSError):
+            self._server.close()
+        return False
+
+    def end(self) -> None:
+        """End it, if need be by force."""
+        for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            if self._pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, number)
+                self.running(wait_s)
+
+
+def _start_server(log: Path) -> Connection:
+    ours, theirs = socket.socketpair()
+    with theirs, log.open("ab") as file:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "grpo_tasks.running.fork_server", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=(theirs.fileno(),),
+        )
+    return Connection(ours.detach())
 
 
 def _error_of(code: int, module: str, directory: Path) -> UserError:

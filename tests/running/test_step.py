@@ -1,7 +1,11 @@
-"""Content keys: what makes a step run again, and what does not."""
+"""Content keys: what makes a step run again, and what does not; the processes that steps work in."""
 
+import os
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from grpo_tasks.running.child import run_module
@@ -66,12 +70,68 @@ def test_a_child_that_dies_without_a_word_is_told_with_the_end_of_its_log(tmp_pa
     assert str(tmp_path / "log.txt") in str(caught.value)
 
 
+def test_children_after_the_first_find_the_libraries_loaded(tmp_path):
+    for _ in range(2):
+        with pytest.raises(ChildDied, match="exit code 1"):
+            run_module("grpo_tasks.no_such_room", tmp_path)
+    assert len(servers_of(os.getpid())) == 1
+
+
 def test_whatever_ends_the_wait_ends_the_child(tmp_path):
-    began = time.monotonic()
+    os.mkfifo(tmp_path / "spec.json")  # its reader waits for ever
 
     def interrupt():
+        assert children_with(tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_module("http.server", tmp_path, tick=interrupt)
-    assert time.monotonic() - began < 60
+        run_module("grpo_tasks.policy", tmp_path, tick=interrupt)
+    assert not children_with(tmp_path)
+
+
+def test_the_child_and_its_server_end_with_the_process_that_waits_however_it_ends(tmp_path):
+    os.mkfifo(tmp_path / "spec.json")
+    program = "import sys, pathlib; from grpo_tasks.running.child import run_module; "
+    program += "run_module('grpo_tasks.policy', pathlib.Path(sys.argv[1]))"
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as waits:
+        try:
+            until(lambda: children_with(tmp_path, "grpo_tasks.policy"))
+            family = psutil.Process(waits.pid).children(recursive=True)
+        finally:
+            waits.kill()
+    assert len(family) == 2
+    until(lambda: not any(process.is_running() for process in family))
+
+
+def test_a_server_that_was_killed_is_replaced_and_its_child_counts_as_killed(tmp_path):
+    os.mkfifo(tmp_path / "spec.json")
+
+    def kill_server():
+        for process in servers_of(os.getpid()):
+            process.kill()
+
+    with pytest.raises(ChildDied, match="signal 9"):
+        run_module("grpo_tasks.policy", tmp_path, tick=kill_server)
+    until(lambda: not children_with(tmp_path))
+    with pytest.raises(ChildDied, match="No module named"):
+        run_module("grpo_tasks.no_such_room", tmp_path)
+
+
+def servers_of(pid):
+    return [child for child in psutil.Process(pid).children() if "grpo_tasks.running.fork_server" in child.cmdline()]
+
+
+def children_with(path, module=""):
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if f"-m {module}" in line and str(path) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
