@@ -349,10 +349,12 @@ def serve() -> None:
 
 
 def prepare_environment() -> None:
-    """Settings of the libraries underneath, where the user has made none: no telemetry, no chatter."""
+    """Settings of the libraries underneath, where the user has made none: no telemetry, no chatter, patience."""
     defaults = {
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # On a busy or slow machine Prefect's own server needs more than its 20 s.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
