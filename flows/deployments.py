@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from schemas.config import RunConfig
-from schemas.load import PRESETS
+from schemas.load import PRESETS, read_tree
 from schemas.section import form_values
 
 POOL = "grpo"
@@ -163,7 +163,7 @@ class _Plain(yaml.SafeDumper):
 
 
 def _preset(name: str) -> dict[str, Any]:
-    return form_values(yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8")), RunConfig)
+    return form_values(read_tree(name), RunConfig)
 
 
 def write_prefect_yaml(path: Path = FILE) -> Path:

@@ -52,6 +52,7 @@ def trained(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport)
 def evaluated(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> EvalReport:
     """A model on the held-out prompts."""
     config = run.config
+    rollout = config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine})
     return evaluate_model(
         run,
         label,
@@ -59,7 +60,7 @@ def evaluated(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> Eval
         data,
         model=config.model,
         rewards=config.rewards,
-        rollout=config.rollout,
+        rollout=rollout,
         evaluation=config.evaluation,
         seed=config.seed,
     )

@@ -262,6 +262,9 @@ class VllmConfig(Section):
         "server_details": (
             "python",
             "gpu_memory_utilization",
+            "sleep",
+            "replicas",
+            "devices",
             "tensor_parallel_size",
             "max_model_len",
             "extra_args",
@@ -269,16 +272,26 @@ class VllmConfig(Section):
             "request_timeout_s",
             "concurrency",
             "retries",
+            "max_restarts",
         ),
     }
 
     base_urls: list[str] = Field(default_factory=list)
     """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
-    ended with the stage."""
+    ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder."""
+    sync: Literal["auto", "adapter", "merged"] = "auto"
+    """How the servers take over the policy at each update. adapter: the adapter is swapped. merged: whole weights are written and
+    read, which full fine-tuning always does. auto: adapter, but merged where our own server decodes on a CPU."""
     python: str = ".venv-vllm/bin/python"
     """Python of the environment that vLLM is installed in (make vllm)."""
     gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
     """Share of the card's memory that the server takes."""
+    sleep: bool = False
+    """The server gives the card's memory back while the policy trains (a GPU's only): for one card that both share."""
+    replicas: int = Field(1, ge=1)
+    """Servers started here; requests are spread over them."""
+    devices: list[str] = Field(default_factory=list)
+    """Cards of the servers, one entry a replica, such as "1", or "2,3" with tensor_parallel_size 2; empty: the trainer's."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Cards that one server spreads the model over."""
     max_model_len: int | None = Field(None, ge=1)
@@ -293,6 +306,14 @@ class VllmConfig(Section):
     """Requests under way at once."""
     retries: int = Field(3, ge=0)
     """Times a request is repeated after a fault of the connection."""
+    max_restarts: int = Field(2, ge=0)
+    """Times that servers which died are started again before the stage stops."""
+
+    @model_validator(mode="after")
+    def _one_entry_a_replica(self) -> Self:
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; give one for each")
+        return self
 
 
 class RolloutConfig(Section):
@@ -569,6 +590,8 @@ class EvaluationConfig(Section):
         ),
     }
 
+    engine: Literal["local", "vllm"] | None = None
+    """What samples; empty: as in training (rollout.engine)."""
     max_prompts: int | None = Field(256, ge=1)
     """Held-out prompts used, the first by hash of the row; empty: all."""
     num_samples: int = Field(4, ge=1)

@@ -1,6 +1,7 @@
 """From a YAML file and `--set` overrides to a `RunConfig`, or to one `ConfigError` that says what to mend.
 
-A preset is named (`demo`) or given as a path. Overrides are `a.b.0.c=value`, the value read as YAML.
+A preset is named (`demo`) or given as a path. `extends: SOURCE` in a file puts it on top of another: sections are merged by key, lists
+replaced. Overrides are `a.b.0.c=value`, the value read as YAML.
 """
 
 import difflib
@@ -26,6 +27,14 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     Raises:
         ConfigError: the file is missing or no YAML mapping, a key is unknown, a value is refused.
     """
+    tree = read_tree(source)
+    for override in overrides or []:
+        _override(tree, override)
+    return check_config(tree, place=str(find_config(source)))
+
+
+def read_tree(source: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """What a file and those it extends say, not checked; `above`: the files that led here."""
     path = find_config(source)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -33,9 +42,21 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
         raise ConfigError(f"not readable as YAML: {error}", place=str(path), mend="mend the line it names") from error
     if not isinstance(tree, dict):
         raise ConfigError("the file holds no mapping of settings", place=str(path), mend="start from a preset in deploy/presets")
-    for override in overrides or []:
-        _override(tree, override)
-    return check_config(tree, place=str(path))
+    below = tree.pop("extends", None)
+    if below is None:
+        return tree
+    if not isinstance(below, str) or path in above:
+        raise ConfigError(f"extends: {below}", place=str(path), mend="name one preset or file that does not lead back here")
+    beside = path.parent / below
+    return _merged(read_tree(beside if beside.is_file() else below, (*above, path)), tree)
+
+
+def _merged(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = below | top
+    for key in below.keys() & top.keys():
+        if isinstance(below[key], dict) and isinstance(top[key], dict):
+            merged[key] = _merged(below[key], top[key])
+    return merged
 
 
 def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunConfig:

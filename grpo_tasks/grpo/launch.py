@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
-from grpo_tasks.rollout.vllm_server import Served, serving
+from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.child import ERROR, PARENT
 from schemas.errors import ChildDied, UserError
@@ -22,16 +22,19 @@ POLL_S = 0.1
 
 
 @contextmanager
-def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[str]]:
-    """Addresses of the servers that sample for the stage: those of the config, or one started here; none for engine local."""
-    config = spec.rollout.vllm
-    if spec.rollout.engine == "local" or config.base_urls:
-        yield [url.rstrip("/") for url in config.base_urls] if spec.rollout.engine == "vllm" else []
-        return
-    lora, cuda = spec.model.lora, pick_device(spec.resources).type == "cuda"
-    served = Served(Path(resolve(spec.start.path)), spec.model.dtype, lora.r if lora is not None else None, cuda)
-    with serving(config, served, directory.root / "vllm.log") as address:
-        yield [address]
+def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmServer]]:
+    """Servers that sample for the stage: those of the config, or some started here; none for engine local."""
+    config, cuda = spec.rollout.vllm, pick_device(spec.resources).type == "cuda"
+    merged = hands_over_weights(config, spec.model, cuda=cuda)
+    if spec.rollout.engine == "local":
+        yield []
+    elif config.base_urls:
+        yield elsewhere(config, adapters=not merged)
+    else:
+        rank = None if merged or spec.model.lora is None else spec.model.lora.r
+        served = Served(Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda)
+        with serving(config, served, directory.root) as servers:
+            yield servers
 
 
 def launch(directory: Path, num_processes: int) -> None:

@@ -68,6 +68,7 @@ class Collector:
             groups, tokens = groups + wanted, tokens + fresh.rollout.num_tokens
             scored = take_groups(join([scored, fresh]), chosen.tolist())
             gained = advantages(rewards_of(scored), stage)
+        self.engine.rest()
         self.suite.adapt(scored.scores)
         return Round(scored, gained, dropped=groups - len(gained.dead), tokens=tokens)
 

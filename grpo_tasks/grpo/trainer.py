@@ -26,6 +26,7 @@ from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
+from grpo_tasks.rollout.vllm_server import VllmServer, hands_over_weights
 from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
 from grpo_tasks.stage.guards import alarms
@@ -46,7 +47,7 @@ class _Cut:
 class Trainer:
     """Trains the stage of a stage directory."""
 
-    def __init__(self, directory: StageDir, suite: RewardSuite, servers: Sequence[str] = ()) -> None:
+    def __init__(self, directory: StageDir, suite: RewardSuite, servers: Sequence[VllmServer] = ()) -> None:
         self.dir, self.suite = directory, suite
         self.spec = StageSpec.load(directory.spec)
         self.stage = self.spec.stage
@@ -80,10 +81,18 @@ class Trainer:
         engine = self._engine(model, servers)
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
 
-    def _engine(self, model: PreTrainedModel, servers: Sequence[str]) -> RolloutEngine:
+    def _engine(self, model: PreTrainedModel, servers: Sequence[VllmServer]) -> RolloutEngine:
         if servers:
-            config, dtype = self.spec.rollout.vllm, self.spec.model.dtype
-            return VllmEngine(model, self.tokenizer, config, servers, adapters=self.dir.root / "adapters", dtype=dtype)
+            config, cuda = self.spec.rollout.vllm, self.device.type == "cuda"
+            return VllmEngine(
+                model,
+                self.tokenizer,
+                config.model_copy(update={"sleep": config.sleep and cuda}),
+                servers,
+                weights=self.dir.root / "served",
+                dtype=self.spec.model.dtype,
+                merged=hands_over_weights(config, self.spec.model, cuda=cuda),
+            )
         resources = self.spec.resources
         return LocalEngine(
             model,

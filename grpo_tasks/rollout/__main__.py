@@ -9,7 +9,7 @@ from schemas.child import SPEC, run_child
 
 def main(directory: Path) -> None:
     """Sample and write the table."""
-    sample(SampleSpec.load(directory / SPEC)).write_parquet(directory / "samples.parquet")
+    sample(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / "samples.parquet")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,9 @@ class RolloutEngine(Protocol):
     def sync(self) -> None:
         """Take over the weights of the policy as they are now."""
 
+    def rest(self) -> None:
+        """No completion is wanted until the next `sync`."""
+
     def close(self) -> None:
         """Give back what is held elsewhere; the engine is not used afterwards."""
 

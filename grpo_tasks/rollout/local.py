@@ -52,6 +52,9 @@ class LocalEngine:
         if self._folded is not None:
             self._folded.sync()
 
+    def rest(self) -> None:
+        """Nothing that the training could use is held."""
+
     def close(self) -> None:
         """Nothing is held elsewhere."""
 

@@ -1,23 +1,63 @@
 """Completions of one model for a list of prompts, as a table: what the lab and the evaluation look at."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import polars as pl
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
-from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_seed
+from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
+from grpo_tasks.rollout.vllm_engine import VllmSampler
+from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, serving
+from schemas.paths import resolve
 
 
-def sample(spec: SampleSpec) -> pl.DataFrame:
-    """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`."""
-    rows = chosen_rows(spec.prompts, spec.max_prompts)
-    device = pick_device(spec.resources)
+def sample(spec: SampleSpec, directory: Path) -> pl.DataFrame:
+    """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`. Logs of servers go to `directory`."""
     tokenizer = load_tokenizer(spec.ref)
-    engine = LocalEngine(load_policy(spec.ref, spec.model, device=device), tokenizer)
+    with _engine(spec, tokenizer, directory) as engine:
+        return _sampled(spec, tokenizer, engine)
+
+
+@contextmanager
+def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
+    device, config, adapter = pick_device(spec.resources), spec.rollout.vllm, spec.ref.adapter
+    if spec.rollout.engine == "local":
+        yield LocalEngine(load_policy(spec.ref, spec.model, device=device), tokenizer)
+    elif config.base_urls and spec.ref.path == spec.model.path:
+        with _sampler(spec, tokenizer, elsewhere(config, adapters=adapter is not None)) as sampler:
+            yield sampler
+    else:
+        rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
+        served = Served(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
+        with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
+            yield sampler
+
+
+@contextmanager
+def _sampler(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequence[VllmServer]) -> Iterator[RolloutEngine]:
+    try:
+        eos = GenerationConfig.from_pretrained(resolve(spec.ref.path), revision=spec.ref.revision).eos_token_id
+    except OSError:
+        eos = None  # the model has no generation config
+    config = spec.rollout.vllm.model_copy(update={"sleep": False})
+    sampler = VllmSampler(tokenizer, eos, config, servers, spec.ref.adapter)
+    sampler.sync()
+    try:
+        yield sampler
+    finally:
+        sampler.close()
+
+
+def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine) -> pl.DataFrame:
+    rows = chosen_rows(spec.prompts, spec.max_prompts)
     prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
     samples = range(spec.num_samples)
     requests = [

@@ -1,33 +1,34 @@
-"""The vLLM engine: tokens in, tokens out over HTTP, one request a completion, its own seed with it.
+"""The vLLM engines: tokens in, tokens out over HTTP, one request a completion, its own seed with it.
 
-    sync()      adapter saved under a name of its own -> loaded -> probed -> the one before unloaded and deleted
-    generate()  /v1/completions with token ids, at most `concurrency` at a time; text and finish reason by our own rules
+    VllmSampler   a model that stays as it is (evaluation, lab)
+    VllmEngine    the policy in training:  sync()  weights saved -> taken over by the servers -> probed -> the ones before deleted
 
 A server that serves another policy than the trainer's would train on the wrong model without a sound: after every swap the
-log-probabilities of a few tokens are compared with the trainer's.
+log-probabilities of a few tokens are compared with the trainer's. A server that dies is started again, takes over the policy,
+and the whole batch is asked for again; with a seed for each completion nothing is lost and nothing counted twice.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from itertools import cycle, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
 import tenacity
 import torch
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
+from grpo_tasks.policy.folded import FoldedPolicy
 from grpo_tasks.policy.load import save_trained
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.vllm_server import BASE
+from grpo_tasks.rollout.vllm_server import VllmServer
 from schemas.config import VllmConfig
 from schemas.errors import RolloutError
 
@@ -35,61 +36,79 @@ PROBE_TOKENS = 12
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest mean difference in nats between server and trainer on the probe."""
 
+Made = TypeVar("Made")
 
-class VllmEngine:
-    """Samples from servers that serve `policy`; a context manager is not needed, the servers are somebody else's.
+
+class ServerGoneError(RolloutError):
+    """A server that does not answer any more, or says that its engine is dead."""
+
+
+class VllmSampler:
+    """Samples from servers that all serve the same model.
 
     Args:
-        policy: the trained model.
-        addresses: servers that hold its base weights; requests are spread over them.
-        adapters: folder for the adapters of the swaps.
-        dtype: precision of the servers, for the probe.
+        tokenizer: the model's.
+        generation_eos: end tokens of the model's generation config.
+        config: limits and retries.
+        servers: requests are spread over them; they are somebody else's to end.
+        adapter: PEFT folder to put on the servers' base; none: the base itself.
     """
 
     def __init__(
         self,
-        policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        generation_eos: int | Sequence[int] | None,
         config: VllmConfig,
-        addresses: Sequence[str],
-        *,
-        adapters: Path,
-        dtype: str,
+        servers: Sequence[VllmServer],
+        adapter: Path | None = None,
     ) -> None:
-        self._policy, self._tokenizer, self._config, self._addresses = policy, tokenizer, config, list(addresses)
-        self._adapters, self._dtype = adapters, dtype
-        self._end_ids = end_token_ids(tokenizer, policy.generation_config.eos_token_id)
+        self._tokenizer, self._config, self._servers = tokenizer, config, list(servers)
+        self._end_ids = end_token_ids(tokenizer, generation_eos)
         self._client = httpx.Client(timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
+        self._restarts = 0
+        self._merged = False
         # Nobody else's adapter on a shared server has this name, nor one of an earlier try of this stage.
-        self._name, self._version, self._served = f"policy-{uuid4().hex[:8]}", 0, BASE
-        shutil.rmtree(adapters, ignore_errors=True)
+        self._run = f"policy-{uuid4().hex[:8]}"
+        self._name: str | None = None if adapter is None else self._run
+        self._folder = adapter
 
     def sync(self) -> None:
-        """Have the servers take over the policy's present weights.
-
-        Raises:
-            RolloutError: a server refuses the adapter, or serves another policy afterwards.
-        """
-        if isinstance(self._policy, PeftModel):
-            self._swap_adapter()
-        self._probe()
+        """Have the servers take over the adapter."""
+        self._lasting(self._take_over)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order; see `RolloutEngine`."""
+        """One completion per request, in order; see `RolloutEngine`.
+
+        Raises:
+            RolloutError: a server refuses, or died more often than it is started again.
+        """
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
-        with ThreadPoolExecutor(self._config.concurrency) as pool:
-            answers = list(pool.map(self._complete, range(len(requests)), requests, repeat(sampling)))
-        return [self._completion(answer, stop) for answer in answers]
+        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, sampling))]
+
+    def rest(self) -> None:
+        """Give the card's memory back until the next `sync`, where configured."""
+        if self._config.sleep:
+            for server in self._servers:
+                self._post(server, "/sleep?level=1", {})
 
     def close(self) -> None:
-        """Unload the last adapter; the servers may live on."""
-        served, self._served = self._served, BASE
-        self._forget(served)
+        """Unload the adapter; the servers may live on."""
+        if self._name is not None:
+            self._forget(self._name)
         self._client.close()
 
-    def _complete(self, number: int, request: Request, sampling: Sampling) -> dict[str, Any]:
+    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+        self._take_over()
+        with ThreadPoolExecutor(self._config.concurrency) as pool:
+            try:
+                return list(pool.map(self._complete, cycle(self._servers), requests, repeat(sampling)))
+            except RolloutError:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _complete(self, server: VllmServer, request: Request, sampling: Sampling) -> dict[str, Any]:
         body = {
-            "model": self._served,
+            "model": self._model(server),
             "prompt": list(request.prompt_ids),
             "max_tokens": sampling.max_completion_length,
             "temperature": sampling.temperature,
@@ -103,32 +122,146 @@ class VllmEngine:
             "stop_token_ids": sorted(self._end_ids | sampling.stop_token_ids),
             "skip_special_tokens": False,
         }
-        answer: dict[str, Any] = self._post(self._addresses[number % len(self._addresses)], "/v1/completions", body)["choices"][0]
+        answer: dict[str, Any] = self._post(server, "/v1/completions", body)["choices"][0]
+        if answer.get("token_ids") is None:
+            raise RolloutError("this vLLM returns no token ids", place=server.address, mend="vLLM 0.32 is known to work")
         return answer
 
     def _completion(self, answer: dict[str, Any], stop: StopRule) -> Completion:
         ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
         if len(ids) != len(logps):
-            raise RolloutError(f"the server gave {len(ids)} tokens and {len(logps)} log-probabilities", place=self._addresses[0])
+            raise RolloutError(f"a server gave {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
         return Completion(ids, logps, stop.text(ids), "length" if answer["finish_reason"] == "length" else "stop")
 
-    def _swap_adapter(self) -> None:
-        # A new name and a new folder each time: under an old name the server's prefix cache answers for the old weights.
-        before, self._version = self._served, self._version + 1
-        name = f"{self._name}-{self._version:06d}"
-        folder = (self._adapters / name).resolve()
-        save_trained(self._policy, self._tokenizer, folder)
-        for address in self._addresses:
-            self._post(address, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        self._served = name
-        self._forget(before)
+    def _model(self, server: VllmServer) -> str:
+        return server.base if self._name is None or self._merged else self._name
+
+    def _take_over(self) -> bool:
+        """Have every server hold the present weights; whether one did not yet."""
+        late = [server for server in self._servers if self._name is not None and self._name not in server.holds]
+        for server in late:
+            if self._merged:
+                weights = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+                self._post(server, "/collective_rpc", weights)
+                self._post(server, "/reset_prefix_cache", {})
+                server.holds.clear()
+            else:
+                self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
+            server.holds.add(str(self._name))
+        return bool(late)
 
     def _forget(self, name: str) -> None:
-        if name == BASE:
-            return
-        for address in self._addresses:
-            self._post(address, "/v1/unload_lora_adapter", {"lora_name": name})
-        shutil.rmtree(self._adapters / name)
+        for server in self._servers:
+            if name in server.holds and not self._merged:
+                self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
+            server.holds.discard(name)
+
+    def _lasting(self, work: Callable[[], Made]) -> Made:
+        """`work`, again from its beginning when a server died meanwhile and has been started anew."""
+        while True:
+            try:
+                return work()
+            except ServerGoneError as gone:
+                self._restarts += 1
+                if self._restarts > self._config.max_restarts:
+                    raise
+                for server in self._servers:
+                    if not self._healthy(server):
+                        try:
+                            server.revive()
+                        except RolloutError as error:
+                            raise error from gone
+
+    def _healthy(self, server: VllmServer) -> bool:
+        try:
+            return self._client.get(f"{server.address}/health", timeout=10.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _post(self, server: VllmServer, path: str, body: dict[str, Any]) -> Any:
+        try:
+            for attempt in tenacity.Retrying(
+                retry=tenacity.retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),
+                stop=tenacity.stop_after_attempt(self._config.retries + 1),
+                wait=tenacity.wait_exponential(0.2, max=5.0),
+                reraise=True,
+            ):
+                with attempt:
+                    answer = self._client.post(f"{server.address}{path}", json=body)
+        except httpx.TransportError as error:
+            raise ServerGoneError(
+                f"{path} has no answer: {error!r}", place=server.address, mend="see its log, vllm.log"
+            ) from error
+        if answer.is_server_error:
+            raise ServerGoneError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=server.address)
+        if answer.status_code != httpx.codes.OK:
+            raise RolloutError(f"{path} was refused ({answer.status_code}): {answer.text[:500]}", place=server.address)
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+
+
+class VllmEngine(VllmSampler):
+    """Samples from the policy in training.
+
+    Args:
+        policy: the trained model.
+        weights: folder for the weights of the swaps.
+        dtype: precision of the servers, for the probe.
+        merged: whether whole weights are handed over, not the adapter.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: VllmConfig,
+        servers: Sequence[VllmServer],
+        *,
+        weights: Path,
+        dtype: str,
+        merged: bool,
+    ) -> None:
+        super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
+        self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
+        self._weights = weights
+        self._folded = FoldedPolicy(policy) if merged else None
+        shutil.rmtree(weights, ignore_errors=True)
+
+    def sync(self) -> None:
+        """Have the servers take over the policy's present weights.
+
+        Raises:
+            RolloutError: a server refuses them, or serves another policy afterwards.
+        """
+        if self._config.sleep and self._version:
+            for server in self._servers:
+                self._post(server, "/wake_up", {})
+        # A new name and a new folder each time: under an old name the server's prefix cache answers for the old weights.
+        before, self._version = self._name, self._version + 1
+        self._name = f"{self._run}-{self._version:06d}"
+        self._folder = (self._weights / self._name).resolve()
+        if self._folded is None:
+            save_trained(self._policy, self._tokenizer, self._folder)
+        else:
+            self._folded.sync()
+            self._folded.model.save_pretrained(str(self._folder))
+        super().sync()
+        if before is not None:
+            self._forget(before)
+
+    def close(self) -> None:
+        """Unload the last weights; the servers may live on."""
+        super().close()
+        shutil.rmtree(self._weights, ignore_errors=True)
+
+    def _take_over(self) -> bool:
+        late = super()._take_over()
+        if late:
+            self._probe()
+        return late
+
+    def _forget(self, name: str) -> None:
+        super()._forget(name)
+        shutil.rmtree(self._weights / name)
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -139,27 +272,14 @@ class VllmEngine:
         self._policy.eval()
         wanted = completion_logprobs(self._policy, batch, temperature=1.0, layout="plain").logps[0].cpu()
         self._policy.train(training)
-        body = {"model": self._served, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        for address in self._addresses:
-            given = self._post(address, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
+        for server in self._servers:
+            body = {"model": self._model(server), "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            given = self._post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
             found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in given])
             difference = (found - wanted).abs().mean().item()
             if not difference <= PROBE_LIMIT[self._dtype]:
                 raise RolloutError(
                     f"the server serves another policy than the trainer's: {difference:.3g} nats a token apart after the swap",
-                    place=address,
+                    place=server.address,
                     mend="restart the server; see that it was started with the same base weights and precision",
                 )
-
-    def _post(self, address: str, path: str, body: dict[str, Any]) -> Any:
-        for attempt in tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(httpx.TransportError),
-            stop=tenacity.stop_after_attempt(self._config.retries + 1),
-            wait=tenacity.wait_exponential(0.2, max=5.0),
-            reraise=True,
-        ):
-            with attempt:
-                answer = self._client.post(f"{address}{path}", json=body)
-        if answer.status_code != httpx.codes.OK:
-            raise RolloutError(f"{path} was refused ({answer.status_code}): {answer.text[:500]}", place=address)
-        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text

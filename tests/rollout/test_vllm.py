@@ -1,10 +1,12 @@
-"""The vLLM engine on a real server (CPU build): the contract of the local engine, swaps, the probe, and who ends what."""
+"""The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, deaths, and who ends what."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,14 +15,17 @@ import pytest
 import torch
 
 from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import Served, serving
-from schemas.config import RolloutConfig, VllmConfig
+from schemas.config import ModelConfig, RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
+from schemas.results import ModelRef
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("GRPO_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -38,9 +43,21 @@ def served(rank=16):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with serving(CONFIG, served(), tmp_path_factory.mktemp("vllm") / "log.txt") as found:
-        yield found
+def lora_server(tmp_path_factory):
+    with serving(CONFIG, served(), tmp_path_factory.mktemp("vllm")) as [server]:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory):
+    """For whole weights."""
+    with serving(CONFIG, served(rank=None), tmp_path_factory.mktemp("vllm-plain")) as [server]:
+        yield server
+
+
+@pytest.fixture(params=["adapter", "merged"])
+def server(request):
+    return request.getfixturevalue("plain_server" if request.param == "merged" else "lora_server")
 
 
 def moved(policy, by):
@@ -51,13 +68,18 @@ def moved(policy, by):
     return policy
 
 
+def engine_on(server, policy, tokenizer, folder, *, merged=False, config=CONFIG):
+    return VllmEngine(policy, tokenizer, config, [server], weights=folder / "served", dtype="float32", merged=merged)
+
+
 @pytest.fixture
-def engines(policy, tokenizer, address, tmp_path):
-    remote = VllmEngine(policy, tokenizer, CONFIG, [address], adapters=tmp_path / "adapters", dtype="float32")
+def engines(policy, tokenizer, server, request, tmp_path):
+    merged = request.node.callspec.params["server"] == "merged"
+    remote = engine_on(server, policy, tokenizer, tmp_path, merged=merged)
     remote.sync()
     yield {"local": LocalEngine(policy, tokenizer), "vllm": remote}
     remote.close()
-    assert not list((tmp_path / "adapters").iterdir())
+    assert not (tmp_path / "served").exists()
 
 
 def sampling(temperature=None, **settings):
@@ -95,37 +117,39 @@ def test_both_engines_give_the_same_greedy_completions(engines, prompts, setting
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
-def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, address, tmp_path):
-    engine, before = engines["vllm"], None
+def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, server, tmp_path):
+    address, engine, before = server.address, engines["vllm"], None
     for swap in range(50):
         moved(policy, 0.001)
         engine.sync()
         if swap == 9:
             before = server_memory(address)
     assert httpx.get(f"{address}/health").status_code == 200
-    assert len(list((tmp_path / "adapters").iterdir())) == 1
+    assert len(list((tmp_path / "served").iterdir())) == 1
     assert server_memory(address) < 1.1 * before
     models = {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]}
-    assert len([name for name in models if name.startswith("policy-")]) == 1
+    assert len(models) == (1 if engine._merged else 2)
 
 
 def server_memory(address):
-    port = int(address.rpartition(":")[2])
-    [server] = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
-    process = psutil.Process(server)
+    process = listener(address)
     return sum(part.memory_info().rss for part in [process, *process.children(recursive=True)])
 
 
-def test_a_server_with_another_policy_is_found_out(engines, policy, monkeypatch):
+def test_a_server_with_another_policy_is_found_out(engines, policy, server, monkeypatch):
     engine = engines["vllm"]
-    monkeypatch.setattr(engine, "_swap_adapter", lambda: None)
+    post = engine._post
+    swaps = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
+    monkeypatch.setattr(engine, "_post", lambda to, path, body: None if path in swaps else post(to, path, body))
+    monkeypatch.setattr(engine, "_model", lambda _: name)
+    name = VllmEngine._model(engine, server)
     moved(policy, 0.5)
     with pytest.raises(RolloutError, match="serves another policy than the trainer's"):
         engine.sync()
 
 
 def test_without_an_environment_the_mend_is_named(tmp_path):
-    with pytest.raises(RolloutError, match="make vllm"), serving(VllmConfig(python="nowhere"), served(), tmp_path / "log"):
+    with pytest.raises(RolloutError, match="make vllm"), serving(VllmConfig(python="nowhere"), served(), tmp_path):
         pass
 
 
@@ -135,19 +159,18 @@ from pathlib import Path
 from grpo_tasks.rollout.vllm_server import Served, serving
 from schemas.config import VllmConfig
 from schemas.paths import resolve
+from schemas.results import ModelRef
 served = Served(Path(resolve("embedded:base")), "float32", None, False)
-with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as address:
-    print(address, flush=True)
+with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
+    print(server.address, flush=True)
     time.sleep(600)
 """
 
 
 def test_a_server_whose_starter_is_killed_ends_with_everything_it_started(tmp_path):
-    starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER, PYTHON, tmp_path / "log.txt"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, PYTHON, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     address = starter.stdout.readline().strip()
-    assert address, (tmp_path / "log.txt").read_text()[-2000:]
+    assert address, (tmp_path / "vllm.log").read_text()[-2000:]
     family = psutil.Process(starter.pid).children(recursive=True)
     assert len(family) >= 2
     os.kill(starter.pid, signal.SIGKILL)
@@ -157,3 +180,102 @@ def test_a_server_whose_starter_is_killed_ends_with_everything_it_started(tmp_pa
     time.sleep(0.1)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{address}/health", timeout=2)
+
+
+@pytest.fixture(scope="module")
+def widened(tmp_path_factory, tokenizer):
+    """The embedded model with a token <search> of its own, as somebody makes it who adds one."""
+    folder = tmp_path_factory.mktemp("widened")
+    model = load_base(ModelRef(path="embedded:base"), ModelConfig(), device=torch.device("cpu"))
+    tokenizer = load_tokenizer(ModelRef(path="embedded:base"))
+    tokenizer.add_tokens(["<search>"])
+    torch.manual_seed(3)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ModelRef(path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory, widened):
+    """A server that tests kill, with a model of more tokens than the embedded one."""
+    what = replace(served(), model=Path(widened.path))
+    with serving(CONFIG, what, tmp_path_factory.mktemp("vllm-mortal")) as [server]:
+        yield server
+
+
+def policy_of(ref):
+    return moved(trainable_policy(ref, ModelConfig(), device=torch.device("cpu"), seed=1), 0.02)
+
+
+def test_a_token_that_was_added_is_sampled_stopped_at_and_scored_alike(mortal, widened, tmp_path):
+    policy, tokenizer = policy_of(widened), load_tokenizer(widened)
+    search = tokenizer.convert_tokens_to_ids("<search>")
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "Where is <search>?"}])
+    assert search in prompt
+    engine = engine_on(mortal, policy, tokenizer, tmp_path)
+    engine.sync()
+    # So hot that every token comes up, the new one too.
+    requests, hot = [Request(prompt, completion_seed(4, k)) for k in range(64)], sampling(temperature=6.0, stop=["<search>"])
+    drawn = engine.generate(requests, hot)
+    engine.close()
+    ended = [completion for completion in drawn if search in completion.token_ids]
+    assert ended
+    for completion in ended:
+        assert completion.token_ids.index(search) == len(completion.token_ids) - 1
+        assert (completion.finish_reason, completion.text.endswith("<search>")) == ("stop", True)
+    batch = token_batch([prompt], [c.token_ids for c in drawn], [0] * 64, device=torch.device("cpu"))
+    scores = completion_logprobs(policy.eval(), batch, temperature=6.0)
+    given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
+    torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), given, rtol=0, atol=1e-4)
+
+
+def kill_once(server, engine, monkeypatch, after):
+    """Kill the server's process once it has answered `after` requests of the batch."""
+    answered, complete, lock = [], engine._complete, threading.Lock()
+
+    def counted(*arguments):
+        answer = complete(*arguments)
+        with lock:
+            answered.append(answer)
+            if len(answered) == after:
+                os.kill(listener(server.address).pid, signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(engine, "_complete", counted)
+
+
+def test_a_server_killed_in_a_rollout_is_started_again_and_the_same_completions_come(
+    mortal, widened, tmp_path, monkeypatch, capfd
+):
+    policy, tokenizer = policy_of(widened), load_tokenizer(widened)
+    remote = engine_on(mortal, policy, tokenizer, tmp_path, config=CONFIG.model_copy(update={"concurrency": 2}))
+    remote.sync()
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "What is 15 + 27?"}])
+    requests = [Request(prompt, completion_seed(6, k)) for k in range(24)]
+    whole = remote.generate(requests, sampling())
+    first = listener(mortal.address)
+    kill_once(mortal, remote, monkeypatch, after=8)
+    again = remote.generate(requests, sampling())
+    assert [c.token_ids for c in again] == [c.token_ids for c in whole]
+    assert not first.is_running()
+    assert listener(mortal.address).pid != first.pid
+    remote.close()
+
+
+def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, widened, tmp_path, monkeypatch):
+    policy, tokenizer = policy_of(widened), load_tokenizer(widened)
+    remote = engine_on(mortal, policy, tokenizer, tmp_path, config=CONFIG.model_copy(update={"max_restarts": 0}))
+    remote.sync()
+    kill_once(mortal, remote, monkeypatch, after=1)
+    requests = [Request([3, 4, 5], completion_seed(7, k)) for k in range(200)]
+    with pytest.raises(RolloutError, match="has no answer") as caught:
+        remote.generate(requests, sampling())
+    assert caught.value.place == mortal.address
+    assert "vllm.log" in caught.value.mend
+
+
+def listener(address):
+    port = int(address.rpartition(":")[2])
+    [pid] = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
+    return psutil.Process(pid)

@@ -71,6 +71,17 @@ def test_overrides_reach_every_depth_and_keep_their_types():
     assert config.rollout.stop == ["</answer>"]
 
 
+def test_a_file_that_extends_another_says_only_what_differs(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: demo\nname: mine\nrollout: {temperature: 0.7}\n")
+    (tmp_path / "more.yaml").write_text("extends: mine.yaml\nrollout: {top_k: 5}\n")
+    demo, more = load_config("demo"), load_config(tmp_path / "more.yaml", ["seed=9"])
+    assert (more.name, more.seed, more.stages) == ("mine", 9, demo.stages)
+    assert more.rollout == demo.rollout.model_copy(update={"temperature": 0.7, "top_k": 5})
+    (tmp_path / "mine.yaml").write_text("extends: more.yaml\n")
+    with pytest.raises(ConfigError, match="does not lead back here"):
+        load_config(tmp_path / "more.yaml")
+
+
 def test_an_own_reward_gets_its_settings_and_a_builtin_its_default_weight():
     functions = {"mine": {"function": "module:f"}, "format": {"params": {"a": 1}}}
     config = check_config(TREE | {"rewards": {"functions": functions}})

@@ -2,13 +2,12 @@
 
 import jsonschema
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config import RunConfig, StageConfig
 from schemas.errors import ConfigError
-from schemas.load import PRESETS, check_config, load_config
+from schemas.load import PRESETS, check_config, load_config, read_tree
 from schemas.section import Section, form_values
 
 SCHEMA = RunConfig.model_json_schema()
@@ -27,7 +26,7 @@ def sections():
 
 @pytest.mark.parametrize("preset", [path.stem for path in PRESETS.glob("*.yaml")])
 def test_a_presets_form_values_fit_the_forms_schema_and_mean_the_preset(preset):
-    values = form_values(yaml.safe_load((PRESETS / f"{preset}.yaml").read_text()), RunConfig)
+    values = form_values(read_tree(preset), RunConfig)
     jsonschema.validate(values, SCHEMA)
     assert RunConfig.model_validate(values) == load_config(preset)
 
