@@ -255,6 +255,9 @@ class RewardsConfig(Section):
         return given.model_copy(update={"function": function, "weight": weight})
 
 
+VLLM_HOTTEST = 2.0
+
+
 class VllmConfig(Section):
     """A vLLM server for rollouts."""
 
@@ -350,6 +353,12 @@ class RolloutConfig(Section):
     """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
     max_batch_size: int = Field(256, ge=1)
     """Most completions decoded at once; more only costs memory."""
+
+    @model_validator(mode="after")
+    def _what_vllm_takes(self) -> Self:
+        if self.engine == "vllm" and self.temperature > VLLM_HOTTEST:
+            raise ValueError(f"vLLM takes temperatures up to {VLLM_HOTTEST:g}, not {self.temperature:g}; or engine: local")
+        return self
 
 
 class EarlyStopConfig(Section):
@@ -614,7 +623,7 @@ class LabConfig(Section):
     num_prompts: int = Field(16, ge=1)
     """Training prompts for which the base model samples a group."""
     max_seconds_per_completion: float = Field(0.1, gt=0.0)
-    """Longest time in seconds a built-in or own reward may take for one completion, the 1 MB one included."""
+    """Longest time in seconds a built-in or own reward may take for one completion; ten times that for one of 1 MB."""
     min_signal: Fraction = 0.05
     """Smallest share of groups whose completions earn different rewards, on samples of the base model, first stage."""
     ignore_checks: list[str] = Field(default_factory=list)

@@ -1,7 +1,7 @@
 """From a YAML file and `--set` overrides to a `RunConfig`, or to one `ConfigError` that says what to mend.
 
-A preset is named (`demo`) or given as a path. `extends: SOURCE` in a file puts it on top of another: sections are merged by key, lists
-replaced. Overrides are `a.b.0.c=value`, the value read as YAML.
+A preset is named (`demo`) or given as a path. `extends: SOURCE` in a file puts it on top of another: sections are merged by
+key, lists replaced. Overrides are `a.b.0.c=value`, the value read as YAML.
 """
 
 import difflib

@@ -223,6 +223,14 @@ class VllmEngine(VllmSampler):
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._weights = weights
+        embedding: Any = policy.get_input_embeddings()
+        if merged and policy.device.type == "cpu" and policy.config.tie_word_embeddings and embedding.weight.requires_grad:
+            # Its output layer multiplies with a packed copy of the embeddings that a reload leaves as it was.
+            raise RolloutError(
+                "vLLM on a CPU does not take over trained embeddings that are also the output layer",
+                place="rollout.engine",
+                mend="engine: local, or train an adapter",
+            )
         self._folded = FoldedPolicy(policy) if merged else None
         shutil.rmtree(weights, ignore_errors=True)
 

@@ -59,14 +59,14 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     assert covered / 200 >= 0.84
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=60))
 def test_the_value_lies_inside_and_all_inside_the_unit_interval(values):
     found = rate_interval(np.array(values), confidence=0.95)
     assert 0.0 <= found.low <= found.value <= found.high <= 1.0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=40))
 def test_higher_confidence_is_never_narrower(counts):
     values = np.array(counts) / 4.0

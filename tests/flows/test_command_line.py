@@ -8,7 +8,7 @@ import yaml
 
 from tests.flows.place import SMALL
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(place):

@@ -79,10 +79,10 @@ def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(dem
     place, _ = demo
     environment = place.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"}
     command = [BIN / "mlflow", "artifacts", "download", "-u", "models:/grpo-demo@champion", "-d", tmp_path]
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
     system = load_config("demo").data.system_prompt
     asked = subprocess.run(
-        [sys.executable, "-c", ASK, tmp_path / "model", system], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ASK, tmp_path / "model", system], check=True, capture_output=True, text=True, timeout=600
     )
     assert "<answer>42</answer>" in asked.stdout
 

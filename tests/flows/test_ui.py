@@ -11,7 +11,7 @@ import yaml
 
 from tests.flows.place import SMALL
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def ask(url, body=None):
@@ -44,7 +44,7 @@ def test_both_uis_show_the_run_and_end_together(lone_place):
     finally:
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=10)
+        process.communicate(timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert process.returncode == 0

@@ -7,6 +7,9 @@ import time
 import psutil
 import pytest
 
+from grpo_tasks.rollout.vllm_engine import VllmEngine
+from schemas.config import VllmConfig
+from schemas.errors import RolloutError
 from schemas.results import StageResult
 from tests.grpo.conftest import journal
 from tests.rollout.test_vllm import PYTHON
@@ -26,10 +29,10 @@ def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, s
     assert not vllm_processes()
 
 
-def test_full_fine_tuning_hands_over_whole_weights(stages):
-    directory = stages.write(model={"lora": None}, rollout=rollout(), max_steps=3, learning_rate=1e-4)
-    trained(directory)
-    assert journal(directory)[-1]["grad_norm"] > 0
+def test_tied_embeddings_that_are_trained_are_refused_for_a_server_on_a_cpu(policy, tokenizer, tmp_path):
+    plain = policy.unload().requires_grad_(True)
+    with pytest.raises(RolloutError, match="also the output layer"):
+        VllmEngine(plain, tokenizer, VllmConfig(), [], weights=tmp_path, dtype="float32", merged=True)
 
 
 def test_the_trainer_killed_leaves_no_server(stages):

@@ -84,7 +84,7 @@ class Operated(Place):
         )
         return "\n".join(line["message"] for line in found)
 
-    def says(self, run_id, text, limit_s=20):
+    def says(self, run_id, text, limit_s=120):
         """Whether the run's log says so; its last lines arrive a moment after its state."""
         deadline = time.monotonic() + limit_s
         while text not in (log := self.log_of(run_id)):
@@ -126,6 +126,6 @@ def operated(tmp_path_factory, request):
     started = [psutil.Process(part["pid"]) for part in json.loads((place.root / ".grpo" / "stack.json").read_text())]
     family = [child for process in started for child in [process, *process.children(recursive=True)]]
     place.grpo("down")
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert "nothing runs here" in place.grpo("down")

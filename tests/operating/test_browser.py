@@ -94,7 +94,7 @@ def test_a_person_fills_in_the_form_is_refused_mends_it_and_watches_the_run_comp
     page.wait_for_url(re.compile(r"/deployments/deployment/[0-9a-f-]+\?tab=Runs|/runs/flow-run/"))
     [run] = operated.runs_of("demo")
     page.goto(f"{operated.prefect}/runs/flow-run/{run['id']}")
-    page.get_by_text("Completed").first.wait_for(timeout=240_000)
+    page.get_by_text("Completed").first.wait_for(timeout=900_000)
     operated.wait(run["id"], "COMPLETED")
     page.reload()
     page.get_by_text("Completed").first.wait_for()

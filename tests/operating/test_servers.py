@@ -284,5 +284,5 @@ def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
     run = operated.trigger("validate-served")
     operated.wait(run["id"], "COMPLETED")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert "export PREFECT_API_URL" in operated.grpo("serve", expect=1)

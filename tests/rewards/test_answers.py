@@ -1,7 +1,7 @@
 """The contract of extraction, case by case and on soups of tags."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.rewards.answers import Tags, extract_answer, is_blank
@@ -120,7 +120,6 @@ def test_empty_and_stuffed_completions_are_hollow(text):
     assert extract_answer(text, TAGS).hollow
 
 
-@settings(deadline=None)
 @given(visible_text, visible_text, st.sampled_from(["", "\n", "  "]))
 def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, answer, between):
     found = extract_answer(f"<reasoning>{work}</reasoning>{between}<answer>{answer}</answer>", TAGS)
@@ -130,7 +129,6 @@ def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, ans
     assert found.reasoning == work
 
 
-@settings(deadline=None)
 @given(soup)
 def test_no_soup_of_tags_breaks_the_promises(parts):
     text = "".join(parts)
@@ -150,7 +148,6 @@ def test_no_soup_of_tags_breaks_the_promises(parts):
     assert found.lenient_answer is None or not is_blank(found.lenient_answer)
 
 
-@settings(deadline=None)
 @given(soup, st.sampled_from([HONEST, "<answer>42</answer>"]))
 def test_a_second_block_takes_the_answer_away(parts, block):
     assert extract_answer("".join([block, *parts, block]), TAGS).answer is None

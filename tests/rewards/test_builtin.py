@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.rewards.answers import Tags, is_blank
@@ -108,27 +108,23 @@ GAMES = {
 
 
 @pytest.mark.parametrize("game", GAMES)
-@settings(deadline=None)
 @given(work=work_text, answer=st.integers(0, 99).map(str))
 def test_no_game_earns_what_honest_work_earns(game, work, answer):
     honest = total(f"<reasoning>{work}</reasoning><answer>{answer}</answer>", answer)
     assert total(GAMES[game].format(work=work, answer=answer), answer) < honest
 
 
-@settings(deadline=None)
 @given(soup)
 def test_no_soup_of_tags_earns_more_than_an_honest_completion(text):
     assert total(text) <= total(HONEST)
 
 
-@settings(deadline=None)
 @given(soup, st.sampled_from(["", " ", "\u200b", "\n\t"]))
 def test_an_empty_answer_earns_nothing_ever(text, blank):
     for completion in (blank, f"{text}<answer>{blank}</answer>", f"<reasoning>{text}</reasoning><answer>{blank}</answer>"):
         assert all(score(name, completion)[0] <= 0.0 for name in BUILTIN)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(soup, st.text(max_size=100)), max_size=8))
 def test_scores_stay_in_their_range_and_do_not_depend_on_the_batch(texts):
     lowest = {"repetition": -1.0, "style": -1.0}

@@ -4,7 +4,7 @@ import threading
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.rewards.answers import answers_equal
@@ -77,14 +77,12 @@ def test_everything_beside_the_number_makes_it_none(text):
     assert not answers_equal(text, "42", "numeric")
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{:,}", "{}", "{}.0", " {}", "{}%", "{}.", "**{}**", "${}$"]))
 def test_a_number_equals_itself_however_it_is_written(value, dress):
     assert answers_equal(dress.format(value), str(value), "numeric")
     assert not answers_equal(dress.format(value + 1), str(value), "numeric")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=30), st.sampled_from([" ", ", ", ",", "; ", " or ", "\n", " and "]))
 @pytest.mark.parametrize("how", ["exact", "numeric", "math"])
 def test_a_listing_is_not_the_number_it_holds(how, numbers, between):
@@ -92,7 +90,6 @@ def test_a_listing_is_not_the_number_it_holds(how, numbers, between):
     assert not any(answers_equal(listing, str(number), how) for number in {*numbers} if {*numbers} != {number})
 
 
-@settings(deadline=None)
 @given(
     st.text(max_size=300),
     st.sampled_from(["42", "B", r"\frac{1}{2}", "x+1"]),

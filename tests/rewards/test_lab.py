@@ -18,7 +18,7 @@ from schemas.results import LabReport
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 pytestmark = pytest.mark.usefixtures("short_long_texts")
 
-SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.2}
+SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05}
 
 FUNCTIONS = """
     import itertools, os, random, re, time
@@ -74,7 +74,7 @@ FUNCTIONS = """
         return [1.0] + [0.0] * (len(completions) - 1)
 
     def slow(prompts, completions, **columns):
-        time.sleep(0.3 * any(len(text) > 100_000 for text in texts(completions)))
+        time.sleep(0.8 * any(len(text) > 100_000 for text in texts(completions)))
         return [1.0 if text.endswith("</answer>") and text.count("<answer>") == 1 else 0.0 for text in texts(completions)]
 
     def one_task(prompts, completions, answer, task, **columns):
@@ -148,7 +148,7 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
         ("too_few", "contract", "scores for"),
         ("remembers", "determinism", "when asked again"),
         ("first_wins", "determinism", "in another place of the batch"),
-        ("slow", "speed", "s for one completion, limit 0.2 s"),
+        ("slow", "speed", "s for one completion, limit 0.5 s"),
         ("rewards_tags", "gaming", "the perfect completion only"),
     ],
 )

@@ -1,6 +1,7 @@
 """The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, deaths, and who ends what."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,13 +137,19 @@ def server_memory(address):
     return sum(part.memory_info().rss for part in [process, *process.children(recursive=True)])
 
 
-def test_a_server_with_another_policy_is_found_out(engines, policy, server, monkeypatch):
+def test_a_server_that_stays_with_old_weights_is_found_out(engines, policy, tmp_path, monkeypatch):
     engine = engines["vllm"]
-    post = engine._post
-    swaps = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
-    monkeypatch.setattr(engine, "_post", lambda to, path, body: None if path in swaps else post(to, path, body))
-    monkeypatch.setattr(engine, "_model", lambda _: name)
-    name = VllmEngine._model(engine, server)
+    post, old = engine._post, str(shutil.copytree(engine._folder, tmp_path / "old"))
+
+    def stale(server, path, body):
+        if path == "/v1/load_lora_adapter":
+            body = body | {"lora_path": old}
+        if path == "/collective_rpc":
+            body = body | {"kwargs": {"weights_path": old}}
+        return post(server, path, body)
+
+    monkeypatch.setattr(engine, "_post", stale)
+    engine.sync()
     moved(policy, 0.5)
     with pytest.raises(RolloutError, match="serves another policy than the trainer's"):
         engine.sync()
@@ -190,7 +197,10 @@ def widened(tmp_path_factory, tokenizer):
     tokenizer = load_tokenizer(ModelRef(path="embedded:base"))
     tokenizer.add_tokens(["<search>"])
     torch.manual_seed(3)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    embedded = model.resize_token_embeddings(len(tokenizer), mean_resizing=False).weight
+    with torch.no_grad():
+        # As likely as a digit, so that it comes up.
+        embedded[tokenizer.convert_tokens_to_ids("<search>")] = embedded[tokenizer.convert_tokens_to_ids("7")]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ModelRef(path=str(folder))
@@ -211,13 +221,12 @@ def policy_of(ref):
 def test_a_token_that_was_added_is_sampled_stopped_at_and_scored_alike(mortal, widened, tmp_path):
     policy, tokenizer = policy_of(widened), load_tokenizer(widened)
     search = tokenizer.convert_tokens_to_ids("<search>")
-    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "Where is <search>?"}])
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "What is 17 + 57? <search>"}])
     assert search in prompt
     engine = engine_on(mortal, policy, tokenizer, tmp_path)
     engine.sync()
-    # So hot that every token comes up, the new one too.
-    requests, hot = [Request(prompt, completion_seed(4, k)) for k in range(64)], sampling(temperature=6.0, stop=["<search>"])
-    drawn = engine.generate(requests, hot)
+    requests = [Request(prompt, completion_seed(4, k)) for k in range(64)]
+    drawn = engine.generate(requests, sampling(stop=["<search>"]))
     engine.close()
     ended = [completion for completion in drawn if search in completion.token_ids]
     assert ended
@@ -225,7 +234,7 @@ def test_a_token_that_was_added_is_sampled_stopped_at_and_scored_alike(mortal, w
         assert completion.token_ids.index(search) == len(completion.token_ids) - 1
         assert (completion.finish_reason, completion.text.endswith("<search>")) == ("stop", True)
     batch = token_batch([prompt], [c.token_ids for c in drawn], [0] * 64, device=torch.device("cpu"))
-    scores = completion_logprobs(policy.eval(), batch, temperature=6.0)
+    scores = completion_logprobs(policy.eval(), batch, temperature=1.0)
     given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
     torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), given, rtol=0, atol=1e-4)
 
