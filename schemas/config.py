@@ -753,9 +753,12 @@ class RunConfig(Section):
                 )
         if self.rewards.tags.reasoning == self.rewards.tags.answer:
             raise ValueError("rewards.tags: reasoning and answer have the same name; mend: choose two names")
-        if self.rollout.engine == "vllm" and self.model.lora is None:
-            raise ValueError("rollout.engine vllm takes over adapters only; mend: model.lora: {}, or rollout.engine: local")
-        if self.rollout.engine == "vllm" and self.resources.num_processes > 1 and not self.rollout.vllm.base_urls:
+        vllm, model = self.rollout.vllm, self.model
+        if self.rollout.engine == "vllm" and vllm.sync == "adapter" and model.lora is None:
+            raise ValueError("rollout.vllm.sync adapter needs one; mend: model.lora: {}, or sync: auto")
+        if self.rollout.engine == "vllm" and vllm.sync == "merged" and model.quantization != "none":
+            raise ValueError("weights in 4 bits cannot be merged for a server; mend: rollout.vllm.sync: adapter")
+        if self.rollout.engine == "vllm" and self.resources.num_processes > 1 and not vllm.base_urls:
             raise ValueError("several processes share servers that run already; mend: rollout.vllm.base_urls: [...]")
         return self
 
