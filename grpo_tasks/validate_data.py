@@ -3,12 +3,13 @@
 import time
 
 import polars as pl
+from prefect import get_run_logger
 
 from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS
 from grpo_tasks.data.quarantine import enforce
-from grpo_tasks.data.report import REPORT, Origin, report_data
+from grpo_tasks.data.report import REPORT, Origin, report_data, stop_warnings
 from grpo_tasks.running.step import Work, step
 from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
 from schemas.results import DataReport, PreparedData
@@ -34,7 +35,10 @@ def validate_data(
         markers=counter.special_tokens,
     )
     origin = Origin(work.key, work.directory, time.perf_counter() - began, rows.sources)
-    report = report_data(verdict, origin)
+    warnings = stop_warnings(verdict, rollout)
+    for warning in warnings:
+        get_run_logger().warning(warning)
+    report = report_data(verdict, origin, warnings)
     work.artifact("validation", (work.directory / REPORT).read_text(encoding="utf-8"))
     enforce(verdict, inputs.validation)
     return report

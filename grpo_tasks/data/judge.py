@@ -56,6 +56,11 @@ class Verdict:
         """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""
         return self.accepted.filter(side=name).drop("side")
 
+    def prompts_with(self, text: str) -> int:
+        """Accepted rows with a message that holds the text."""
+        contents = pl.element().struct.field("content").str.contains(text, literal=True)
+        return self.accepted.select(pl.col("prompt").list.eval(contents).list.any().sum()).item()
+
 
 def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: CountTokens, markers: Sequence[str]) -> Verdict:
     """Apply every rule to `rows` (schemas/tables.py Raw).

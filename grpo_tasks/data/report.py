@@ -6,6 +6,7 @@ from pathlib import Path
 
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
 from grpo_tasks.data.quarantine import write_tables
+from schemas.config import RolloutConfig
 from schemas.results import DataReport, SourceFile
 
 REPORT = "report.md"
@@ -22,10 +23,10 @@ class Origin:
     sources: Sequence[SourceFile]
 
 
-def report_data(verdict: Verdict, origin: Origin) -> DataReport:
+def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) -> DataReport:
     """Write tables and report.md into the origin's folder; the folder exists. `quarantine.enforce` comes after."""
     digest = write_tables(verdict, origin.directory)
-    (origin.directory / REPORT).write_text(render_report(verdict, origin, digest=digest), encoding="utf-8")
+    (origin.directory / REPORT).write_text(render_report(verdict, origin, warnings, digest=digest), encoding="utf-8")
     return DataReport(
         key=origin.key,
         directory=origin.directory,
@@ -41,9 +42,25 @@ def report_data(verdict: Verdict, origin: Origin) -> DataReport:
     )
 
 
-def render_report(verdict: Verdict, origin: Origin, *, digest: str) -> str:
+def stop_warnings(verdict: Verdict, rollout: RolloutConfig) -> list[str]:
+    """What to say of stop strings that stand in prompts: here only the completion is searched for them, elsewhere maybe not."""
+    found = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
+    return [
+        f"{count:,} prompts hold the stop string {stop!r}; a completion that repeats its prompt ends there"
+        for stop, count in found
+        if count
+    ]
+
+
+def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
     """The validation report as Markdown."""
-    parts = [_summary(verdict, digest), _sources(origin.sources), _broken(verdict), _lengths(verdict)]
+    parts = [
+        _summary(verdict, digest),
+        *(f"**Warning**: {warning}" for warning in warnings),
+        _sources(origin.sources),
+        _broken(verdict),
+        _lengths(verdict),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

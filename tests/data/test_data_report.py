@@ -8,9 +8,9 @@ import pytest
 
 from grpo_tasks.data.judge import Verdict
 from grpo_tasks.data.quarantine import enforce
-from grpo_tasks.data.report import Origin, report_data
+from grpo_tasks.data.report import Origin, report_data, stop_warnings
 from grpo_tasks.data.table import read_prompts
-from schemas.config import ValidationConfig
+from schemas.config import RolloutConfig, ValidationConfig
 from schemas.errors import DataError
 from schemas.results import DataReport, SourceFile
 from schemas.tables import Prompts, Quarantine
@@ -38,6 +38,12 @@ def test_tables_hold_every_row_once(verdict: Verdict, tmp_path: Path) -> None:
     assert sorted(lines) == list(range(1, 63))
     assert (made.rows, made.quarantined, made.train_rows, made.eval_rows) == (62, 2, train.height, held.height)
     assert made.train_rows + made.eval_rows == 60
+
+
+def test_a_stop_string_that_stands_in_prompts_is_warned_of(verdict: Verdict) -> None:
+    [warning] = stop_warnings(verdict, RolloutConfig(stop=["</answer>", "+ 0?"]))
+    assert warning.startswith("60 prompts hold the stop string '+ 0?'")
+    assert stop_warnings(verdict, RolloutConfig(stop=["be short", "What is 7 +"]))[1].startswith("1 prompts")
 
 
 def test_prompt_rows_come_back_as_they_were_accepted(verdict: Verdict, tmp_path: Path) -> None:
