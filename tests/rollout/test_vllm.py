@@ -1,5 +1,6 @@
 """The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, deaths, and who ends what."""
 
+import http.server
 import os
 import shutil
 import signal
@@ -8,9 +9,11 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
+import polars as pl
 import psutil
 import pytest
 import torch
@@ -21,9 +24,11 @@ from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.sample import sample
+from grpo_tasks.rollout.spec import GREEDY, SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import Served, serving
-from schemas.config import ModelConfig, RolloutConfig, VllmConfig
+from grpo_tasks.rollout.vllm_server import Served, elsewhere, serving
+from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
 from schemas.results import ModelRef
@@ -160,13 +165,74 @@ def test_without_an_environment_the_mend_is_named(tmp_path):
         pass
 
 
+def test_a_server_elsewhere_is_looked_at(lora_server):
+    config = CONFIG.model_copy(update={"base_urls": [f"{lora_server.address}/"]})
+    [found] = elsewhere(config, adapters=True)
+    assert (found.address, found.base) == (lora_server.address, "base")
+
+
+def test_a_server_elsewhere_that_lacks_an_end_point_is_named_with_its_version(tmp_path):
+    (tmp_path / "v1").mkdir()
+    for path, answer in (
+        ("openapi.json", '{"paths": {"/v1/completions": {}}}'),
+        ("version", '{"version": "0.5"}'),
+        ("v1/models", '{"data": [{"id": "m"}]}'),
+    ):
+        (tmp_path / path).write_text(answer)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as files:
+        threading.Thread(target=files.serve_forever).start()
+        config = CONFIG.model_copy(update={"base_urls": [f"http://127.0.0.1:{files.server_port}"]})
+        with pytest.raises(RolloutError, match=r"vLLM 0\.5 offers no /v1/load_lora_adapter"):
+            elsewhere(config, adapters=True)
+        files.shutdown()
+    with pytest.raises(RolloutError, match="no vLLM server answers"):
+        elsewhere(config, adapters=True)
+
+
+class QuietFiles(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, tmp_path):
+    policy.save_pretrained(str(tmp_path / "adapter"))
+    messages = [{"role": "user", "content": "What is 15 + 27?"}]
+    rows = {
+        "prompt_id": [f"{number:016x}" for number in range(6)], "source": ["s"] * 6, "line": list(range(1, 7)),
+        "prompt": [messages] * 6, "answer": ["42"] * 6, "prompt_tokens": [9] * 6, "extra": ["{}"] * 6,
+    }  # fmt: skip
+    pl.DataFrame(rows).write_parquet(tmp_path / "eval.parquet")
+    config = CONFIG.model_copy(update={"base_urls": [lora_server.address]})
+    tables = [
+        sample(
+            SampleSpec(
+                model=ModelConfig(path="embedded:base"),
+                ref=ModelRef(path="embedded:base", adapter=tmp_path / "adapter"),
+                prompts=tmp_path / "eval.parquet",
+                max_prompts=None,
+                num_samples=2,
+                temperature=1.0,
+                greedy=True,
+                rollout=RolloutConfig(engine=engine, vllm=config, max_completion_length=40),
+                resources=ResourcesConfig(device="cpu"),
+                seed=5,
+            ),
+            tmp_path,
+        )
+        for engine in ("local", "vllm")
+    ]
+    ours, theirs = (table.filter(sample=GREEDY) for table in tables)
+    assert ours.equals(theirs)
+    assert tables[1].height == 18
+    assert tables[1].filter(pl.col("sample") >= 0)["completion"].n_unique() > 4
+
+
 STARTER = """
 import sys, time
 from pathlib import Path
 from grpo_tasks.rollout.vllm_server import Served, serving
 from schemas.config import VllmConfig
 from schemas.paths import resolve
-from schemas.results import ModelRef
 served = Served(Path(resolve("embedded:base")), "float32", None, False)
 with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
     print(server.address, flush=True)
