@@ -11,6 +11,7 @@ and the whole batch is asked for again; with a seed for each completion nothing 
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,8 +94,10 @@ class VllmSampler:
 
     def close(self) -> None:
         """Unload the adapter; the servers may live on."""
-        if self._name is not None:
-            self._forget(self._name)
+        # From a server that is gone there is nothing to unload, and the work is done.
+        with suppress(ServerGoneError):
+            if self._name is not None:
+                self._forget(self._name)
         self._client.close()
 
     def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
