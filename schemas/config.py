@@ -266,6 +266,7 @@ class VllmConfig(Section):
             "python",
             "gpu_memory_utilization",
             "sleep",
+            "overlap",
             "replicas",
             "devices",
             "tensor_parallel_size",
@@ -291,6 +292,9 @@ class VllmConfig(Section):
     """Share of the card's memory that the server takes."""
     sleep: bool = False
     """The server gives the card's memory back while the policy trains (a GPU's only): for one card that both share."""
+    overlap: bool = False
+    """Sample the next batch while the policy trains on this one: it then comes from a policy one batch older, which
+    importance_sampling_correction puts right. A checkpoint waits for no batch: the one after it is sampled anew."""
     replicas: int = Field(1, ge=1)
     """Servers started here; requests are spread over them."""
     devices: list[str] = Field(default_factory=list)
@@ -313,7 +317,9 @@ class VllmConfig(Section):
     """Times that servers which died are started again before the stage stops."""
 
     @model_validator(mode="after")
-    def _one_entry_a_replica(self) -> Self:
+    def _possible(self) -> Self:
+        if self.overlap and self.sleep:
+            raise ValueError("a server that sleeps while the policy trains cannot sample meanwhile; mend: overlap or sleep")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; give one for each")
         return self
@@ -667,6 +673,8 @@ class ResourcesConfig(Section):
         "speed": (
             "num_threads",
             "num_processes",
+            "fsdp",
+            "compile",
             "share_prompts",
             "fold_adapter",
             "fuse_kernels",
@@ -684,6 +692,11 @@ class ResourcesConfig(Section):
     num_processes: int = Field(1, ge=1)
     """Processes on this machine that train a stage together, one per card. They share the work of each update, which stays
     per_device_train_batch_size x gradient_accumulation_steps completions: raise gradient_accumulation_steps with them."""
+    fsdp: bool = False
+    """Spread weights, gradients and optimizer state over the processes (FSDP2), for a model that one card does not hold while it
+    trains; off: every process has all of them. Sampling here needs a whole copy of the weights on each card all the same."""
+    compile: bool = False
+    """torch.compile the model's layers for training. The first passes take minutes; it pays in long stages on a GPU."""
     share_prompts: bool = True
     """Encode and store the prompt of a group once, in sampling and in training; off: once for every completion."""
     fold_adapter: bool = True
@@ -760,7 +773,32 @@ class RunConfig(Section):
             raise ValueError("weights in 4 bits cannot be merged for a server; mend: rollout.vllm.sync: adapter")
         if self.rollout.engine == "vllm" and self.resources.num_processes > 1 and not vllm.base_urls:
             raise ValueError("several processes share servers that run already; mend: rollout.vllm.base_urls: [...]")
+        if self.rollout.engine == "vllm" and vllm.overlap:
+            self._check_overlap()
+        if self.resources.fsdp:
+            self._check_shards()
         return self
+
+    def _check_overlap(self) -> None:
+        if self.resources.num_processes > 1:
+            raise ValueError("rollout.vllm.overlap is for one process; mend: resources.num_processes: 1, or overlap: false")
+        for index, stage in enumerate(self.stages):
+            if stage.engine == "native" and stage.importance_sampling_correction == "none":
+                raise ValueError(
+                    "rollout.vllm.overlap trains on completions of an older policy; "
+                    f"mend: stages.{index}.importance_sampling_correction: token_truncate"
+                )
+
+    def _check_shards(self) -> None:
+        if self.model.quantization != "none":
+            raise ValueError("weights in 4 bits cannot be spread over processes; mend: resources.fsdp: false")
+        if self.model.dtype == "float16" and self.model.lora is None:
+            raise ValueError("float16 scales its gradients, which resources.fsdp cannot; mend: model.dtype: bfloat16")
+        for index, stage in enumerate(self.stages):
+            if stage.optim.endswith("8bit"):
+                raise ValueError(f"stages.{index}.optim {stage.optim} cannot be spread by resources.fsdp; mend: adamw_torch")
+            if stage.engine != "native":
+                raise ValueError(f"stages.{index}.engine {stage.engine} knows no resources.fsdp; mend: engine: native")
 
     def _check_reward(self, place: str, reward: str) -> None:
         resolved = self.rewards.resolve(reward)

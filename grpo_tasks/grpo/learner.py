@@ -25,8 +25,9 @@ from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
-from grpo_tasks.policy.load import load_base
+from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
+from grpo_tasks.policy.sharded import shard, whole
 from grpo_tasks.policy.shared_prompt import UnsupportedError
 from schemas.config import ModelConfig, StageConfig
 from schemas.errors import TrainingError
@@ -102,6 +103,10 @@ class Learner:
     processes: Processes
     share_prompts: bool = True
     """Encode the prompt of a group once."""
+    sharded: bool = False
+    """Spread weights, gradients and optimizer state over the processes."""
+    compiled: bool = False
+    """Compile the layers."""
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)
@@ -110,14 +115,19 @@ class Learner:
     _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.stage.beta > 0:
+            self._prepare_reference(next(self.model.parameters()).device)
+        for model in (self.model, self._reference):
+            if model is not None and self.compiled:
+                compile_layers(model)
+            if model is not None and self.sharded:
+                shard(model)
         # Found once: walking through all modules at every update costs as much as a layer of the small model.
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         self.optimizer = make_optimizer(self.stage, self._trained)
         self.scheduler = make_scheduler(self.stage, self.optimizer, self.updates)
-        if self.stage.beta > 0:
-            self._prepare_reference(next(self.model.parameters()).device)
-        if self.model_config.gradient_checkpointing or not self.share_prompts:
+        if self.model_config.gradient_checkpointing or not self.share_prompts or self.sharded:
             self._layout = "plain"
 
     def update(self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None) -> UpdateFigures:
@@ -160,12 +170,16 @@ class Learner:
     ) -> None:
         bonus = self.stage.entropy_coef > 0
         scores = self._forward(self.model, part.tokens, entropy_gradients=bonus)
+        reference = self._reference_logps(part.tokens) if self.stage.beta > 0 else None
+        if part.idle:
+            self.processes.accelerator.backward(0.0 * scores.logps.sum())
+            return
         old = scores.logps.detach() if old_logps is None else old_logps
         correction = sampling_correction(old, part.sampler_logps, part.tokens.completion_mask, self.stage)
         inputs = LossInputs(
             logps=scores.logps,
             old_logps=old,
-            ref_logps=self._reference_logps(part.tokens) if self.stage.beta > 0 else None,
+            ref_logps=reference,
             advantages=part.advantages,
             mask=part.tokens.completion_mask,
             weights=part.weights,
@@ -204,11 +218,12 @@ class Learner:
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.processes.add_up(parameter.grad for parameter in self._trained if parameter.grad is not None)
+        if not self.sharded:
+            self.processes.add_up(parameter.grad for parameter in self._trained if parameter.grad is not None)
         scaler = self.processes.accelerator.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        figures.grad_norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf))
+        figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
         # A scaler finds its scale by overflowing now and then, and skips those updates itself.
         if not math.isfinite(figures.loss) or (scaler is None and not math.isfinite(figures.grad_norm)):
             raise TrainingError(
@@ -224,7 +239,8 @@ class Learner:
 
     @torch.no_grad()
     def _entropy_threshold(self, parts: Sequence[Microbatch]) -> Float[Tensor, ""] | None:
-        found = [self._forward(self.model, part.tokens).entropies[part.tokens.completion_mask].cpu() for part in parts]
+        scored = [(part, self._forward(self.model, part.tokens).entropies) for part in parts]
+        found = [entropies[part.tokens.completion_mask].cpu() for part, entropies in scored if not part.idle]
         everyone = [entropies for mine in self.processes.everyone(found) for entropies in mine]
         return entropy_threshold(torch.cat(everyone), self.stage) if everyone else None
 

@@ -7,7 +7,7 @@ but rounding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,6 +35,8 @@ class Microbatch:
     """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities the sampler drew the tokens with; 0 on padding."""
+    idle: bool = False
+    """Goes through the model only because other processes have more passes; counts for nothing."""
 
 
 def microbatches(
@@ -46,8 +48,12 @@ def microbatches(
     max_completion_length: int,
     device: torch.device,
     processes: Processes,
+    level: bool = False,
 ) -> list[Microbatch]:
-    """Cut this process's share of the completions `indices` (one update, whole groups) into passes."""
+    """Cut this process's share of the completions `indices` (one update, whole groups) into passes.
+
+    With `level` every process gets as many, for weights that are spread over the processes are gathered by all of them at once.
+    """
     size = stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
     _, mask = pad([completion.token_ids for completion in completions], left=False)
@@ -60,10 +66,17 @@ def microbatches(
     budget = stage.max_tokens_per_microbatch
     cuts = _by_count(live, size) if budget is None else _by_tokens(live, [_size(rollout, index) for index in indices], budget)
     entropy_weights = mean_weights(mask if keep_dead else mask & ~dead[:, None])
-    return [
-        _assemble(rollout, advantages, [indices[place] for place in places], weights[places], entropy_weights[places], device)
-        for places in cuts
-    ]
+
+    def assemble(places: Sequence[int]) -> Microbatch:
+        chosen = [indices[place] for place in places]
+        return _assemble(rollout, advantages, chosen, weights[places], entropy_weights[places], device)
+
+    parts = [assemble(places) for places in cuts]
+    if level:
+        shortest = min(range(len(indices)), key=lambda place: len(completions[place].token_ids))
+        missing = max(processes.everyone(len(parts))) - len(parts)
+        parts += [replace(assemble([shortest]), idle=True)] * missing
+    return parts
 
 
 def _by_count(live: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -4,6 +4,7 @@ sample -> score -> (all processes) -> advantages -> refill dead groups, if asked
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,10 @@ class Collector:
     def collect(self, number: int, *, step: int) -> Round:
         """The round of that number, counted from 0, for the updates that begin with `step`."""
         self.engine.sync()
+        return self.sample(number, step=step)
+
+    def sample(self, number: int, *, step: int) -> Round:
+        """The same from the weights that the engine has already."""
         stage = self.spec.stage
         scored = self._sample(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
         gained = advantages(rewards_of(scored), stage)
@@ -84,6 +89,29 @@ class Collector:
         size, sampling = self.spec.stage.num_generations, Sampling.of(self.spec.rollout)
         rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=size, seed=seed)
         return score_groups(self.suite, rollout, step=step)
+
+
+class OneAhead:
+    """Rounds in their order, each sampled while the policy trains on the one before, so from weights that are one round older."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._next: Future[Round] | None = None
+
+    def take(self, number: int, *, step: int, next_step: int | None) -> Round:
+        """The round of that number; then the next one, whose updates begin with `next_step`, is begun, unless that is None."""
+        current = self._collector.collect(number, step=step) if self._next is None else self._next.result()
+        self._next = None
+        if next_step is not None:
+            # Here and not in the thread: the weights must not change while they are written down.
+            self._collector.engine.sync()
+            self._next = self._pool.submit(self._collector.sample, number + 1, step=next_step)
+        return current
+
+    def close(self) -> None:
+        """Wait for a round that nobody trains on, while what it is sampled with still lives."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:

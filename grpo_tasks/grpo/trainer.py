@@ -19,7 +19,7 @@ from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
-from grpo_tasks.grpo.rounds import Collector, Round
+from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.compose import RewardSuite
@@ -63,6 +63,7 @@ class Trainer:
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
         temperature = self.spec.rollout.temperature
         resources = self.spec.resources
+        self.sharded = resources.fsdp and self.processes.count > 1
         self.learner = Learner(
             model,
             self.stage,
@@ -72,6 +73,8 @@ class Trainer:
             self.updates,
             self.processes,
             share_prompts=resources.share_prompts,
+            sharded=self.sharded,
+            compiled=resources.compile,
         )
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
@@ -80,6 +83,7 @@ class Trainer:
         self._resume()
         engine = self._engine(model, servers)
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
+        self.ahead = OneAhead(self.collector) if servers and self.spec.rollout.vllm.overlap else None
 
     def _engine(self, model: PreTrainedModel, servers: Sequence[VllmServer]) -> RolloutEngine:
         if servers:
@@ -104,7 +108,18 @@ class Trainer:
 
     def train(self) -> StageResult:
         """Run all updates that are left."""
-        began, stopped = time.perf_counter() - self.seconds, "max_steps"
+        try:
+            stopped = self._updates()
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
+        self._save()
+        self.collector.engine.close()
+        return self._finish(stopped)
+
+    def _updates(self) -> str:
+        """Until the last update, or one that reaches the target; says which."""
+        began = time.perf_counter() - self.seconds
         while self.step < self.updates:
             at = time.perf_counter()
             if self.step % self.stage.updates_per_rollout == 0:
@@ -114,16 +129,19 @@ class Trainer:
             self.seconds = time.perf_counter() - began
             self._record(current.round, metrics, seconds=time.perf_counter() - at)
             if target_reached(self.spec, self.journal, self.step):
-                stopped = "target"
-                break
-            if self._checkpoint_due():
+                return "target"
+            if self._checkpoint_due(self.step):
                 self._save()
-        self._save()
-        self.collector.engine.close()
-        return self._finish(stopped)
+        return "max_steps"
 
     def _collect(self, number: int) -> Round:
-        current = self.collector.collect(number, step=self.step + 1)
+        if self.ahead is None:
+            current = self.collector.collect(number, step=self.step + 1)
+        else:
+            after = self.step + self.stage.updates_per_rollout
+            # What a checkpoint is written without, a stage taken up from it could not know.
+            last = after >= self.updates or self._checkpoint_due(after)
+            current = self.ahead.take(number, step=self.step + 1, next_step=None if last else after + 1)
         self.tokens += current.tokens
         for note in current.scored.scores.notes:
             self._tell(self.step + 1, "reward_error", str(note))
@@ -141,6 +159,7 @@ class Trainer:
                 max_completion_length=self.spec.rollout.max_completion_length,
                 device=self.device,
                 processes=self.processes,
+                level=self.sharded,
             )
             for start in range(0, len(rollout.completions), size)
         ]
@@ -176,17 +195,16 @@ class Trainer:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
             write_completions(self.dir, self.step, table)
 
-    def _checkpoint_due(self) -> bool:
+    def _checkpoint_due(self, step: int) -> bool:
         # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
         per_rollout = self.stage.updates_per_rollout
         every = max(1, round(self.stage.save_steps / per_rollout)) * per_rollout
-        return self.step % every == 0
+        return step % every == 0
 
     def _save(self) -> None:
-        if not self.processes.writes:
-            return
         extra = {"suite": self.suite.state(), "tokens": self.tokens, "resumed": self.resumed, "seconds": self.seconds}
-        save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=self.stage.save_total_limit)
+        keep, writes = self.stage.save_total_limit, self.processes.writes
+        save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=keep, writes=writes)
 
     def _resume(self) -> None:
         found = load_checkpoint(self.dir.checkpoints, self.state)
@@ -202,8 +220,7 @@ class Trainer:
             append_event(self.dir.events, step, event, detail)
 
     def _finish(self, stopped: str) -> StageResult:
-        if self.processes.writes:
-            save_final(self.dir, self.learner.model, self.tokenizer)
+        save_final(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
         self.processes.wait()
         result = finished(self.dir, self.spec, self.journal, Ending(self.step, stopped, self.resumed, self.seconds))
         if self.processes.writes:

@@ -15,6 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+def causal_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model itself, without PEFT's wrapper around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def folded_weight(layer: LoraLinear) -> Tensor:
+    """W + scale * B A of an adapted layer, in float32."""
+    folded: Tensor = layer.base_layer.weight.float()
+    for adapter in layer.active_adapters:
+        folded = folded + layer.get_delta_weight(adapter).float()
+    return folded
+
+
 class FoldedPolicy:
     """Holds `model`, a plain causal model equal to base + adapter as of the last `sync`."""
 
@@ -29,12 +42,9 @@ class FoldedPolicy:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Write the adapted layers anew: W + scale * B A, computed in float32, rounded once."""
+        """Write the adapted layers anew, rounded once."""
         for lora, plain in self._pairs:
-            folded: Tensor = lora.base_layer.weight.float()
-            for adapter in lora.active_adapters:
-                folded = folded + lora.get_delta_weight(adapter).float()
-            plain.weight.copy_(folded)
+            plain.weight.copy_(folded_weight(lora))
 
     def _copy_of(self, base: PreTrainedModel) -> PreTrainedModel:
         shared = {id(tensor): tensor for tensor in [*base.parameters(), *base.buffers()]}

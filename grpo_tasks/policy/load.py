@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.sharded import is_sharded, whole
 from schemas.config import ModelConfig, ResourcesConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
@@ -129,12 +132,29 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     return model
 
 
-def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """The trained weights: the adapter alone, or the whole model with its tokenizer for full fine-tuning."""
+def compile_layers(model: PreTrainedModel) -> None:
+    """Have torch.compile make kernels for the decoder layers, of any batch and length, when they first run."""
+    for module in model.modules():
+        if type(module).__name__ in (causal_model(model)._no_split_modules or ()):
+            module.compile(dynamic=True)
+
+
+def trained_weights(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """What is trained, by name and whole, asked of all processes together; None where each holds the whole model anyway."""
+    if not is_sharded(model):
+        return None
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_trained(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write the trained weights (`weights`, or those of the model): the adapter alone, or with full fine-tuning the whole model
+    and its tokenizer."""
     if isinstance(model, PeftModel):
-        model.save_pretrained(str(directory), selected_adapters=["default"])
+        model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights)
     else:
-        model.save_pretrained(str(directory))
+        model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
 
 

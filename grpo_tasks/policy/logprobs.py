@@ -15,12 +15,13 @@ from typing import Literal, cast
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_tasks.policy.batch import TokenBatch, positions
+from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.sharded import forward_pass
 from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, attending
 
 Layout = Literal["merged", "repeated", "plain"]
@@ -57,6 +58,17 @@ def completion_logprobs(
             gradient checkpointing.
         entropy_gradients: let gradients flow through the entropies too.
     """
+    logps, entropies = forward_pass(
+        model, lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients)
+    )
+    mask = batch.completion_mask
+    blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return TokenScores(logps=blank.masked_scatter(mask, logps), entropies=blank.masked_scatter(mask, entropies))
+
+
+def _scored(
+    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     # A prompt of one token has no context to share.
     if layout == "plain" or not batch.context_mask.any(1).all():
         hidden = _hidden_plain(model, batch)
@@ -64,13 +76,12 @@ def completion_logprobs(
         hidden = _hidden_merged(model, batch)
     else:
         hidden = _hidden_repeated(model, batch)
-    mask = batch.completion_mask
     # Row numbers rather than a mask: the gradient of an indexed read is an addition, that of a masked one a slow scatter.
-    places = mask.flatten().nonzero().squeeze(1)
+    places = batch.completion_mask.flatten().nonzero().squeeze(1)
     chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
     targets = batch.completion_ids.flatten().index_select(0, places)
     causal = causal_model(model)
-    logps, entropies = score_tokens(
+    return score_tokens(
         causal.get_output_embeddings(),
         chosen,
         targets,
@@ -79,8 +90,6 @@ def completion_logprobs(
         entropy_gradients=entropy_gradients,
         chunk_elements=CHUNK_ELEMENTS,
     )
-    blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return TokenScores(logps=blank.masked_scatter(mask, logps), entropies=blank.masked_scatter(mask, entropies))
 
 
 def encode_context(model: PreTrainedModel, batch: TokenBatch) -> DynamicCache:
@@ -120,11 +129,6 @@ def _hidden_plain(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N
     out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False)
     hidden: Tensor = out.last_hidden_state[:, batch.context_ids.shape[1] :]
     return hidden
-
-
-def causal_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The causal language model itself, without PEFT's wrapper around it."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

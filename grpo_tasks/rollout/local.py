@@ -17,8 +17,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.chat import end_token_ids
-from grpo_tasks.policy.folded import FoldedPolicy
-from grpo_tasks.policy.logprobs import causal_model, encode_context
+from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.logprobs import encode_context
+from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.shared_prompt import DecodedPrompt, UnsupportedError, attending
 from grpo_tasks.rollout.draw import draw, uniforms
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
@@ -38,7 +39,7 @@ class LocalEngine:
         fold_adapter: bool = True,
         fuse_kernels: bool = True,
     ) -> None:
-        self._folded = FoldedPolicy(policy) if fold_adapter else None
+        self._folded = sampling_copy(policy) if fold_adapter or is_sharded(policy) else None
         self._model = policy if self._folded is None else self._folded.model
         self._tokenizer, self._share = tokenizer, share_prompts
         # Fusing rewrites weights in place: not those of a model that is being trained.

@@ -24,16 +24,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
-from grpo_tasks.policy.folded import FoldedPolicy
-from grpo_tasks.policy.load import save_trained
+from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer
 from schemas.config import VllmConfig
 from schemas.errors import RolloutError
 
-PROBE_TOKENS = 12
+PROBE_IDS = [3 + 7 * place % 200 for place in range(12)]
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest mean difference in nats between server and trainer on the probe."""
 
@@ -226,6 +226,7 @@ class VllmEngine(VllmSampler):
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._weights = weights
+        self._wanted = torch.empty(0)
         embedding: Any = policy.get_input_embeddings()
         if merged and policy.device.type == "cpu" and policy.config.tie_word_embeddings and embedding.weight.requires_grad:
             # Its output layer multiplies with a packed copy of the embeddings that a reload leaves as it was.
@@ -234,7 +235,7 @@ class VllmEngine(VllmSampler):
                 place="rollout.engine",
                 mend="engine: local, or train an adapter",
             )
-        self._folded = FoldedPolicy(policy) if merged else None
+        self._folded = sampling_copy(policy) if merged else None
         shutil.rmtree(weights, ignore_errors=True)
 
     def sync(self) -> None:
@@ -251,10 +252,11 @@ class VllmEngine(VllmSampler):
         self._name = f"{self._run}-{self._version:06d}"
         self._folder = (self._weights / self._name).resolve()
         if self._folded is None:
-            save_trained(self._policy, self._tokenizer, self._folder)
+            save_trained(self._policy, self._tokenizer, self._folder, trained_weights(self._policy))
         else:
             self._folded.sync()
             self._folded.model.save_pretrained(str(self._folder))
+        self._wanted = self._probe_logps()
         super().sync()
         if before is not None:
             self._forget(before)
@@ -275,19 +277,22 @@ class VllmEngine(VllmSampler):
         shutil.rmtree(self._weights / name)
 
     @torch.no_grad()
-    def _probe(self) -> None:
-        """Compare the log-probabilities of a few fixed tokens."""
-        ids = [3 + 7 * place % 200 for place in range(PROBE_TOKENS)]
-        batch = token_batch([ids[:2]], [ids[2:]], [0], device=self._policy.device)
+    def _probe_logps(self) -> torch.Tensor:
+        """log-probabilities of a few fixed tokens under the present policy."""
+        batch = token_batch([PROBE_IDS[:2]], [PROBE_IDS[2:]], [0], device=self._policy.device)
         training = self._policy.training
         self._policy.eval()
-        wanted = completion_logprobs(self._policy, batch, temperature=1.0, layout="plain").logps[0].cpu()
+        logps = completion_logprobs(self._policy, batch, temperature=1.0, layout="plain").logps[0].cpu()
         self._policy.train(training)
+        return logps
+
+    def _probe(self) -> None:
+        """Compare them with those of the servers; the policy itself may be in training meanwhile."""
         for server in self._servers:
-            body = {"model": self._model(server), "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            body = {"model": self._model(server), "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
             given = self._post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
             found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in given])
-            difference = (found - wanted).abs().mean().item()
+            difference = (found - self._wanted).abs().mean().item()
             if not difference <= PROBE_LIMIT[self._dtype]:
                 raise RolloutError(
                     f"the server serves another policy than the trainer's: {difference:.3g} nats a token apart after the swap",

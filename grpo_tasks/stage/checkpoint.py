@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.load import save_trained
+from grpo_tasks.policy.load import save_trained, trained_weights
+from grpo_tasks.policy.sharded import like, whole
 
 MANIFEST = "manifest.json"
 
@@ -36,17 +37,24 @@ class TrainingState:
     scheduler: LRScheduler
 
 
-def save_checkpoint(folder: Path, step: int, state: TrainingState, extra: dict[str, Any], *, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, state: TrainingState, extra: dict[str, Any], *, keep: int, writes: bool = True
+) -> None:
     """Write a checkpoint of update `step` under `folder` and delete all but the newest `keep`.
 
     `extra` is JSON of the caller's own (adaptive weights, counters). The checkpoint appears under its name only when it is whole.
+    Of several processes all call it, because weights may be spread over them, and one writes. What is written is whole: a stage
+    can be taken up by another number of processes.
     """
+    weights = trained_weights(state.model)
+    tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
+    if not writes:
+        return
     target = folder / f"step-{step:06d}"
     part = folder / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_trained(state.model, state.tokenizer, part / "weights")
-    tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
+    save_trained(state.model, state.tokenizer, part / "weights", weights)
     save_file(tensors, part / "optimizer.safetensors")
     content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
     (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
@@ -56,7 +64,6 @@ def save_checkpoint(folder: Path, step: int, state: TrainingState, extra: dict[s
     part.rename(target)
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
-    return target
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, Any]] | None:
@@ -86,7 +93,13 @@ def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any
     content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     _load_weights(state.model, checkpoint / "weights")
     optimizer = state.optimizer.state_dict()
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     optimizer["state"] = _unflatten(load_file(checkpoint / "optimizer.safetensors"), content["optimizer"])
+    for index, entries in optimizer["state"].items():
+        parameter = parameters[index]
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                entries[name] = like(value, parameter)
     state.optimizer.load_state_dict(optimizer)
     state.scheduler.load_state_dict(content["scheduler"])
     for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
@@ -94,15 +107,16 @@ def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any
     return content["step"], content["extra"]
 
 
+@torch.no_grad()
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(path))
-    if isinstance(model, PeftModel):
-        set_peft_model_state_dict(model, weights)
-    else:
-        # Tied weights are stored once, so a strict load would miss the other name.
-        model.load_state_dict(weights, strict=False)
+    present = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else model.state_dict()
+    for name, tensor in present.items():
+        # Tied weights are stored once and have two names here.
+        if name in weights:
+            tensor.copy_(like(weights[name], tensor))
 
 
 def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -117,7 +131,7 @@ def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.T
             numbers |= deeper_numbers
         elif isinstance(value, torch.Tensor):
             # A copy where two entries share their memory (the tables of 8-bit optimizers), which safetensors refuses.
-            tensors[name] = value.contiguous().clone()
+            tensors[name] = whole(value).contiguous().clone()
         else:
             numbers[name] = value
     return tensors, numbers

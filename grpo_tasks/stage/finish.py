@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import polars as pl
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.load import save_trained
+from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.stage.checkpoint import file_sha256
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -37,9 +37,11 @@ def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> No
     part.replace(path)
 
 
-def save_final(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the trained weights."""
-    save_trained(model, tokenizer, directory.final)
+def save_final(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+    """Write the trained weights; of several processes all call it and one writes."""
+    weights = trained_weights(model)
+    if writes:
+        save_trained(model, tokenizer, directory.final, weights)
 
 
 def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: Ending) -> StageResult:

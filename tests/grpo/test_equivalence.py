@@ -6,6 +6,7 @@ writes it anew, which needs a sentence in the CHANGELOG.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,23 @@ def test_a_stage_taken_up_again_gives_the_curve(stages):
         assert [one[name] for name in WATCHED] == [other[name] for name in WATCHED]
 
 
+def in_two_processes(directory):
+    command = [sys.executable, "-m", "grpo_tasks.grpo", directory.root]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def assert_same_updates(one, two, file="adapter_model.safetensors"):
+    for alone, together in zip(journal(one), journal(two), strict=True):
+        for name in WATCHED:
+            assert together[name] == pytest.approx(alone[name], rel=2e-3, abs=2e-5), name
+    weights = [load_file(directory.final / file) for directory in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"loss_type": "bnpo", "scale_rewards": "batch"}, {"max_refills": 2, "stage_rewards": ["format"], "entropy_coef": 0.01}],
@@ -111,18 +129,40 @@ def test_a_stage_taken_up_again_gives_the_curve(stages):
 def test_two_processes_make_the_updates_of_one(stages, settings):
     _, one = stages.train("by-1", **CURVE | settings)
     two = stages.write("by-2", **CURVE | settings, resources={"num_processes": 2})
-    command = [sys.executable, "-m", "grpo_tasks.grpo", two.root]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(two)
     if not settings:
         assert_golden(two)
-    for alone, together in zip(journal(one), journal(two), strict=True):
-        for name in WATCHED:
-            assert together[name] == pytest.approx(alone[name], rel=2e-3, abs=2e-5), name
-    weights = [load_file(directory.final / "adapter_model.safetensors") for directory in (one, two)]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=2e-4)
+    assert_same_updates(one, two)
+
+
+SHARDED = {"num_processes": 2, "fsdp": True}
+
+
+def test_weights_spread_over_two_processes_make_the_updates_of_one(stages):
+    # An odd number of passes, so that one process has to make an idle one.
+    odd = {"num_generations": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}
+    # A large epsilon: Adam turns the rounding of a gradient near zero into a whole step.
+    settings = CURVE | odd | {"top_entropy_quantile": 0.5, "adam_epsilon": 1e-3}
+    _, one = stages.train("by-1", **settings)
+    two = stages.write("by-2", **settings, resources=SHARDED)
+    in_two_processes(two)
+    assert_same_updates(one, two)
+
+
+def test_a_whole_model_spread_over_two_processes_goes_on_in_one(stages):
+    settings = CURVE | {"model": {"lora": None}, "learning_rate": 1e-4, "reference": "stage_start"}
+    _, one = stages.train("by-1", **settings)
+    two = stages.write("by-2", **settings, resources=SHARDED)
+    in_two_processes(two)
+    assert_same_updates(one, two, "model.safetensors")
+    # What the two wrote is whole: one process takes up their last but one checkpoint and comes to the same end.
+    shutil.rmtree(two.checkpoints / "step-000006")
+    two.result.unlink()
+    spec = StageSpec.load(two.spec)
+    spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_processes": 1})}).save(two.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        assert stages.trainer(two, suite).train().resumed == 1
+    assert_same_updates(one, two, "model.safetensors")
 
 
 def test_when_one_of_two_processes_dies_the_other_ends_too(stages, tmp_path):

@@ -3,6 +3,7 @@ import torch
 
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
 
 
@@ -51,3 +52,18 @@ def test_padding_scores_exactly_zero(policy, batch):
     scores = completion_logprobs(policy, batch, temperature=1.0)
     assert (scores.logps[~batch.completion_mask] == 0).all()
     assert not scores.entropies.requires_grad
+
+
+def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch):
+    # One layer: the compiler takes as long for each kind of layer that it meets.
+    del policy.get_base_model().model.layers[1:]
+    wanted = completion_logprobs(policy, batch, temperature=1.0, layout="plain")
+    wanted.logps.square().sum().backward()
+    gradient = gradients(policy)
+    policy.zero_grad()
+    compile_layers(policy)
+    found = completion_logprobs(policy, batch, temperature=1.0, layout="plain")
+    found.logps.square().sum().backward()
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(policy), gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())

@@ -8,7 +8,8 @@ from schemas.errors import ConfigError, DataError, UserError
 from schemas.load import PRESETS, check_config, load_config
 from schemas.metrics import TRAINING, describe
 
-TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [{"name": "only", "rewards": ["format"]}]}
+STAGE = {"name": "only", "rewards": ["format"]}
+TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [STAGE]}
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
@@ -38,6 +39,31 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
     place = ".".join(str(part) for part in (*section, key))
     with pytest.raises(ConfigError, match=rf"{place}: unknown key; did you mean {near}\?"):
         check_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mend"),
+    [
+        ({"resources": {"fsdp": True}, "model": {"quantization": "nf4"}}, "fsdp: false"),
+        ({"resources": {"fsdp": True}, "model": {"lora": None, "dtype": "float16"}}, "bfloat16"),
+        ({"resources": {"fsdp": True}, "stages": [STAGE | {"optim": "adamw_8bit"}]}, "adamw_torch"),
+        ({"resources": {"fsdp": True}, "stages": [STAGE | {"engine": "trl"}]}, "engine: native"),
+        ({"rollout": {"engine": "vllm", "vllm": {"overlap": True, "sleep": True}}}, "overlap or sleep"),
+        ({"rollout": {"engine": "vllm", "vllm": {"overlap": True}}}, "importance_sampling_correction: token_truncate"),
+        (
+            {
+                "rollout": {"engine": "vllm", "vllm": {"overlap": True, "base_urls": ["http://127.0.0.1:1"]}},
+                "resources": {"num_processes": 2},
+            },
+            "num_processes: 1",
+        ),
+        ({"model": {"quantization": "nf4", "lora": None}}, "quantization: none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_go_together_is_refused_with_the_mend(settings, mend):
+    with pytest.raises(ConfigError, match=mend):
+        check_config(TREE | settings)
 
 
 def test_all_faults_are_told_at_once():
