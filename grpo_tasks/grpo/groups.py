@@ -57,7 +57,7 @@ def sample_groups(
     """Sample `group_size` completions for each prompt; `numbers` are the prompts' places in the rollout, whose seed is `seed`."""
     began = time.perf_counter()
     requests = [
-        Request(ids, completion_seed(seed, place, row.prompt_id, index))
+        Request(ids, completion_seed(seed, place, row.prompt_id) + index)
         for place, row, ids in zip(numbers, rows, prompts, strict=True)
         for index in range(group_size)
     ]

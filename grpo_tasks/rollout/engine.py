@@ -62,7 +62,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample. The seed belongs to the completion, so it comes out the same whatever the batch."""
+    """One completion to sample. The seed belongs to the completion, so it comes out the same whatever the batch; those of a group
+    count upwards."""
 
     prompt_ids: Sequence[int]
     seed: int

@@ -61,7 +61,7 @@ def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: Rollo
     prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
     samples = range(spec.num_samples)
     requests = [
-        Request(ids, completion_seed(spec.seed, "sample", row.prompt_id, index))
+        Request(ids, completion_seed(spec.seed, "sample", row.prompt_id) + index)
         for row, ids in zip(rows, prompts, strict=True)
         for index in samples
     ]

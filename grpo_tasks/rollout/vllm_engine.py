@@ -1,4 +1,4 @@
-"""The vLLM engines: tokens in, tokens out over HTTP, one request a completion, its own seed with it.
+"""The vLLM engines: tokens in, tokens out over HTTP, one request for all completions of a group.
 
     VllmSampler   a model that stays as it is (evaluation, lab)
     VllmEngine    the policy in training:  sync()  weights saved -> taken over by the servers -> probed -> the ones before deleted
@@ -104,20 +104,22 @@ class VllmSampler:
         self._take_over()
         with ThreadPoolExecutor(self._config.concurrency) as pool:
             try:
-                return list(pool.map(self._complete, cycle(self._servers), requests, repeat(sampling)))
+                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(sampling))
+                return [answer for group in answers for answer in group]
             except RolloutError:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _complete(self, server: VllmServer, request: Request, sampling: Sampling) -> dict[str, Any]:
+    def _complete(self, server: VllmServer, group: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
         body = {
             "model": self._model(server),
-            "prompt": list(request.prompt_ids),
+            "prompt": list(group[0].prompt_ids),
+            "n": len(group),
             "max_tokens": sampling.max_completion_length,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": request.seed % 2**31,
+            "seed": _seed(group[0]),
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(sampling.stop),
@@ -125,10 +127,12 @@ class VllmSampler:
             "stop_token_ids": sorted(self._end_ids | sampling.stop_token_ids),
             "skip_special_tokens": False,
         }
-        answer: dict[str, Any] = self._post(server, "/v1/completions", body)["choices"][0]
-        if answer.get("token_ids") is None:
+        answers: list[dict[str, Any]] = self._post(server, "/v1/completions", body)["choices"]
+        if len(answers) != len(group):
+            raise RolloutError(f"a server gave {len(answers)} completions for {len(group)}", place=server.address)
+        if any(answer.get("token_ids") is None for answer in answers):
             raise RolloutError("this vLLM returns no token ids", place=server.address, mend="vLLM 0.32 is known to work")
-        return answer
+        return sorted(answers, key=lambda answer: int(answer["index"]))
 
     def _completion(self, answer: dict[str, Any], stop: StopRule) -> Completion:
         ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
@@ -299,3 +303,19 @@ class VllmEngine(VllmSampler):
                     place=server.address,
                     mend="restart the server; see that it was started with the same base weights and precision",
                 )
+
+
+def _groups(requests: Sequence[Request]) -> list[list[Request]]:
+    """Neighbours with one prompt and seeds that count upwards, which is how vLLM seeds the n completions of a request."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        last = groups[-1][-1] if groups else None
+        if last is not None and request.prompt_ids == last.prompt_ids and _seed(request) == _seed(last) + 1:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def _seed(request: Request) -> int:
+    return request.seed % 2**31

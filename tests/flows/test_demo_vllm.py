@@ -1,0 +1,28 @@
+"""The demo preset with every completion, in training, lab and evaluation, from a real vLLM server (CPU build)."""
+
+import json
+
+import pytest
+
+from tests.flows.place import Place
+from tests.flows.test_demo import assert_learnt
+from tests.rollout.test_vllm import PYTHON
+
+pytestmark = [
+    pytest.mark.xdist_group("vllm"),
+    pytest.mark.slow,
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
+]
+
+
+def test_the_demo_learns_as_well_from_a_servers_completions(tmp_path, prefect_api):
+    place = Place(tmp_path, prefect_api)
+    place.grpo("run", "demo", "--set", "rollout.engine=vllm", "--set", f"rollout.vllm.python={PYTHON}", timeout=2900)
+    assert_learnt(place.parent())
+    journals = list(place.root.glob("runs/grpo-demo/train_stage/*/metrics.jsonl"))
+    assert len(journals) == 2
+    for journal in journals:
+        for line in journal.read_text().splitlines():
+            assert json.loads(line)["metrics"]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 7  # lab, two stages, four evaluations
