@@ -380,6 +380,50 @@ class EarlyStopConfig(Section):
     """Fewest updates before the stage may end."""
 
 
+GuardAction = Literal["off", "warn", "stop", "rollback"]
+
+
+class GuardsConfig(Section):
+    """What is done when the figures of a stage go wrong: off, warn (an event in log, Prefect and MLflow), stop, or rollback (to
+    the last good checkpoint, with a smaller learning rate)."""
+
+    GROUPS: ClassVar = {
+        "details": (
+            "max_rollbacks",
+            "rollback_learning_rate",
+        ),
+    }
+
+    not_finite: Literal["stop", "rollback"] = "stop"
+    """A loss or a gradient that is not finite; the update is never made."""
+    kl_blow_up: GuardAction = "warn"
+    """KL above 0.5 (median of 10 updates)."""
+    reward_std_collapse: GuardAction = "warn"
+    """reward_std below 0.01 (median of 10 updates)."""
+    flat_reward: GuardAction = "warn"
+    """The reward of the last 25 updates is no better than that of the first 25, while some function succeeds less than 9 times
+    in 10."""
+    dead_groups: GuardAction = "warn"
+    """More than 9 of 10 groups dead (median of 10 updates)."""
+    truncation: GuardAction = "warn"
+    """More than half of the completions cut off (median of 10 updates)."""
+    entropy_collapse: GuardAction = "warn"
+    """Entropy below a fifth of the first 10 updates', without more reward."""
+    length_explosion: GuardAction = "warn"
+    """Completions twice as long as in the first 10 updates, without more reward."""
+    format_regression: GuardAction = "warn"
+    """Success of a format reward 0.2 below the best 10 updates of the stage."""
+    max_rollbacks: int = Field(2, ge=0)
+    """Times a stage is rolled back before it stops."""
+    rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)
+    """Factor of the learning rate after each roll back."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any guard does."""
+        return "rollback" in self.model_dump().values()
+
+
 class StageConfig(Section):
     """One GRPO stage (arXiv:2402.03300)."""
 
@@ -436,6 +480,7 @@ class StageConfig(Section):
             "save_total_limit",
             "log_completions_steps",
             "early_stop",
+            "guards",
         ),
     }
 
@@ -545,6 +590,8 @@ class StageConfig(Section):
     """Updates between two tables of sampled completions."""
     early_stop: EarlyStopConfig | None = None
     """End the stage early when a target is reached; none trains all updates."""
+    guards: GuardsConfig = Field(default_factory=GuardsConfig)
+    """What is done when the figures go wrong."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -566,6 +613,8 @@ class StageConfig(Section):
             raise ValueError("options under trl are for engine trl; mend: engine: trl, or leave them out")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("cispo caps the ratio at epsilon_high, which is not given; mend: epsilon_high: 5")
+        if self.engine == "trl" and self.guards.rolls_back:
+            raise ValueError("engine trl cannot roll back; mend: warn or stop under guards, or engine: native")
         if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
             raise ValueError("cispo weighs tokens; mend: importance_sampling_level: token")
         twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
@@ -674,6 +723,7 @@ class ResourcesConfig(Section):
             "num_threads",
             "num_processes",
             "fsdp",
+            "max_hours",
             "compile",
             "share_prompts",
             "fold_adapter",
@@ -705,6 +755,9 @@ class ResourcesConfig(Section):
     """Decode models of Llama's shape in fewer and larger kernels."""
     deterministic: bool = True
     """Use deterministic kernels, so that the same seed gives the same bytes (always so on CPU)."""
+    max_hours: float | None = Field(None, gt=0.0)
+    """Longest time in hours that a stage trains in one go: it then writes a checkpoint and stops, and the same command goes on
+    from there. Empty: no limit."""
     output_dir: Path = Path("runs")
     """Directory for everything a run writes, besides MLflow."""
 

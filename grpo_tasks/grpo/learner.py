@@ -40,6 +40,10 @@ SELF_CHECK_TOLERANCE = 1e-3
 """Largest mean |difference| in nats between a shared and the plain layout in float32; other precisions get 50 times that."""
 
 
+class NotFiniteError(TrainingError):
+    """A loss or a gradient that is not finite; the weights are as they were before the update."""
+
+
 @dataclass(slots=True)
 class UpdateFigures:
     """Sums over the tokens that were trained on; `means` divides them."""
@@ -140,7 +144,8 @@ class Learner:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        figures = UpdateFigures(learning_rate=float(self.scheduler.get_last_lr()[0]), kl=0.0 if self.stage.beta > 0 else None)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 else None)
         if not self.model.training:
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -148,13 +153,24 @@ class Learner:
         for index, part in enumerate(parts):
             self._accumulate(part, old_logps[index] if old_logps is not None else None, threshold, figures)
         figures = figures.over(self.processes)
-        if figures.tokens:
-            self._step(figures)
+        try:
+            if figures.tokens:
+                self._step(figures)
+        finally:
+            self._next_learning_rate()
+        return figures
+
+    def slow_down(self, factor: float) -> None:
+        """Multiply the learning rate of all further updates."""
+        self.scheduler.base_lrs = [rate * factor for rate in self.scheduler.base_lrs]
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate * factor
+
+    def _next_learning_rate(self) -> None:
         with warnings.catch_warnings():
             # torch warns when an update without any live group skips the optimizer's very first step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             self.scheduler.step()
-        return figures
 
     @torch.no_grad()
     def score(self, part: Microbatch) -> Float[Tensor, "N T"]:
@@ -226,7 +242,7 @@ class Learner:
         figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
         # A scaler finds its scale by overflowing now and then, and skips those updates itself.
         if not math.isfinite(figures.loss) or (scaler is None and not math.isfinite(figures.grad_norm)):
-            raise TrainingError(
+            raise NotFiniteError(
                 f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
                 place=f"stage {self.stage.name}",
                 mend="lower learning_rate, or use bfloat16 instead of float16",

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
-from grpo_tasks.grpo.learner import Learner
+from grpo_tasks.grpo.learner import Learner, NotFiniteError
 from grpo_tasks.grpo.measure import completions_table, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
@@ -27,12 +27,15 @@ from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import VllmServer, hands_over_weights
-from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, roll_back, save_checkpoint
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
-from grpo_tasks.stage.guards import alarms
+from grpo_tasks.stage.guards import WINDOW, Firing, Guards
 from grpo_tasks.stage.journal import Journal, append_event
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.errors import TrainingError
 from schemas.results import StageResult
+
+SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Trainer:
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
         self.meter = DeviceMeter(self.device)
+        self.guards = Guards(self.stage.guards)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
         engine = self._engine(model, servers)
@@ -119,20 +123,45 @@ class Trainer:
 
     def _updates(self) -> str:
         """Until the last update, or one that reaches the target; says which."""
-        began = time.perf_counter() - self.seconds
+        opened = time.perf_counter()
+        began = opened - self.seconds
+        if self.step == 0 and self.stage.guards.rolls_back:
+            self._save()
         while self.step < self.updates:
             at = time.perf_counter()
             if self.step % self.stage.updates_per_rollout == 0:
                 current = self._cut(self._collect(self.step // self.stage.updates_per_rollout))
-            metrics = self._update(current)
+            try:
+                metrics, fault = self._update(current), None
+            except NotFiniteError as error:
+                metrics, fault = {}, error
             self.step += 1
             self.seconds = time.perf_counter() - began
             self._record(current.round, metrics, seconds=time.perf_counter() - at)
+            self._guard(fault)
             if target_reached(self.spec, self.journal, self.step):
                 return "target"
-            if self._checkpoint_due(self.step):
+            due = self._checkpoint_due(self.step)
+            late = self._late(time.perf_counter() - opened) and (due or self._between_rounds())
+            if due or late:
                 self._save()
+            if late and self.step < self.updates:
+                raise TrainingError(
+                    f"stopped at update {self.step} of {self.updates}, after resources.max_hours "
+                    f"{self.spec.resources.max_hours:g}; a checkpoint is written",
+                    place=f"stage {self.stage.name}",
+                    mend="start the same command again: the stage goes on from there",
+                )
         return "max_steps"
+
+    def _late(self, seconds: float) -> bool:
+        limit = self.spec.resources.max_hours
+        # The first process's clock counts: the others have to stop at the same update.
+        return limit is not None and self.processes.everyone(seconds > limit * SECONDS_PER_HOUR)[0]
+
+    def _between_rounds(self) -> bool:
+        """Whether nothing is sampled that a checkpoint would have to hold."""
+        return self.ahead is None and self.step % self.stage.updates_per_rollout == 0
 
     def _collect(self, number: int) -> Round:
         if self.ahead is None:
@@ -188,12 +217,49 @@ class Trainer:
         metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
         metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
         self.journal.append(self.step, metrics)
-        for event, detail in alarms(self.journal, self.step).items():
-            self._tell(self.step, event, detail)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.processes.writes:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
             write_completions(self.dir, self.step, table)
+
+    def _guard(self, fault: NotFiniteError | None) -> None:
+        """Tell what goes wrong, and stop or roll back where that is what the config says.
+
+        Raises:
+            TrainingError: a guard stops the stage.
+        """
+        firings = self.guards.look(self.journal, self.step)
+        if fault is not None:
+            if self.stage.guards.not_finite == "stop":
+                raise fault
+            firings.append(Firing("not_finite", "rollback", fault.message))
+        for firing in firings:
+            self._tell(self.step, firing.event, firing.detail)
+        for firing in firings:
+            if firing.action == "stop":
+                raise TrainingError(
+                    f"{firing.event}: {firing.detail}",
+                    place=f"stage {self.stage.name}, update {self.step}",
+                    mend=f"change what the advice says, or stages.N.guards.{firing.event}: warn",
+                )
+        back = [firing.event for firing in firings if firing.action == "rollback"]
+        if back:
+            self._roll_back(", ".join(back))
+
+    def _roll_back(self, why: str) -> None:
+        """Weights and optimizer as they were before the trouble; the updates count on, with new prompts."""
+        guards = self.stage.guards
+        if self.guards.rollbacks == guards.max_rollbacks:
+            raise TrainingError(
+                f"{why}, after {guards.max_rollbacks} roll backs",
+                place=f"stage {self.stage.name}, update {self.step}",
+                mend="lower learning_rate; the events before say what happened",
+            )
+        good = roll_back(self.dir.checkpoints, self.state, before=self.step - WINDOW)
+        self.learner.slow_down(guards.rollback_learning_rate)
+        self.guards.since, self.guards.rollbacks = self.step, self.guards.rollbacks + 1
+        detail = f"to the weights of update {good}, because of {why}; learning rate times {guards.rollback_learning_rate:g}"
+        self._tell(self.step, "rolled_back", detail)
 
     def _checkpoint_due(self, step: int) -> bool:
         # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
@@ -202,7 +268,13 @@ class Trainer:
         return step % every == 0
 
     def _save(self) -> None:
-        extra = {"suite": self.suite.state(), "tokens": self.tokens, "resumed": self.resumed, "seconds": self.seconds}
+        extra = {
+            "suite": self.suite.state(),
+            "tokens": self.tokens,
+            "resumed": self.resumed,
+            "seconds": self.seconds,
+            "guards": {"since": self.guards.since, "rollbacks": self.guards.rollbacks},
+        }
         keep, writes = self.stage.save_total_limit, self.processes.writes
         save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=keep, writes=writes)
 
@@ -213,6 +285,7 @@ class Trainer:
         self.step, extra = found
         self.suite.restore(extra["suite"])
         self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
+        self.guards = Guards(self.stage.guards, **extra["guards"])
         self._tell(self.step, "resumed", f"from the checkpoint of update {self.step}")
 
     def _tell(self, step: int, event: str, detail: str) -> None:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.sharded import like, whole
+from schemas.errors import TrainingError
 
 MANIFEST = "manifest.json"
 
@@ -74,6 +75,21 @@ def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, 
     return None
 
 
+def roll_back(folder: Path, state: TrainingState, *, before: int) -> int:
+    """Put weights and optimizer of the newest whole checkpoint up to update `before` back, or of the oldest one; its update.
+
+    Raises:
+        TrainingError: there is no whole checkpoint.
+    """
+    whole_ones = [checkpoint for checkpoint in _newest_first(folder) if is_whole(checkpoint)]
+    if not whole_ones:
+        raise TrainingError("there is no whole checkpoint to go back to", place=str(folder), mend="start the stage anew")
+    good = next((checkpoint for checkpoint in whole_ones if _step_of(checkpoint) <= before), whole_ones[-1])
+    _load_weights(state.model, good / "weights")
+    _load_optimizer(good, state)
+    return _step_of(good)
+
+
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file is there and has the hash the manifest says."""
     try:
@@ -92,19 +108,24 @@ def file_sha256(path: Path) -> str:
 def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any]]:
     content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     _load_weights(state.model, checkpoint / "weights")
+    _load_optimizer(checkpoint, state)
+    state.scheduler.load_state_dict(content["scheduler"])
+    for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return content["step"], content["extra"]
+
+
+def _load_optimizer(checkpoint: Path, state: TrainingState) -> None:
+    numbers = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["optimizer"]
     optimizer = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    optimizer["state"] = _unflatten(load_file(checkpoint / "optimizer.safetensors"), content["optimizer"])
+    optimizer["state"] = _unflatten(load_file(checkpoint / "optimizer.safetensors"), numbers)
     for index, entries in optimizer["state"].items():
         parameter = parameters[index]
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 entries[name] = like(value, parameter)
     state.optimizer.load_state_dict(optimizer)
-    state.scheduler.load_state_dict(content["scheduler"])
-    for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
-    return content["step"], content["extra"]
 
 
 @torch.no_grad()
@@ -165,6 +186,10 @@ def _sync(folder: Path) -> None:
     for path in [*_files(folder), folder / MANIFEST]:
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _newest_first(folder: Path) -> list[Path]:

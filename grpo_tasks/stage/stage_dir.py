@@ -2,7 +2,7 @@
 
 spec.json                what to do (StageSpec), written by whoever starts the stage
 metrics.jsonl            journal, one line an update
-events.jsonl             alarms, resumes, handled reward errors
+events.jsonl             guards, resumes, handled reward errors
 completions/             step-000020.parquet, all completions of that update with rewards and advantages
 checkpoints/             step-000050/, each with a manifest of hashes
 final/                   the trained weights (adapter, or whole model)

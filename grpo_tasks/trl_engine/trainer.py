@@ -20,10 +20,11 @@ from grpo_tasks.rewards.compose import RewardSuite, Scores
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
-from grpo_tasks.stage.guards import alarms
+from grpo_tasks.stage.guards import Guards
 from grpo_tasks.stage.journal import Journal, append_event
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
+from schemas.errors import TrainingError
 from schemas.metrics import describe
 from schemas.results import StageResult
 
@@ -104,8 +105,10 @@ class _Recorder(TrainerCallback):
             if len(known):
                 metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
         self.journal.append(step, metrics)
-        for event, detail in alarms(self.journal, step).items():
-            append_event(self.directory.events, step, event, detail)
+        for firing in Guards(self.spec.stage.guards).look(self.journal, step):
+            append_event(self.directory.events, step, firing.event, firing.detail)
+            if firing.action == "stop":
+                raise TrainingError(f"{firing.event}: {firing.detail}", place=f"stage {self.spec.stage.name}, update {step}")
         for note in scores.notes:
             append_event(self.directory.events, step, "reward_error", str(note))
         if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):

@@ -18,11 +18,13 @@ pytestmark = [
 
 def test_the_demo_learns_as_well_from_a_servers_completions(tmp_path, prefect_api):
     place = Place(tmp_path, prefect_api)
-    place.grpo("run", "demo", "--set", "rollout.engine=vllm", "--set", f"rollout.vllm.python={PYTHON}", timeout=2900)
+    settings = ("rollout.engine=vllm", f"rollout.vllm.python={PYTHON}", "evaluation.stages=false")
+    place.grpo("run", "demo", *(part for setting in settings for part in ("--set", setting)), timeout=2900)
     assert_learnt(place.parent())
     journals = list(place.root.glob("runs/grpo-demo/train_stage/*/metrics.jsonl"))
     assert len(journals) == 2
     for journal in journals:
         for line in journal.read_text().splitlines():
-            assert json.loads(line)["metrics"]["sampling/sampling_logp_difference/max"] < 1e-4
-    assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 7  # lab, two stages, four evaluations
+            # Absent where every group is dead.
+            assert json.loads(line)["metrics"].get("sampling/sampling_logp_difference/max", 0.0) < 1e-4
+    assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 5  # lab, two stages, base and merged model
