@@ -1,6 +1,7 @@
-"""`python -m tests.benchmarks.engines`: tokens per second of the rollout engines on this machine's CPU, swap included.
+"""`python -m tests.benchmarks.engines`: the rollout engines on this machine's CPU.
 
-64 completions of at most 64 tokens for 8 prompts of the demo; the vLLM servers come from .venv-vllm (make vllm).
+Tokens per second, swap included: 64 completions of at most 64 tokens for 8 prompts of the demo. Then updates by a vLLM server,
+with and without `overlap`. The servers come from .venv-vllm (make vllm).
 """
 
 import statistics
@@ -8,15 +9,20 @@ import tempfile
 import time
 from pathlib import Path
 
+from grpo_tasks.grpo.launch import rollout_servers
+from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import Served, serving
+from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
 from schemas.paths import resolve
 from schemas.results import ModelRef
+from tests.benchmarks.sides import Work, write_stage
 
 ROUNDS, PROMPTS, GROUP, LENGTH = 5, 8, 8, 64
 
@@ -43,13 +49,38 @@ def main() -> None:
                     rates[name].append(rate)
     for name, found in rates.items():
         print(f"{name:15} {statistics.median(found):8.0f} tokens/s")
+    _overlap(folder)
+
+
+def _overlap(folder: Path) -> None:
+    """Median duration of an update, in turns."""
+    work = Work(
+        resolve("embedded:base"), 40, LENGTH, PROMPTS, GROUP, 20, stage={"importance_sampling_correction": "token_truncate"}
+    )
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2):
+        for overlap in found:
+            root = folder / f"stage-{turn}-{overlap}"
+            root.mkdir()
+            directory = write_stage(work, root)
+            spec = StageSpec.load(directory.spec)
+            rollout = spec.rollout.model_copy(update={"engine": "vllm", "vllm": VllmConfig(overlap=overlap)})
+            spec.model_copy(update={"rollout": rollout}).save(directory.spec)
+            spec = StageSpec.load(directory.spec)
+            with RewardSuite(spec.rewards, spec.stage.rewards) as suite, rollout_servers(spec, directory) as servers:
+                trainer = Trainer(directory, suite, servers)
+                trainer.train()
+            found[overlap] += [trainer.journal.steps[step]["step_time"] for step in range(3, work.updates + 1)]
+    plain, ahead = (statistics.median(found[overlap]) for overlap in (False, True))
+    print(f"update by vLLM {plain:.2f} s, with overlap {ahead:.2f} s: {plain / ahead:.2f} x faster")
 
 
 def _tokens_per_s(engine, tokenizer, turn) -> float:
     system = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}
     chats = [[system, {"role": "user", "content": f"What is {11 + index} + 27?"}] for index in range(PROMPTS)]
     prompts = [prompt_ids(tokenizer, chat) for chat in chats for _ in range(GROUP)]
-    requests = [Request(prompt, completion_seed("bench", turn, index)) for index, prompt in enumerate(prompts)]
+    seeds = [completion_seed("bench", turn, index) + member for index in range(PROMPTS) for member in range(GROUP)]
+    requests = [Request(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     began = time.perf_counter()
     engine.sync()
     drawn = engine.generate(requests, Sampling.of(RolloutConfig(max_completion_length=LENGTH)))

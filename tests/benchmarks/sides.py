@@ -102,7 +102,7 @@ def ours(work: Work) -> Timing:
     """Updates of a real stage, as the journal times them."""
     device = work.device
     with tempfile.TemporaryDirectory() as folder:
-        directory = _stage(work, Path(folder))
+        directory = write_stage(work, Path(folder))
         spec = StageSpec.load(directory.spec)
         with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
             trainer = Trainer(directory, suite)
@@ -117,7 +117,8 @@ def ours(work: Work) -> Timing:
     )
 
 
-def _stage(work: Work, root: Path) -> StageDir:
+def write_stage(work: Work, root: Path) -> StageDir:
+    """A stage directory for this work below `root`."""
     rows = []
     for line, chat in enumerate(work.chats()):
         row = {"prompt_id": prompt_id(chat, "0"), "source": "bench", "line": line, "prompt": chat, "answer": "0"}
