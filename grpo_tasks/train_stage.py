@@ -35,6 +35,7 @@ def train_stage(
         rollout=rollout,
         resources=work.run.resources,
         train=data.train,
+        eval=data.eval,
     )
     spec.save(directory.spec)
     shipper = work.run.follow(work.directory)

@@ -474,6 +474,12 @@ class StageConfig(Section):
             "engine",
             "trl",
         ),
+        "held_out": (
+            "eval_steps",
+            "num_eval_prompts",
+            "load_best_model_at_end",
+            "early_stopping_patience",
+        ),
         "logs_and_checkpoints": (
             "logging_steps",
             "save_steps",
@@ -588,6 +594,16 @@ class StageConfig(Section):
     """Checkpoints kept."""
     log_completions_steps: int = Field(20, ge=1)
     """Updates between two tables of sampled completions."""
+    eval_steps: int | None = Field(None, ge=1)
+    """Updates between two looks at held-out prompts: one completion each, scored by the stage's rewards (eval_reward). The last
+    update has one too. Empty: none."""
+    num_eval_prompts: int = Field(64, ge=1)
+    """Held-out prompts looked at; taken from the other end of them than those of the evaluation."""
+    load_best_model_at_end: bool = True
+    """With eval_steps: the stage's result is the policy of the highest eval_reward, not the last one (but for a stage that ended
+    at its early_stop target)."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """End the stage after so many looks without a higher eval_reward; empty: never."""
     early_stop: EarlyStopConfig | None = None
     """End the stage early when a target is reached; none trains all updates."""
     guards: GuardsConfig = Field(default_factory=GuardsConfig)
@@ -613,6 +629,10 @@ class StageConfig(Section):
             raise ValueError("options under trl are for engine trl; mend: engine: trl, or leave them out")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("cispo caps the ratio at epsilon_high, which is not given; mend: epsilon_high: 5")
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            raise ValueError("early_stopping_patience counts evaluations; mend: eval_steps: 20, say")
+        if self.engine == "trl" and self.eval_steps is not None:
+            raise ValueError("engine trl looks at no held-out prompts; mend: leave eval_steps out, or engine: native")
         if self.engine == "trl" and self.guards.rolls_back:
             raise ValueError("engine trl cannot roll back; mend: warn or stop under guards, or engine: native")
         if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":

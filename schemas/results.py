@@ -163,8 +163,10 @@ class StageResult(StepResult):
     sha256: str
     """Of the weights the stage made (adapter_model.safetensors, or the model's own files for full fine-tuning)."""
     steps: int
-    stopped: Literal["max_steps", "target"]
+    stopped: Literal["max_steps", "target", "plateau"]
     """Why the stage ended."""
+    best_step: int | None = None
+    """The update whose weights these are, when it was not the last one."""
     resumed: int = 0
     """How often it was taken up again from a checkpoint."""
     metrics: dict[str, float]

@@ -1,11 +1,14 @@
 """The figures of an update that come from its completions and rewards (names: schemas/metrics.py)."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import polars as pl
 import torch
 
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import ScoredRollout
+from grpo_tasks.stage.finish import BEST_METRIC
 
 
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
@@ -32,6 +35,18 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
     return metrics
+
+
+def held_out_metrics(scored: ScoredRollout, weights: Mapping[str, float]) -> dict[str, float]:
+    """Rewards of held-out completions; with the configured weights, so that one look compares with the next."""
+    scores, metrics, total = scored.scores, {}, 0.0
+    for index, name in enumerate(scores.names):
+        known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
+        if len(known):
+            metrics[f"eval_rewards/{name}/mean"] = float(known.mean())
+            metrics[f"eval_rewards/{name}/success"] = float((known >= scores.full[index]).mean())
+            total += weights[name] * float(known.mean())
+    return metrics | {BEST_METRIC: total}
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int) -> pl.DataFrame:

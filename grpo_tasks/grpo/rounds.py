@@ -56,7 +56,8 @@ class Collector:
     def sample(self, number: int, *, step: int) -> Round:
         """The same from the weights that the engine has already."""
         stage = self.spec.stage
-        scored = self._sample(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
+        rows = [self.rows[place] for place in self.schedule.prompts_of(number)]
+        scored = self._sample(rows, completion_seed(self.seed, "rollout", number), step)
         gained = advantages(rewards_of(scored), stage)
         groups, tokens = len(gained.dead), scored.rollout.num_tokens
         for refill in range(1, stage.max_refills + 1):
@@ -65,7 +66,7 @@ class Collector:
                 break
             seed = completion_seed(self.seed, "refill", refill, number)
             places = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
-            fresh = self._sample(places, seed, step)
+            fresh = self._sample([self.rows[place] for place in places], seed, step)
             alive = (~advantages(rewards_of(fresh), stage).dead).nonzero().flatten() + len(gained.dead)
             replaced = gained.dead.nonzero().flatten()[: len(alive)]
             chosen = torch.arange(len(gained.dead))
@@ -77,16 +78,23 @@ class Collector:
         self.suite.adapt(scored.scores)
         return Round(scored, gained, dropped=groups - len(gained.dead), tokens=tokens)
 
-    def _sample(self, places: Sequence[int], seed: int, step: int) -> ScoredRollout:
-        """Completions of these rows, every process its share of them."""
-        mine = self.processes.share(range(len(places)))
-        parts = self.processes.everyone(self._sample_share([places[at] for at in mine], mine, seed, step) if mine else None)
-        return join([part for part in parts if part is not None])
+    def look(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
+        """One completion for each of these rows by the policy as it is now; the draws are the same every time."""
+        self.engine.sync()
+        scored = self._sample(rows, completion_seed(self.seed, "look"), step, size=1)
+        self.engine.rest()
+        return scored
 
-    def _sample_share(self, places: Sequence[int], numbers: Sequence[int], seed: int, step: int) -> ScoredRollout:
-        rows = [self.rows[place] for place in places]
+    def _sample(self, rows: Sequence[PromptRow], seed: int, step: int, size: int | None = None) -> ScoredRollout:
+        """Groups of completions of these rows, every process its share of them."""
+        mine = self.processes.share(range(len(rows)))
+        size = size or self.spec.stage.num_generations
+        share = self._sample_share([rows[at] for at in mine], mine, seed, step, size) if mine else None
+        return join([part for part in self.processes.everyone(share) if part is not None])
+
+    def _sample_share(self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, size: int) -> ScoredRollout:
         prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
-        size, sampling = self.spec.stage.num_generations, Sampling.of(self.spec.rollout)
+        sampling = Sampling.of(self.spec.rollout)
         rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=size, seed=seed)
         return score_groups(self.suite, rollout, step=step)
 

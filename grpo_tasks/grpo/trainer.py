@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
 from grpo_tasks.grpo.learner import Learner, NotFiniteError
-from grpo_tasks.grpo.measure import completions_table, rollout_metrics
+from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
 from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
@@ -28,7 +28,17 @@ from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import VllmServer, hands_over_weights
 from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, roll_back, save_checkpoint
-from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
+from grpo_tasks.stage.finish import (
+    Ending,
+    best_step,
+    finished,
+    on_plateau,
+    save_best,
+    save_final,
+    take_best,
+    target_reached,
+    write_completions,
+)
 from grpo_tasks.stage.guards import WINDOW, Firing, Guards
 from grpo_tasks.stage.journal import Journal, append_event
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -60,6 +70,7 @@ class Trainer:
         self.seed = completion_seed(self.spec.seed, self.stage.name)
         torch.manual_seed(self.seed)
         self.rows: list[PromptRow] = read_prompts(self.spec.train)
+        self.held_out = self._held_out()
         self.tokenizer = load_tokenizer(self.spec.start)
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
         self.updates = num_updates(self.stage, len(self.rows))
@@ -136,11 +147,18 @@ class Trainer:
             except NotFiniteError as error:
                 metrics, fault = {}, error
             self.step += 1
+            looks = self._look_due(self.step)
+            if looks:
+                metrics |= self._look()
             self.seconds = time.perf_counter() - began
             self._record(current.round, metrics, seconds=time.perf_counter() - at)
+            if looks and best_step(self.journal, self.step) == self.step:
+                save_best(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
             self._guard(fault)
             if target_reached(self.spec, self.journal, self.step):
                 return "target"
+            if looks and on_plateau(self.spec, self.journal, self.step):
+                return "plateau"
             due = self._checkpoint_due(self.step)
             late = self._late(time.perf_counter() - opened) and (due or self._between_rounds())
             if due or late:
@@ -169,7 +187,7 @@ class Trainer:
         else:
             after = self.step + self.stage.updates_per_rollout
             # What a checkpoint is written without, a stage taken up from it could not know.
-            last = after >= self.updates or self._checkpoint_due(after)
+            last = after >= self.updates or self._checkpoint_due(after) or self._look_due(after)
             current = self.ahead.take(number, step=self.step + 1, next_step=None if last else after + 1)
         self.tokens += current.tokens
         for note in current.scored.scores.notes:
@@ -262,10 +280,28 @@ class Trainer:
         self._tell(self.step, "rolled_back", detail)
 
     def _checkpoint_due(self, step: int) -> bool:
+        return self._due(self.stage.save_steps, step)
+
+    def _look_due(self, step: int) -> bool:
+        every = self.stage.eval_steps
+        return bool(self.held_out) and every is not None and (step == self.updates or self._due(every, step))
+
+    def _due(self, every: int, step: int) -> bool:
         # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
         per_rollout = self.stage.updates_per_rollout
-        every = max(1, round(self.stage.save_steps / per_rollout)) * per_rollout
-        return step % every == 0
+        return step % (max(1, round(every / per_rollout)) * per_rollout) == 0
+
+    def _held_out(self) -> list[PromptRow]:
+        """Rows to look at, from the other end of the held-out rows than those of the evaluation."""
+        if self.stage.eval_steps is None or self.spec.eval is None:
+            return []
+        return sorted(read_prompts(self.spec.eval), key=lambda row: row.prompt_id)[-self.stage.num_eval_prompts :]
+
+    def _look(self) -> dict[str, float]:
+        """The policy of now on held-out prompts."""
+        scored = self.collector.look(self.held_out, step=self.step)
+        resolved = {name: self.spec.rewards.resolve(name) for name in self.stage.rewards}
+        return held_out_metrics(scored, {name: reward.weight or 0.0 for name, reward in resolved.items() if reward is not None})
 
     def _save(self) -> None:
         extra = {
@@ -293,9 +329,17 @@ class Trainer:
             append_event(self.dir.events, step, event, detail)
 
     def _finish(self, stopped: str) -> StageResult:
-        save_final(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
+        best = best_step(self.journal, self.step)
+        # At its target a stage is where it was to come to, looked at or not.
+        if best == self.step or stopped == "target" or not self.stage.load_best_model_at_end:
+            best = None
+        if best is None:
+            save_final(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
+        elif self.processes.writes:
+            take_best(self.dir)
         self.processes.wait()
-        result = finished(self.dir, self.spec, self.journal, Ending(self.step, stopped, self.resumed, self.seconds))
+        ending = Ending(self.step, stopped, self.resumed, self.seconds, best)
+        result = finished(self.dir, self.spec, self.journal, ending)
         if self.processes.writes:
             result.save(self.dir.result)
         return result

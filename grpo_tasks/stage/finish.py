@@ -1,6 +1,8 @@
 """What a stage leaves: tables of completions, trained weights, and last the result."""
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,6 +14,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.metrics import describe
 from schemas.results import ModelRef, StageResult
 
+BEST_METRIC = "eval_reward"
 RESULT_WINDOW = 10
 """Updates the figures of a finished stage are means of."""
 
@@ -22,10 +25,12 @@ class Ending:
 
     step: int
     stopped: str
-    """max_steps, or target."""
+    """max_steps, target or plateau."""
     resumed: int
     """Times it was taken up from a checkpoint."""
     seconds: float
+    best_step: int | None = None
+    """The update whose weights are the result, when it was not the last one."""
 
 
 def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> None:
@@ -39,9 +44,46 @@ def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> No
 
 def save_final(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
     """Write the trained weights; of several processes all call it and one writes."""
+    _save(directory.final, model, tokenizer, writes=writes)
+
+
+def save_best(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+    """Keep the present weights as the best so far."""
+    _save(directory.best, model, tokenizer, writes=writes)
+
+
+def take_best(directory: StageDir) -> None:
+    """Make the best weights the final ones."""
+    part = directory.final.with_name(f".part-{directory.final.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(directory.best, part)
+    shutil.rmtree(directory.final, ignore_errors=True)
+    part.rename(directory.final)
+
+
+def _save(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool) -> None:
     weights = trained_weights(model)
-    if writes:
-        save_trained(model, tokenizer, directory.final, weights)
+    if not writes:
+        return
+    part = target.with_name(f".part-{target.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    save_trained(model, tokenizer, part, weights)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+
+
+def best_step(journal: Journal, last: int) -> int | None:
+    """The first update up to `last` with the highest eval_reward; None when there was no look at held-out prompts."""
+    looks = [(metrics[BEST_METRIC], -step) for step, metrics in journal.steps.items() if BEST_METRIC in metrics and step <= last]
+    return -max(looks)[1] if looks else None
+
+
+def on_plateau(spec: StageSpec, journal: Journal, step: int) -> bool:
+    """Whether so many looks as `early_stopping_patience` says brought nothing better."""
+    best, patience = best_step(journal, step), spec.stage.early_stopping_patience
+    if patience is None or best is None:
+        return False
+    return sum(BEST_METRIC in journal.steps[later] for later in range(best + 1, step + 1)) >= patience
 
 
 def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: Ending) -> StageResult:
@@ -60,6 +102,7 @@ def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: End
         sha256=file_sha256(directory.final / ("adapter_model.safetensors" if adapter else "model.safetensors")),
         steps=ending.step,
         stopped=ending.stopped,
+        best_step=ending.best_step,
         resumed=ending.resumed,
         metrics={name: sum(values) / len(values) for name, values in windows.items()},
     )

@@ -5,6 +5,7 @@ metrics.jsonl            journal, one line an update
 events.jsonl             guards, resumes, handled reward errors
 completions/             step-000020.parquet, all completions of that update with rewards and advantages
 checkpoints/             step-000050/, each with a manifest of hashes
+best/                    the weights of the highest eval_reward
 final/                   the trained weights (adapter, or whole model)
 result.json              written last; a stage with it is finished
 """
@@ -31,6 +32,8 @@ class StageSpec(Result):
     resources: ResourcesConfig
     train: Path
     """Accepted training rows (schemas/tables.py Prompts)."""
+    eval: Path | None = None
+    """Accepted held-out rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class StageDir:
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """The weights of the highest eval_reward."""
+        return self.root / "best"
 
     @property
     def final(self) -> Path:

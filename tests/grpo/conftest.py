@@ -57,6 +57,7 @@ class Stages:
             rollout=RolloutConfig(max_completion_length=length, **rollout or {}),
             resources=ResourcesConfig(**{"device": "cpu", "num_threads": 1} | (resources or {})),
             train=self.root / "train.parquet",
+            eval=self.root / "train.parquet",
         ).save(directory.spec)
         return directory
 
