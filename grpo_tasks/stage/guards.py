@@ -62,6 +62,11 @@ class View:
             return True
         return fmean(late) - fmean(early) > 2 * _error(early, late)
 
+    def learnt(self) -> bool:
+        """Whether every reward function succeeds nearly always: then groups that tie and a reward that stays are no trouble."""
+        success = [fmean(values) for name in self.names("rewards/", "/success") if (values := self.last(name))]
+        return bool(success) and min(success) >= LEARNT
+
     def _whole(self, metric: str, last: int, size: int) -> list[float]:
         if last - size < self.since:
             return []
@@ -90,6 +95,10 @@ def _bound(metric: str, *, below: float | None = None, above: float | None = Non
     return fault
 
 
+def _unless_learnt(fault: Callable[[View], str | None]) -> Callable[[View], str | None]:
+    return lambda view: None if view.learnt() else fault(view)
+
+
 def _against_the_start(metric: str, *, below: float | None = None, above: float | None = None) -> Callable[[View], str | None]:
     """Bounds are factors of the first ten updates' median; the reward must not be rising meanwhile."""
 
@@ -109,9 +118,6 @@ def _flat_reward(view: View) -> str | None:
     half = LONG_WINDOW // 2
     early, late = view.first("reward", half), view.last("reward", half)
     if not early or fmean(late) - fmean(early) > 2 * _error(early, late):
-        return None
-    success = [fmean(view.last(name)) for name in view.names("rewards/", "/success") if view.last(name)]
-    if success and min(success) >= LEARNT:
         return None
     return f"reward is {fmean(late):.3g} over the last {half} updates, no better than the {fmean(early):.3g} it began with"
 
@@ -141,12 +147,18 @@ class Guard:
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _bound("reward_std", below=0.01),
+        _unless_learnt(_bound("reward_std", below=0.01)),
         "the completions of a group earn the same; raise the temperature or num_generations, or make a reward incremental",
     ),
     Guard("kl_blow_up", _bound("kl", above=0.5), "the policy is far from the reference; lower the learning rate or raise beta"),
-    Guard("flat_reward", _flat_reward, "nothing is learnt; look at completions and rewards, raise the learning rate"),
-    Guard("dead_groups", _bound("frac_reward_zero_std", above=0.9), "hardly any group teaches anything; the stage may be over"),
+    Guard(
+        "flat_reward", _unless_learnt(_flat_reward), "nothing is learnt; look at completions and rewards, raise the learning rate"
+    ),
+    Guard(
+        "dead_groups",
+        _unless_learnt(_bound("frac_reward_zero_std", above=0.9)),
+        "hardly any group teaches anything: too easy, too hard, or all alike",
+    ),
     Guard(
         "truncation", _bound("completions/clipped_ratio", above=0.5), "most completions are cut off; raise max_completion_length"
     ),
