@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ui lint types check bench bench-gpu vllm clean
+.PHONY: help demo test ui lint types check bench bench-gpu chaos vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, lear
 
 bench-gpu: $(READY) ## the same on a GPU with the shapes of Qwen2.5-0.5B and 1.5B
 	$(BIN)/python -m tests.benchmarks --gpu
+
+chaos: $(READY) ## 200 kills at random points of the pipeline, each followed by a restart; compares with a run never touched
+	$(BIN)/python -m tests.flows.chaos --kills 200
 
 vllm: ## the environment of the rollout server, .venv-vllm (a CPU build where there is no GPU)
 	$(PYTHON) -m venv .venv-vllm

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 
-from schemas.errors import UserError
+from schemas.errors import OrchestratorError, UserError
 from schemas.load import load_config
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(
 
             show_plan(out, settings)
             return
-        prepare_environment()
+        prepare_flow()
         from flows.pipeline import grpo_pipeline
         from flows.show import show_pipeline
 
@@ -65,7 +65,7 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
     """Read the data and judge every row."""
     with errors_told():
         settings = load_config(config, override)
-        prepare_environment()
+        prepare_flow()
         from flows.show import show_data
         from flows.single import validate_flow
 
@@ -77,7 +77,7 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """The reward lab alone: try every reward function of every stage before any training."""
     with errors_told():
         settings = load_config(config, override)
-        prepare_environment()
+        prepare_flow()
         from flows.show import show_lab
         from flows.single import rewards_flow
 
@@ -94,7 +94,7 @@ def evaluate(
     """Evaluate a model on the config's held-out prompts."""
     with errors_told():
         settings = load_config(config, override)
-        prepare_environment()
+        prepare_flow()
         from flows.show import show_evaluations
         from flows.single import evaluate_flow
 
@@ -111,7 +111,7 @@ def merge(
     """Merge an adapter into the config's base model and prove that nothing changed."""
     with errors_told():
         settings = load_config(config, override)
-        prepare_environment()
+        prepare_flow()
         from flows.show import show_merge
         from flows.single import merge_flow
 
@@ -342,7 +342,7 @@ def deployments() -> None:
 def serve() -> None:
     """Serve all deployments from this process, without a work pool; needs PREFECT_API_URL. Ctrl-C ends it."""
     with errors_told():
-        prepare_environment()
+        prepare_flow()
         from flows.serving import serve_all
 
         serve_all()
@@ -355,6 +355,9 @@ def prepare_environment() -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         # On a busy or slow machine Prefect's own server needs more than its 20 s.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+        # A server that goes away in the middle: up to eight minutes, twice as long each time.
+        "PREFECT_CLIENT_MAX_RETRIES": "8",
+        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -365,6 +368,30 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_traceback)
+
+
+def prepare_flow() -> None:
+    """The same, and the Prefect server that is configured answers."""
+    prepare_environment()
+    _look_for_prefect(os.environ.get("PREFECT_API_URL"))
+
+
+def _look_for_prefect(address: str | None) -> None:
+    """Say at once that a server was never there, instead of waiting for it as for one that went away."""
+    if address is None:
+        return
+    import httpx
+
+    for attempt in range(5):
+        time.sleep(attempt)
+        with suppress(httpx.TransportError):
+            httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
+            return
+    raise OrchestratorError(
+        "the Prefect server does not answer",
+        place=f"PREFECT_API_URL={address}",
+        mend="start it (grpo up, or prefect server start), or unset PREFECT_API_URL: flows then use a temporary one",
+    )
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

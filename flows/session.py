@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config import ResourcesConfig, RunConfig
-from schemas.errors import ConfigError, UserError
+from schemas.errors import ConfigError, TrackingError, UserError
 from schemas.results import StepResult
 
 ROOMS = ("data", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
@@ -57,10 +57,12 @@ class FlowRun:
     def record_failure(self, step: str, directory: Path, error: UserError) -> None:
         """Send what a failed step has left, and why it failed."""
         handle = self.tracked.handle
-        handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
-        for name in SHOWN_OF_A_FAILURE:
-            if (directory / name).exists():
-                handle.file(directory / name, f"failed/{step}")
+        # The error itself matters more than a store that cannot hear of it.
+        with suppress(TrackingError):
+            handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
+            for name in SHOWN_OF_A_FAILURE:
+                if (directory / name).exists():
+                    handle.file(directory / name, f"failed/{step}")
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""

@@ -733,6 +733,8 @@ class TrackingConfig(Section):
     """Name in the model registry; empty: the run's name."""
     flush_interval_s: float = Field(5.0, gt=0.0)
     """Seconds between two shipments of the training journal."""
+    patience_s: float = Field(600.0, ge=0.0)
+    """Longest time in seconds to wait for a server that goes away in the middle of a run. Training never waits for it."""
 
 
 class ResourcesConfig(Section):

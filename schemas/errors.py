@@ -106,6 +106,12 @@ class TrackingError(UserError):
     title = "MLflow could not record the run"
 
 
+class OrchestratorError(UserError):
+    """The Prefect server that is configured does not answer."""
+
+    title = "Prefect cannot be reached"
+
+
 class ChildDied(UserError):  # noqa: N818 - it says what happened
     """A step's process ended without a result and without an error of its own (killed, out of memory)."""
 

@@ -65,12 +65,13 @@ class JournalShipper:
         """Number of the last step that is known to be in the store; 0 before the first."""
         return self._last_step or 0
 
-    def finish(self, *, timeout_s: float = 60.0) -> None:
-        """Ship until everything is there.
+    def finish(self, *, timeout_s: float | None = None) -> None:
+        """Ship until everything is there; `timeout_s` is the store's patience unless given.
 
         Raises:
             TrackingError: the store could not be reached for `timeout_s` seconds.
         """
+        timeout_s = self.store.patience_s if timeout_s is None else timeout_s
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_result(lambda shipped: not shipped),
             stop=tenacity.stop_after_delay(timeout_s),

@@ -11,6 +11,7 @@ left exactly as it was. What it does not do: run steps, or know who orchestrates
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +90,8 @@ class TrackedRun:
         if not found:
             self.handle.wake()
         self._record_config()
+        # It was there when the run began: what goes away now will come back.
+        self.store = self.handle.store = replace(self.store, patience_s=config.tracking.patience_s)
 
     @property
     def run_id(self) -> str:

@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 FAULTS = (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError)
 _PASSING_CODES = {"INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"}
-_ATTEMPTS = 4
 _LONGEST_WAIT_S = 4.0
 
 for _chatty in ("mlflow", "alembic"):
@@ -55,12 +54,14 @@ class Store:
 
     uri: str
     client: MlflowClient
+    patience_s: float = 6.0
+    """Longest time in seconds that `ask` goes on trying."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
         """One repeatable piece of work; tried again while the store cannot be reached, `TrackingError` after that."""
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(passes),
-            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            stop=tenacity.stop_after_delay(self.patience_s),
             wait=tenacity.wait_exponential(multiplier=0.2, max=_LONGEST_WAIT_S),
             reraise=True,
         )

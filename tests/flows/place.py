@@ -3,10 +3,48 @@
 import os
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_ports
+
 BIN = Path(sys.executable).parent
+
+
+@contextmanager
+def prefect_server(home):
+    """Address of a Prefect server that several commands share; starting one for each command takes ten seconds."""
+    [port] = free_ports(1)
+    log = home / "log.txt"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [BIN / "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_API_PORT": str(port)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+    api, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + 300
+    try:
+        while not _answers(f"{api}/health"):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield api
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def _answers(address):
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 @dataclass

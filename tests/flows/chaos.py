@@ -1,0 +1,182 @@
+"""kill -9 at random points of the pipeline, start it again, compare with a run that nobody touched.
+
+    python -m tests.flows.chaos --kills 200 --seed 1      (make chaos)
+
+Victims are the flow's process and everything it has started (trainer, sampler, reward worker, fork server). A pipeline that got
+to its end is compared, and the next one begins in a folder of its own, until all kills are done.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+import psutil
+import yaml
+
+from schemas.results import StageResult
+from tests.flows.place import SMALL, Place, prefect_server
+
+STAGE = SMALL["stages"][0]
+CONFIG = SMALL | {
+    "stages": [STAGE | {"max_steps": 12, "beta": 0.01}, STAGE | {"name": "correctness", "rewards": ["format", "correctness"]}]
+}
+TIMES = {"step_time", "rollout_time", "reward_time", "tokens_per_s", "merge/seconds"}
+"""Metrics that no two runs share."""
+GRACE_S = 15.0
+
+
+@dataclass
+class Outcome:
+    """What was done and seen."""
+
+    kills: int = 0
+    victims: Counter = field(default_factory=Counter)
+    pipelines: int = 0
+    left_over: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
+def undisturbed(place: Place) -> tuple[dict, float]:
+    """The contents of a run that nobody touches, and how long it took in seconds."""
+    write(place)
+    began = time.monotonic()
+    place.grpo("run", "small.yaml")
+    return contents(place), time.monotonic() - began
+
+
+def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, seconds: float) -> Outcome:
+    """Kill and start again until so many kills are done and the last pipeline is at its end."""
+    draw, outcome, place = random.Random(seed), Outcome(), None
+    while outcome.kills < kills or place is not None:
+        if place is None:
+            place = Place(root / f"chaos-{outcome.pipelines}", api)
+            place.root.mkdir()
+            write(place)
+        process = place.start("run", "small.yaml")
+        if outcome.kills < kills:
+            _disturb(process, draw, seconds, outcome)
+        output, _ = process.communicate(timeout=900)
+        if process.returncode == 0:
+            outcome.differences += _differences(contents(place), wanted, f"pipeline {outcome.pipelines}")
+            outcome.pipelines += 1
+            place = None
+        elif outcome.kills == kills and process.returncode > 0:
+            outcome.differences.append(f"pipeline {outcome.pipelines} failed by itself:\n{output[-3000:]}")
+            return outcome
+    return outcome
+
+
+def write(place: Place) -> None:
+    """The pipeline's config."""
+    place.write("small.yaml", yaml.safe_dump(CONFIG))
+
+
+def _disturb(process: subprocess.Popen, draw: random.Random, seconds: float, outcome: Outcome) -> None:
+    at, one_of = draw.uniform(0.1, 1.0) * seconds, draw.random()
+    try:
+        process.wait(at)
+    except subprocess.TimeoutExpired:
+        pass
+    else:
+        return
+    flow = psutil.Process(process.pid)
+    family = [flow, *flow.children(recursive=True)]
+    victim = family[0] if one_of < 0.5 else family[int(one_of * 1000) % len(family)]
+    kind = "flow" if victim == flow else _kind(victim)
+    victim.kill()
+    outcome.kills += 1
+    outcome.victims[kind] += 1
+    if victim == flow:
+        _, alive = psutil.wait_procs(family[1:], timeout=GRACE_S)
+        outcome.left_over += [f"{_kind(one)} after the flow was killed" for one in alive]
+
+
+def _kind(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return "gone"
+    return next((word for word in words if word.startswith("grpo_tasks.")), " ".join(words[:3]))
+
+
+def contents(place: Place) -> dict:
+    """What a finished pipeline left that has to be the same every time."""
+    runs = place.runs("small")
+    [parent] = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = {run.data.tags["grpo.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
+    assert len(children) == len(runs) - 1
+    stages = [StageResult.load(path) for path in place.root.glob("runs/small/train_stage/*/result.json")]
+    return {
+        "status": [parent.info.status, *(run.info.status for run in children.values())],
+        "adapters": {stage.stage: (stage.sha256, stage.steps) for stage in stages},
+        "merged": [json.loads(path.read_text())["sha256"] for path in place.root.glob("runs/small/merge_adapter/*/result.json")],
+        "samples": {
+            path.parent.name.rpartition("-")[0]: pl.read_parquet(path).write_json()
+            for path in place.root.glob("runs/small/evaluate_model/*/samples.parquet")
+        },
+        "params": {name: dict(run.data.params) for name, run in {"parent": parent, **children}.items()},
+        "metrics": {name: _history(place, run) for name, run in {"parent": parent, **children}.items()},
+        "artifacts": {name: sorted(_artifacts(place, run.info.run_id)) for name, run in {"parent": parent, **children}.items()},
+        "versions": [
+            (version.version, version.tags["grpo.sha256"]) for version in place.client.search_model_versions("name='small'")
+        ],
+        "aliases": dict(place.client.get_registered_model("small").aliases),
+    }
+
+
+def _history(place: Place, run) -> dict:
+    names = sorted(set(run.data.metrics) - TIMES - {f"final/{name}" for name in TIMES})
+    return {
+        name: [(point.step, point.value) for point in place.client.get_metric_history(run.info.run_id, name)] for name in names
+    }
+
+
+def _artifacts(place: Place, run_id: str, folder: str | None = None) -> list[str]:
+    found = []
+    for entry in place.client.list_artifacts(run_id, folder):
+        found += _artifacts(place, run_id, entry.path) if entry.is_dir else [entry.path]
+    # What a step whose process was killed has left is kept, and is no part of the result.
+    return [path for path in found if not path.startswith("failed/")]
+
+
+def _differences(found: dict, wanted: dict, where: str) -> list[str]:
+    return [f"{where}: {name}: {_say(found[name], wanted[name])}" for name in wanted if found[name] != wanted[name]]
+
+
+def _say(found: object, wanted: object) -> str:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return "; ".join(
+            f"{key}: {_say(found.get(key), wanted.get(key))}"
+            for key in sorted(found.keys() | wanted.keys())
+            if found.get(key) != wanted.get(key)
+        )
+    return f"{str(found)[:300]} instead of {str(wanted)[:300]}"
+
+
+def main() -> None:
+    """Run, and print one line a figure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api:
+        root = Path(folder)
+        (root / "whole").mkdir()
+        wanted, seconds = undisturbed(Place(root / "whole", api))
+        outcome = rampage(root, api, kills=given.kills, seed=given.seed, wanted=wanted, seconds=seconds)
+    print(f"{outcome.kills} kills over {outcome.pipelines} pipelines of {seconds:.0f} s, seed {given.seed}")
+    print("victims: " + ", ".join(f"{kind} {count}" for kind, count in outcome.victims.most_common()))
+    print("processes left over: " + ("none" if not outcome.left_over else "; ".join(outcome.left_over)))
+    print("differences: " + ("none" if not outcome.differences else "\n".join(outcome.differences)))
+    raise SystemExit(bool(outcome.left_over or outcome.differences))
+
+
+if __name__ == "__main__":
+    main()

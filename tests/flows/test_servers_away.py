@@ -1,0 +1,159 @@
+"""Servers that go away in the middle of a run: training goes on, and afterwards everything is there, in order, once."""
+
+import json
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+import yaml
+
+from tests.flows.place import BIN, SMALL, Place, prefect_server
+from tests.flows.test_killed import wait_for_step
+from tests.ports import free_ports
+
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.timeout(1800)]
+LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": 80, "save_steps": 40}]}
+AWAY_S = 25.0
+
+
+class Between(ThreadingHTTPServer):
+    """Hands requests on to a server, or plays one that is ill."""
+
+    daemon_threads = True
+
+    def __init__(self, address):
+        self.address, self.mode = address, "well"
+        self.client = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None))
+        super().__init__(("127.0.0.1", 0), _Hand)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def own(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Hand(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def handle_one_request(self):
+        try:
+            super().handle_one_request()
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    def _hand_on(self):
+        server = self.server
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if server.mode == "away":
+            self.close_connection = True
+            return
+        if server.mode == "failing":
+            self._answer(500, b'{"error_code": "INTERNAL_ERROR", "message": "ill"}', {"Content-Type": "application/json"})
+            return
+        if server.mode == "slow":
+            time.sleep(3.0)
+        left_out = {"host", "content-length", "connection", "accept-encoding"}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
+        answer = server.client.request(self.command, server.address + self.path, content=content, headers=headers)
+        left_out = {"content-length", "transfer-encoding", "connection", "content-encoding"}
+        self._answer(answer.status_code, answer.content, {k: v for k, v in answer.headers.items() if k.lower() not in left_out})
+
+    def _answer(self, status, content, headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _hand_on  # noqa: N815 - names of the library
+
+    def log_message(self, *_):
+        pass
+
+
+def started_mlflow(root, port):
+    command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
+    log = (root / "mlflow.log").open("ab")
+    process = subprocess.Popen([BIN / command[0], *command[1:], *stores], cwd=root, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return process
+        except httpx.TransportError:
+            time.sleep(0.3)
+    raise AssertionError((root / "mlflow.log").read_text())
+
+
+def assert_whole(place):
+    """Every update once and in order in MLflow, as in the journal; one version; a parent that is finished."""
+    [journal] = place.root.glob("runs/small/train_stage/*/metrics.jsonl")
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    history = place.client.get_metric_history(place.child("format", "small").info.run_id, "reward")
+    assert [(point.step, point.value) for point in history] == [(line["step"], line["metrics"]["reward"]) for line in lines]
+    assert len(lines) == 80
+    assert place.parent("small").info.status == "FINISHED"
+    assert len(place.client.search_model_versions("name='small'")) == 1
+
+
+@pytest.mark.parametrize("mode", ["away", "failing", "slow"])
+def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api, mode):
+    [port] = free_ports(1)
+    process, place = started_mlflow(tmp_path, port), Place(tmp_path, prefect_api)
+    between = Between(f"http://127.0.0.1:{port}")
+    place.write("small.yaml", yaml.safe_dump(LONG | {"tracking": {"tracking_uri": between.own, "flush_interval_s": 1.0}}))
+    try:
+        run = place.start("run", "small.yaml")
+        directory = wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)
+        between.mode = mode
+        if mode == "away":
+            process.kill()
+            process.wait()
+        before = len((directory / "metrics.jsonl").read_text().splitlines())
+        time.sleep(AWAY_S)
+        assert len((directory / "metrics.jsonl").read_text().splitlines()) > before
+        if mode == "away":
+            process = started_mlflow(tmp_path, port)
+        between.mode = "well"
+        output, _ = run.communicate(timeout=900)
+        assert run.returncode == 0, output[-4000:]
+        assert_whole(place)
+    finally:
+        between.shutdown()
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("mode", ["away", "failing"])
+def test_prefect_goes_away_in_the_middle(tmp_path, mode):
+    home = tmp_path / "server"
+    home.mkdir()
+    with prefect_server(home) as api:
+        between = Between(api.removesuffix("/api"))
+        place = Place(tmp_path, f"{between.own}/api")
+        place.write("small.yaml", yaml.safe_dump(LONG))
+        run = place.start("run", "small.yaml")
+        wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)
+        between.mode = mode
+        time.sleep(AWAY_S)
+        between.mode = "well"
+        output, _ = run.communicate(timeout=900)
+        assert run.returncode == 0, output[-4000:]
+        assert_whole(place)
+        states = httpx.post(f"{api}/flow_runs/filter", json={}).json()
+        assert [state["state_type"] for state in states] == ["COMPLETED"]
+        between.shutdown()
+
+
+def test_a_prefect_server_that_was_never_there_is_told_at_once(tmp_path):
+    [port] = free_ports(1)
+    place = Place(tmp_path, f"http://127.0.0.1:{port}/api")
+    place.write("small.yaml", yaml.safe_dump(LONG))
+    output = place.grpo("run", "small.yaml", expect=1, timeout=120)
+    assert "the Prefect server does not answer" in output
+    assert not (tmp_path / "runs").exists()
