@@ -26,7 +26,7 @@ from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample import sample
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec
-from grpo_tasks.rollout.vllm_engine import VllmEngine
+from grpo_tasks.rollout.vllm_engine import VllmEngine, VllmSampler
 from grpo_tasks.rollout.vllm_server import Served, elsewhere, serving
 from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
@@ -123,6 +123,23 @@ def test_both_engines_give_the_same_greedy_completions(engines, prompts, setting
     for one, other in zip(ours, theirs, strict=True):
         assert (other.token_ids, other.text, other.finish_reason) == (one.token_ids, one.text, one.finish_reason)
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+def test_requests_are_spread_over_servers_and_come_back_in_order(lora_server, plain_server, policy, tokenizer, prompts):
+    def sampled(*servers):
+        sampler = VllmSampler(tokenizer, policy.generation_config.eos_token_id, CONFIG, servers)
+        requests = [Request(prompt, completion_seed(8, index) + k) for index, prompt in enumerate(prompts) for k in range(3)]
+        return [completion.token_ids for completion in sampler.generate(requests, sampling(temperature=0.9))]
+
+    alone, before = sampled(plain_server), [requests_of(server) for server in (lora_server, plain_server)]
+    assert sampled(lora_server, plain_server) == alone
+    assert all(requests_of(server) > count for server, count in zip((lora_server, plain_server), before, strict=True))
+
+
+def requests_of(server):
+    """Completions that a server has made so far, by its own count."""
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
 def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, server, tmp_path):
