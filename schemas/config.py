@@ -474,13 +474,11 @@ class StageConfig(Section):
             "engine",
             "trl",
         ),
-        "held_out": (
+        "logs_and_checkpoints": (
             "eval_steps",
             "num_eval_prompts",
             "load_best_model_at_end",
             "early_stopping_patience",
-        ),
-        "logs_and_checkpoints": (
             "logging_steps",
             "save_steps",
             "save_total_limit",

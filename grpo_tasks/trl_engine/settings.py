@@ -22,8 +22,13 @@ OURS_ALONE = {
     "skip_dead_groups",
 }
 """Settings that TRL's rollouts and batches leave no place for."""
-HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps"}
-"""Settings that the adapter itself answers."""
+HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards"} | {
+    "eval_steps",
+    "num_eval_prompts",
+    "load_best_model_at_end",
+    "early_stopping_patience",
+}
+"""Settings that the adapter itself answers, and looks at held-out prompts, which the configuration refuses here."""
 QUIET = {"skip_dead_groups", "max_sampling_logp_difference"}
 """Of OURS_ALONE those whose default is not refused: TRL does the other thing, and the README says so."""
 

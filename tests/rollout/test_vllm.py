@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.chat import completion_text, prompt_ids
 from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
@@ -111,6 +111,7 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(engines, policy, prompts):
         {},
         {"stop": ["</reasoning>"]},
         {"stop": ["</reasoning>"], "include_stop_str_in_output": False},
+        {"stop": ["</answer>"]},
         {"stop": ["+ 27"], "max_completion_length": 60},
         {"stop_token_ids": [30, 31, 32, 33, 34]},
         {"max_completion_length": 3},
@@ -123,6 +124,29 @@ def test_both_engines_give_the_same_greedy_completions(engines, prompts, setting
     for one, other in zip(ours, theirs, strict=True):
         assert (other.token_ids, other.text, other.finish_reason) == (one.token_ids, one.text, one.finish_reason)
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("name", ["local", "vllm"])
+def test_a_seeded_completion_ends_at_the_stop_string_and_counts_as_whole(engines, tokenizer, prompts, name, include):
+    stop = "</answer>"
+    requests = [Request(prompt, completion_seed(2, index) + k) for index, prompt in enumerate(prompts) for k in range(24)]
+    wanted = sampling(temperature=1.0, stop=[stop], include_stop_str_in_output=include, max_completion_length=64)
+    drawn = engines[name].generate(requests, wanted)
+    assert [one.token_ids for one in engines[name].generate(requests, wanted)] == [one.token_ids for one in drawn]
+    stopped = 0
+    for completion in drawn:
+        whole = completion_text(tokenizer, completion.token_ids)
+        assert len(completion.logprobs) == len(completion.token_ids)
+        if stop not in whole:
+            assert completion.text == whole
+            continue
+        stopped += 1
+        assert not completion.truncated
+        assert completion.text == whole[: whole.index(stop) + (len(stop) if include else 0)]
+        # Nothing was sampled beyond the token that ended it.
+        assert stop not in completion_text(tokenizer, completion.token_ids[:-1])
+    assert stopped > 5
 
 
 def test_requests_are_spread_over_servers_and_come_back_in_order(lora_server, plain_server, policy, tokenizer, prompts):
