@@ -117,6 +117,12 @@ class OneAhead:
             self._next = self._pool.submit(self._collector.sample, number + 1, step=next_step)
         return current
 
+    def drop(self) -> None:
+        """Leave out a round that was sampled from weights that are gone."""
+        if self._next is not None:
+            self._next.result()
+        self._next = None
+
     def close(self) -> None:
         """Wait for a round that nobody trains on, while what it is sampled with still lives."""
         self._pool.shutdown(cancel_futures=True)

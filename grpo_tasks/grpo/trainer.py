@@ -273,7 +273,9 @@ class Trainer:
                 place=f"stage {self.stage.name}, update {self.step}",
                 mend="lower learning_rate; the events before say what happened",
             )
-        good = roll_back(self.dir.checkpoints, self.state, before=self.step - WINDOW)
+        if self.ahead is not None:
+            self.ahead.drop()
+        good = roll_back(self.dir.checkpoints, self.state, before=self.step - WINDOW, writes=self.processes.writes)
         self.learner.slow_down(guards.rollback_learning_rate)
         self.guards.since, self.guards.rollbacks = self.step, self.guards.rollbacks + 1
         detail = f"to the weights of update {good}, because of {why}; learning rate times {guards.rollback_learning_rate:g}"

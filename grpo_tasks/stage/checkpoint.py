@@ -75,8 +75,10 @@ def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, 
     return None
 
 
-def roll_back(folder: Path, state: TrainingState, *, before: int) -> int:
+def roll_back(folder: Path, state: TrainingState, *, before: int, writes: bool = True) -> int:
     """Put weights and optimizer of the newest whole checkpoint up to update `before` back, or of the oldest one; its update.
+
+    Later checkpoints hold the trouble and are deleted, so that nobody goes back to them.
 
     Raises:
         TrainingError: there is no whole checkpoint.
@@ -87,6 +89,9 @@ def roll_back(folder: Path, state: TrainingState, *, before: int) -> int:
     good = next((checkpoint for checkpoint in whole_ones if _step_of(checkpoint) <= before), whole_ones[-1])
     _load_weights(state.model, good / "weights")
     _load_optimizer(good, state)
+    for bad in _newest_first(folder) if writes else []:
+        if _step_of(bad) > _step_of(good):
+            shutil.rmtree(bad)
     return _step_of(good)
 
 

@@ -25,9 +25,6 @@ def test_the_demo_learns_as_well_from_a_servers_completions(tmp_path, prefect_ap
     assert len(journals) == 2
     for journal in journals:
         lines = [json.loads(line)["metrics"] for line in journal.read_text().splitlines()]
-        # Absent where every group is dead. float32 rounds the log-probability of a very unlikely token by more than others.
-        largest = sorted(line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines)
-        assert largest[len(largest) * 98 // 100] < 1e-4
-        assert largest[-1] < 5e-4
-        assert max(line.get("sampling/sampling_logp_difference/mean", 0.0) for line in lines) < 1e-5
+        # Absent where every group is dead.
+        assert max(line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines) < 1e-4
     assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 5  # lab, two stages, base and merged model

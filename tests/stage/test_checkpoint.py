@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
-from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, save_checkpoint
+from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, roll_back, save_checkpoint
 from schemas.config import StageConfig
 
 
@@ -72,3 +72,15 @@ def test_only_the_newest_are_kept_and_a_half_written_one_is_never_taken(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
     (tmp_path / "step-000003" / MANIFEST).unlink()
     assert load_checkpoint(tmp_path, make_state())[0] == 2
+
+
+def test_going_back_leaves_no_checkpoint_of_the_trouble(tmp_path, make_state):
+    state = make_state()
+    for step in (1, 2, 3):
+        update(state)
+        save_checkpoint(tmp_path, step, state, {}, keep=5)
+        if step == 2:
+            good = weights(state)
+    assert roll_back(tmp_path, state, before=2) == 2
+    assert all(torch.equal(value, good[name]) for name, value in weights(state).items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
