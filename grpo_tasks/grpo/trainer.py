@@ -40,7 +40,7 @@ from grpo_tasks.stage.finish import (
     write_completions,
 )
 from grpo_tasks.stage.guards import WINDOW, Firing, Guards
-from grpo_tasks.stage.journal import Journal, append_event
+from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import TrainingError
 from schemas.results import StageResult
@@ -92,6 +92,7 @@ class Trainer:
         )
         self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
+        self.events = Events(self.dir.events, writes=self.processes.writes)
         self.meter = DeviceMeter(self.device)
         self.guards = Guards(self.stage.guards)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
@@ -191,7 +192,7 @@ class Trainer:
             current = self.ahead.take(number, step=self.step + 1, next_step=None if last else after + 1)
         self.tokens += current.tokens
         for note in current.scored.scores.notes:
-            self._tell(self.step + 1, "reward_error", str(note))
+            self.events.tell(self.step + 1, "reward_error", str(note))
         return current
 
     def _cut(self, current: Round) -> _Cut:
@@ -252,7 +253,7 @@ class Trainer:
                 raise fault
             firings.append(Firing("not_finite", "rollback", fault.message))
         for firing in firings:
-            self._tell(self.step, firing.event, firing.detail)
+            self.events.tell(self.step, firing.event, firing.detail)
         for firing in firings:
             if firing.action == "stop":
                 raise TrainingError(
@@ -279,7 +280,7 @@ class Trainer:
         self.learner.slow_down(guards.rollback_learning_rate)
         self.guards.since, self.guards.rollbacks = self.step, self.guards.rollbacks + 1
         detail = f"to the weights of update {good}, because of {why}; learning rate times {guards.rollback_learning_rate:g}"
-        self._tell(self.step, "rolled_back", detail)
+        self.events.tell(self.step, "rolled_back", detail)
 
     def _checkpoint_due(self, step: int) -> bool:
         return self._due(self.stage.save_steps, step)
@@ -324,11 +325,7 @@ class Trainer:
         self.suite.restore(extra["suite"])
         self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
         self.guards = Guards(self.stage.guards, **extra["guards"])
-        self._tell(self.step, "resumed", f"from the checkpoint of update {self.step}")
-
-    def _tell(self, step: int, event: str, detail: str) -> None:
-        if self.processes.writes:
-            append_event(self.dir.events, step, event, detail)
+        self.events.append(self.step, "resumed", f"from the checkpoint of update {self.step}")
 
     def _finish(self, stopped: str) -> StageResult:
         best = best_step(self.journal, self.step)

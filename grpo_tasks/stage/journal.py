@@ -1,7 +1,7 @@
 """The journal of a stage: one JSON object a line, one line an update; and beside it the events.
 
 A line once written stands. A stage that is taken up from a checkpoint repeats the updates after it; their lines are already there
-and are kept as they are, so nobody who follows the journal sees a step twice.
+and are kept as they are, so nobody who follows the journal or the events sees one twice.
 """
 
 import json
@@ -44,9 +44,28 @@ class Journal:
         return [self.steps[step][metric] for step in steps if metric in self.steps.get(step, {})]
 
 
-def append_event(path: Path, step: int, event: str, detail: str) -> None:
-    """Write down something that happened besides the updates."""
-    _append(path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "event": event, "detail": detail})
+@dataclass(slots=True)
+class Events:
+    """What happens in a stage besides the updates; opening it drops a last line that was torn by a kill."""
+
+    path: Path
+    writes: bool = True
+    """Off for all processes of a stage but the first."""
+    _told: set[tuple[int, str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._told = {(line["step"], line["event"], line["detail"]) for line in _mend(self.path, writes=self.writes)}
+
+    def tell(self, step: int, event: str, detail: str) -> None:
+        """Write down an event, unless it stands already because the update is a repeated one."""
+        if (step, event, detail) not in self._told:
+            self.append(step, event, detail)
+
+    def append(self, step: int, event: str, detail: str) -> None:
+        """Write down an event that is a new one each time."""
+        self._told.add((step, event, detail))
+        if self.writes:
+            _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "event": event, "detail": detail})
 
 
 def _append(path: Path, line: Mapping[str, object]) -> None:

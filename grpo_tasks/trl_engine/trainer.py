@@ -21,7 +21,7 @@ from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
 from grpo_tasks.stage.guards import Guards
-from grpo_tasks.stage.journal import Journal, append_event
+from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.errors import TrainingError
@@ -40,7 +40,7 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     rows = read_prompts(spec.train)
     model = trainable_policy(spec.start, spec.model, device=device, seed=completion_seed(spec.seed, spec.stage.name))
     last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
-    journal = Journal(directory.journal)
+    journal, events = Journal(directory.journal), Events(directory.events)
     trainer = _SuiteTrainer(
         model=model,
         reward_funcs=[_named(name) for name in suite.names],
@@ -49,10 +49,10 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
         processing_class=tokenizer,
     )
     trainer.suite, trainer.rows = suite, rows
-    trainer.add_callback(_Recorder(trainer, directory, spec, journal))
+    trainer.add_callback(_Recorder(trainer, directory, spec, journal, events))
     began = time.perf_counter()
     if last is not None:
-        append_event(directory.events, int(last.rpartition("-")[2]), "resumed", f"from {last}")
+        events.append(int(last.rpartition("-")[2]), "resumed", f"from {last}")
     trainer.train(resume_from_checkpoint=last)
     save_final(directory, trainer.accelerator.unwrap_model(trainer.model), tokenizer)
     step = trainer.state.global_step
@@ -90,8 +90,8 @@ class _SuiteTrainer(GRPOTrainer):
 class _Recorder(TrainerCallback):
     """Writes what our own engine would have written."""
 
-    def __init__(self, trainer: _SuiteTrainer, directory: StageDir, spec: StageSpec, journal: Journal) -> None:
-        self.trainer, self.directory, self.spec, self.journal = trainer, directory, spec, journal
+    def __init__(self, trainer: _SuiteTrainer, directory: StageDir, spec: StageSpec, journal: Journal, events: Events) -> None:
+        self.trainer, self.directory, self.spec, self.journal, self.events = trainer, directory, spec, journal, events
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         """One line of the journal for every update."""
@@ -106,11 +106,11 @@ class _Recorder(TrainerCallback):
                 metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
         self.journal.append(step, metrics)
         for firing in Guards(self.spec.stage.guards).look(self.journal, step):
-            append_event(self.directory.events, step, firing.event, firing.detail)
+            self.events.tell(step, firing.event, firing.detail)
             if firing.action == "stop":
                 raise TrainingError(f"{firing.event}: {firing.detail}", place=f"stage {self.spec.stage.name}, update {step}")
         for note in scores.notes:
-            append_event(self.directory.events, step, "reward_error", str(note))
+            self.events.tell(step, "reward_error", str(note))
         if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):
             write_completions(self.directory, step, self._table(step))
         if target_reached(self.spec, self.journal, step):

@@ -20,6 +20,7 @@ import polars as pl
 import psutil
 import yaml
 
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.results import StageResult
 from tests.flows.place import SMALL, Place, prefect_server
 
@@ -112,9 +113,10 @@ def contents(place: Place) -> dict:
     [parent] = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     children = {run.data.tags["grpo.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
     assert len(children) == len(runs) - 1
-    stages = [StageResult.load(path) for path in place.root.glob("runs/small/train_stage/*/result.json")]
+    stages = [StageResult.load(path) for path in sorted(place.root.glob("runs/small/train_stage/*/result.json"))]
     return {
         "status": [parent.info.status, *(run.info.status for run in children.values())],
+        "events": {stage.stage: _events(StageDir(stage.directory).events) for stage in stages},
         "adapters": {stage.stage: (stage.sha256, stage.steps) for stage in stages},
         "merged": [json.loads(path.read_text())["sha256"] for path in place.root.glob("runs/small/merge_adapter/*/result.json")],
         "samples": {
@@ -142,8 +144,13 @@ def _artifacts(place: Place, run_id: str, folder: str | None = None) -> list[str
     found = []
     for entry in place.client.list_artifacts(run_id, folder):
         found += _artifacts(place, run_id, entry.path) if entry.is_dir else [entry.path]
-    # What a step whose process was killed has left is kept, and is no part of the result.
-    return [path for path in found if not path.startswith("failed/")]
+    # What a step whose process was killed has left is kept, and is no part of the result; an event says that a stage went on.
+    return [path for path in found if not path.startswith("failed/") and path != "events.jsonl"]
+
+
+def _events(path: Path) -> list[tuple[int, str]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(line["step"], line["event"]) for line in lines if line["event"] != "resumed"]
 
 
 def _differences(found: dict, wanted: dict, where: str) -> list[str]:

@@ -1,20 +1,37 @@
-from grpo_tasks.stage.journal import Journal
+"""What a stage that was killed and repeats its updates writes twice: nothing."""
+
+import json
+
+from grpo_tasks.stage.journal import Events, Journal
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_update_and_its_events_are_written_once(tmp_path):
+    for _ in range(2):
+        journal, events = Journal(tmp_path / "metrics.jsonl"), Events(tmp_path / "events.jsonl")
+        journal.append(1, {"reward": 0.5})
+        events.tell(1, "reward_error", "row 3")
+        events.tell(1, "reward_error", "row 4")
+        events.append(1, "resumed", "from the checkpoint of update 1")
+    assert [line["step"] for line in lines(journal.path)] == [1]
+    assert [line["detail"] for line in lines(events.path) if line["event"] == "reward_error"] == ["row 3", "row 4"]
+    assert [line["event"] for line in lines(events.path)].count("resumed") == 2
 
 
 def test_a_line_torn_by_a_kill_is_dropped_and_written_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    Journal(path).append(1, {"reward": 0.5})
-    with path.open("a") as file:
-        file.write('{"step": 2, "metr')
-    journal = Journal(path)
-    assert journal.last_step == 1
-    journal.append(2, {"reward": 0.7})
-    assert {step: line["reward"] for step, line in Journal(path).steps.items()} == {1: 0.5, 2: 0.7}
+    path = tmp_path / "events.jsonl"
+    Events(path).tell(1, "entropy_collapse", "0.01")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    events = Events(path)
+    events.tell(2, "entropy_collapse", "0.01")
+    assert [line["step"] for line in lines(path)] == [1, 2]
 
 
-def test_a_repeated_update_keeps_its_first_line(tmp_path):
-    journal = Journal(tmp_path / "metrics.jsonl")
-    for reward in (0.5, 0.6):
-        journal.append(1, {"reward": reward})
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    assert journal.steps[1] == {"reward": 0.5}
+def test_the_other_processes_of_a_stage_leave_the_files_alone(tmp_path):
+    events = Events(tmp_path / "events.jsonl", writes=False)
+    events.tell(1, "entropy_collapse", "0.01")
+    assert not events.path.exists()
