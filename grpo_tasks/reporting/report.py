@@ -10,6 +10,7 @@ import yaml
 
 from grpo_tasks.data.quarantine import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
+from grpo_tasks.stage.journal import read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.plots import plot_overview
@@ -158,9 +159,7 @@ def _stage_cost(stage: StageResult) -> Cost:
 
 def events_of(stage: StageResult) -> list[dict[str, object]]:
     """Alarms and other events of a stage."""
-    path = StageDir(stage.directory).events
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) | {"stage": stage.stage} for line in lines]
+    return [event | {"stage": stage.stage} for event in read_events(StageDir(stage.directory).events)]
 
 
 def samples_of(parts: Parts) -> dict[str, list[Pair]]:

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from uuid import NAMESPACE_URL, uuid5
 
 from prefect import get_run_logger
+from prefect.context import TaskRunContext
+from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.stage.journal import Journal
@@ -68,6 +71,7 @@ class StageProgress:
         lines, events = self._journal.read(), self._events.read()
         for event in events:
             self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
+            self._emit(event)
         if lines:
             last = lines[-1]
             known = {short: last["metrics"][name] for name, short in WATCHED.items() if name in last["metrics"]}
@@ -78,6 +82,17 @@ class StageProgress:
                 self._log.info("stage %s, update %s%s: %s", self._stage.name, last["step"], self._of(), figures)
         if lines or final:
             self._ship()
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        """Into the feed of the Prefect UI, where an automation can wait for it."""
+        resource = {"prefect.resource.id": f"grpo.stage.{self._directory.root.name}"}
+        context = TaskRunContext.get()
+        run = context.task_run.flow_run_id if context else None
+        related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}] if run else []
+        payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
+        # The same event has the same id, also when a stage that was killed tells it again.
+        number = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
+        emit_event(event=f"grpo.{event['event']}", resource=resource, related=related, payload=payload, id=number)
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""

@@ -44,6 +44,11 @@ class Journal:
         return [self.steps[step][metric] for step in steps if metric in self.steps.get(step, {})]
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file of events; none when there is no file yet."""
+    return _mend(path, writes=False)
+
+
 @dataclass(slots=True)
 class Events:
     """What happens in a stage besides the updates; opening it drops a last line that was torn by a kill."""

@@ -6,6 +6,8 @@ Where to go on is asked of the store, not kept on disk: the last step that any o
 in one call, which the store commits or not, so that answer is always right, also after a kill between call and answer, and also
 when a stage is trained again and its lines carry new times. A store that cannot be reached costs nothing but delay: `ship` says
 False and the next call sends what has gathered. What it does not do: read anything but whole lines, or write to the journal.
+
+    events.jsonl   {"step": 12, "event": "kl_blow_up", ...}   ->   tag grpo.event.kl_blow_up, the last of its kind
 """
 
 import logging
@@ -14,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tenacity
-from mlflow.entities import Metric
+from mlflow.entities import Metric, RunTag
 
+from grpo_tasks.stage.journal import read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.lines import JournalLine, read_from
@@ -23,6 +26,7 @@ from grpo_tasks.tracking.store import FAULTS, Store, passes
 from schemas.errors import TrackingError
 
 MAX_BATCH = 1_000
+_TAG_CHARS = 2_000
 FINAL = "final/"
 """Prefix of the figures of a finished stage, which are no steps of the journal."""
 
@@ -41,6 +45,7 @@ class JournalShipper:
     _offset: int = 0
     _last_step: int | None = None
     _waiting: list[JournalLine] = field(default_factory=list)
+    _told: dict[str, str] = field(default_factory=dict)
 
     def ship(self) -> bool:
         """Send the whole lines written since; False when the store could not be reached (nothing is lost).
@@ -87,9 +92,14 @@ class JournalShipper:
             ) from error
 
     def _send(self) -> None:
-        if not self._waiting:
+        events = {name: text for name, text in _event_tags(self.stage_dir).items() if self._told.get(name) != text}
+        if not self._waiting and not events:
             return
         run = self._run = self._run or self.open_child()
+        if events:
+            run.wake()
+            self.store.client.log_batch(run.run_id, tags=[RunTag(name, text) for name, text in events.items()])
+            self._told |= events
         if self._last_step is None:
             self._last_step = _find_last_step(run)
         self._waiting = [line for line in self._waiting if line.step > self._last_step]
@@ -100,6 +110,11 @@ class JournalShipper:
             self.store.client.log_batch(run.run_id, metrics=[metric for line in batch for metric in _metrics(line)])
             self._last_step = batch[-1].step
         self._waiting = []
+
+
+def _event_tags(stage_dir: Path) -> dict[str, str]:
+    events = read_events(StageDir(stage_dir).events)
+    return {f"grpo.event.{line['event']}": f"update {line['step']}: {line['detail']}"[:_TAG_CHARS] for line in events}
 
 
 def _find_last_step(run: RunHandle) -> int:

@@ -1,0 +1,38 @@
+"""A guard that fires is told wherever somebody may look."""
+
+import json
+import urllib.request
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL
+
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
+
+WILD = SMALL["stages"][0] | {"max_steps": 30, "beta": 0.001, "learning_rate": 0.05, "skip_dead_groups": False}
+
+
+def ask(api, path, **body):
+    request = urllib.request.Request(f"{api}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def test_a_guard_that_stops_a_stage_is_in_the_log_in_prefect_and_in_mlflow(place):
+    place.write("wild.yaml", yaml.safe_dump(SMALL | {"name": "wild", "stages": [WILD | {"guards": {"kl_blow_up": "stop"}}]}))
+    output = place.grpo("run", "wild.yaml", expect=1)
+    assert "kl_blow_up: kl is" in output
+    assert "lower the learning rate" in output
+
+    [events] = place.root.glob("runs/wild/train_stage/*/events.jsonl")
+    told = next(json.loads(line) for line in events.read_text().splitlines() if "kl_blow_up" in line)
+    child = place.child("format", "wild")
+    assert child.info.status == "FAILED"
+    assert child.data.tags["grpo.event.kl_blow_up"] == f"update {told['step']}: {told['detail']}"
+
+    resource = f"grpo.stage.{events.parent.name}"
+    found = ask(place.api, "events/filter", filter={"event": {"name": ["grpo.kl_blow_up"]}, "resource": {"id": [resource]}})
+    [event] = found["events"]
+    assert event["payload"] == {"stage": "format", "update": told["step"], "detail": told["detail"]}
+    assert event["related"][0]["prefect.resource.id"].startswith("prefect.flow-run.")
