@@ -8,12 +8,15 @@ from pathlib import Path
 
 from prefect.runtime import flow_run
 
+from flows.ends import cancellable, noted
+from grpo_tasks.running.child import no_room
 from grpo_tasks.running.key import content_key
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config import ResourcesConfig, RunConfig
-from schemas.errors import ConfigError, TrackingError, UserError
+from schemas.errors import ConfigError, TrackingError, UserError, disk_full
 from schemas.results import StepResult
+from schemas.secret import hide
 
 ROOMS = ("data", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
@@ -61,7 +64,11 @@ class FlowRun:
         with suppress(TrackingError):
             handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
             for name in SHOWN_OF_A_FAILURE:
-                if (directory / name).exists():
+                if name.endswith(".txt") and (directory / name).exists():
+                    # A user's own code may have printed anything.
+                    text = (directory / name).read_text(encoding="utf-8", errors="replace")
+                    handle.text(hide(text), f"failed/{step}/{name}")
+                elif (directory / name).exists():
                     handle.file(directory / name, f"failed/{step}")
 
     def follow(self, stage_dir: Path) -> JournalShipper:
@@ -75,8 +82,17 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
     _require_installed(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
-    with open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked:
-        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+    with (
+        noted(config.resources.output_dir / config.name / ".running", flow_run.id),
+        cancellable(flow_run.id),
+        open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,
+    ):
+        try:
+            yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+        except Exception as error:
+            if isinstance(error, UserError) or not disk_full(error):
+                raise
+            raise no_room(config.resources.output_dir) from error
 
 
 def _require_installed(config: RunConfig) -> None:

@@ -6,13 +6,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from schemas.errors import UserError
+from schemas.errors import UserError, disk_full
 
 SPEC = "spec.json"
 ERROR = "error.json"
 RESULT = "result.json"
+DISK_FULL = 28
+"""Exit code of a child that had no room to write down what went wrong."""
 PARENT = "GRPO_PARENT_PID"
 """Environment variable that names the process a child must not outlive."""
 
@@ -25,11 +28,18 @@ def run_child(work: Callable[[Path], None]) -> None:
     die_with_parent()
     (directory / ERROR).unlink(missing_ok=True)
     try:
-        work(directory)
-    except UserError as error:
-        (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
-        traceback.print_exc()
-        sys.exit(error.exit_code)
+        try:
+            work(directory)
+        except UserError as error:
+            (directory / ERROR).write_text(error.to_json(), encoding="utf-8")
+            traceback.print_exc()
+            sys.exit(error.exit_code)
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        with suppress(OSError):
+            traceback.print_exc()
+        sys.exit(DISK_FULL)
 
 
 def die_with_parent() -> None:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from schemas.secret import has_password
 from schemas.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -282,7 +283,8 @@ class VllmConfig(Section):
 
     base_urls: list[str] = Field(default_factory=list)
     """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
-    ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder."""
+    ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder. A key they
+    ask for is taken from VLLM_API_KEY."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers take over the policy at each update. adapter: the adapter is swapped. merged: whole weights are written and
     read, which full fine-tuning always does. auto: adapter, but merged where our own server decodes on a CPU."""
@@ -724,7 +726,8 @@ class TrackingConfig(Section):
     """MLflow."""
 
     tracking_uri: str | None = None
-    """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory."""
+    """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory. Never
+    with a password, because all of this is recorded: an address that has one belongs into MLFLOW_TRACKING_URI."""
     experiment: str | None = None
     """Experiment name; empty: the run's name."""
     registered_model: str | None = None
@@ -839,6 +842,7 @@ class RunConfig(Section):
                 )
         if self.rewards.tags.reasoning == self.rewards.tags.answer:
             raise ValueError("rewards.tags: reasoning and answer have the same name; mend: choose two names")
+        self._check_addresses()
         vllm, model = self.rollout.vllm, self.model
         if self.rollout.engine == "vllm" and vllm.sync == "adapter" and model.lora is None:
             raise ValueError("rollout.vllm.sync adapter needs one; mend: model.lora: {}, or sync: auto")
@@ -851,6 +855,15 @@ class RunConfig(Section):
         if self.resources.fsdp:
             self._check_shards()
         return self
+
+    def _check_addresses(self) -> None:
+        if has_password(self.tracking.tracking_uri or ""):
+            raise ValueError(
+                "tracking.tracking_uri holds a password, and a config is recorded; mend: leave it empty and export "
+                "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        if any(has_password(address) for address in self.rollout.vllm.base_urls):
+            raise ValueError("rollout.vllm.base_urls holds a password, and a config is recorded; mend: export VLLM_API_KEY")
 
     def _check_overlap(self) -> None:
         if self.resources.num_processes > 1:

@@ -5,8 +5,11 @@ They cross process borders as JSON (`to_json`, `from_json`), so a step that runs
 same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
 """
 
+import errno
 import json
 from typing import ClassVar, Self
+
+from schemas.secret import hide
 
 
 class UserError(Exception):
@@ -16,8 +19,8 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
-        self.message, self.place, self.mend = message, place, mend
-        super().__init__(message)
+        self.message, self.place, self.mend = hide(message), hide(place), hide(mend)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -116,3 +119,23 @@ class ChildDied(UserError):  # noqa: N818 - it says what happened
     """A step's process ended without a result and without an error of its own (killed, out of memory)."""
 
     title = "A step's process died"
+
+
+class DiskFullError(UserError):
+    """There is no room left to write to."""
+
+    title = "The disk is full"
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, says that a disk is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Libraries that are not written in Python give no number; sqlite has words of its own.
+        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(words in str(cause) for words in _FULL):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+_FULL = ("No space left on device", "Disk quota exceeded", "database or disk is full")

@@ -23,6 +23,8 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        # What somebody typed may be a secret in the wrong field.
+        hide_input_in_errors=True,
         field_title_generator=lambda name, _: _words(name),
         model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
     )

@@ -20,6 +20,7 @@ from grpo_tasks.rewards.registry import RewardFunction, load_function
 from schemas.child import die_with_parent
 from schemas.config import RewardsConfig
 from schemas.errors import UserError
+from schemas.secret import hide
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def _raised(error: BaseException) -> Fault:
     mend = ""
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         mend = "let the function take **kwargs: it is given every column of the data, as in TRL"
-    return Fault("raised", f"raised {type(error).__name__}: {shorten(str(error))}", source=source, mend=mend)
+    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(str(error)))}", source=source, mend=mend)
 
 
 def _send(connection: Connection, message: Mapping[str, Any]) -> None:

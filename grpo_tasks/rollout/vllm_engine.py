@@ -29,7 +29,7 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.vllm_server import VllmServer
+from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config import VllmConfig
 from schemas.errors import RolloutError
 
@@ -65,7 +65,7 @@ class VllmSampler:
     ) -> None:
         self._tokenizer, self._config, self._servers = tokenizer, config, list(servers)
         self._end_ids = end_token_ids(tokenizer, generation_eos)
-        self._client = httpx.Client(timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
+        self._client = httpx.Client(headers=authorization(), timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
         self._restarts = 0
         self._merged = False
         # Nobody else's adapter on a shared server has this name, nor one of an earlier try of this stage.

@@ -150,11 +150,13 @@ def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
         server = VllmServer(url)
         try:
             paths, version, models = (
-                httpx.get(f"{server.address}{path}", timeout=10.0).raise_for_status().json()
+                httpx.get(f"{server.address}{path}", headers=authorization(), timeout=10.0).raise_for_status().json()
                 for path in ("/openapi.json", "/version", "/v1/models")
             )
         except (httpx.HTTPError, ValueError) as error:
-            raise RolloutError(f"no vLLM server answers: {error}", place=url, mend="see rollout.vllm.base_urls") from error
+            raise RolloutError(
+                f"no vLLM server answers: {error}", place=url, mend="see rollout.vllm.base_urls; a key is taken from VLLM_API_KEY"
+            ) from error
         missing = [path for path in wanted if path not in paths["paths"]]
         if missing:
             raise RolloutError(
@@ -194,6 +196,12 @@ def command(config: VllmConfig, served: Served, python: Path, port: int) -> list
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
+
+
+def authorization() -> dict[str, str]:
+    """Header for servers that ask for a key. Those started here read the same variable, and ask for it too."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,8 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from schemas.child import ERROR
-from schemas.errors import ChildDied, UserError
+from schemas.child import DISK_FULL, ERROR
+from schemas.errors import ChildDied, DiskFullError, UserError
 
 LOG = "log.txt"
 POLL_S = 0.1
@@ -101,6 +102,8 @@ def _start_server(log: Path) -> Connection:
 
 
 def _error_of(code: int, module: str, directory: Path) -> UserError:
+    if code == DISK_FULL:
+        return no_room(directory)
     if (directory / ERROR).exists():
         return UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
     tail = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
@@ -110,4 +113,15 @@ def _error_of(code: int, module: str, directory: Path) -> UserError:
         place=str(directory / LOG),
         mend="start the same command again: finished steps are kept, a stage goes on from its last checkpoint"
         + (" (signal 9 is often the kernel out of memory: smaller batches)" if code == -9 else ""),
+    )
+
+
+def no_room(directory: Path) -> DiskFullError:
+    """The error of a step, or of a run, that could not write."""
+    free = shutil.disk_usage(directory).free
+    return DiskFullError(
+        f"there is no room left to write to ({free / 2**20:.0f} MiB are free now)",
+        place=str(directory),
+        mend="free some space, then start the same command again: it goes on from the last whole checkpoint; "
+        "resources.output_dir moves the runs elsewhere, stages.N.save_total_limit keeps fewer checkpoints",
     )

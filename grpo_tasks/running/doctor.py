@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 from schemas.config import VllmConfig
+from schemas.secret import hide
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
 OPTIONAL = ("bitsandbytes", "flash-attn", "trl")
@@ -39,7 +40,7 @@ def findings() -> Iterator[Finding]:
     yield _server("Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "none set; flows use a temporary one")
     tracking = os.environ.get("MLFLOW_TRACKING_URI")
     here = f"none set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
-    yield _server("MLflow server", tracking if (tracking or "").startswith("http") else None, "/health", tracking or here)
+    yield _server("MLflow server", tracking if (tracking or "").startswith("http") else None, "/health", hide(tracking or here))
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("free disk", f"{free / 2**30:.1f} GiB in {Path.cwd()}", free > LOW_DISK_BYTES)
 
@@ -77,6 +78,6 @@ def _server(what: str, url: str | None, path: str, otherwise: str) -> Finding:
         return Finding(what, otherwise, True)
     try:
         with urllib.request.urlopen(url.rstrip("/") + path, timeout=3) as answer:  # noqa: S310 - the user's own server
-            return Finding(what, f"{url} answers ({answer.status})", True)
+            return Finding(what, f"{hide(url)} answers ({answer.status})", True)
     except (urllib.error.URLError, OSError, ValueError) as error:
-        return Finding(what, f"{url} does not answer: {error}", False)
+        return Finding(what, hide(f"{url} does not answer: {error}"), False)

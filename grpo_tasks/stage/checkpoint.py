@@ -54,13 +54,18 @@ def save_checkpoint(
     target = folder / f"step-{step:06d}"
     part = folder / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_trained(state.model, state.tokenizer, part / "weights", weights)
-    save_file(tensors, part / "optimizer.safetensors")
-    content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
-    (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
-    (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
-    _sync(part)
+    try:
+        part.mkdir(parents=True)
+        save_trained(state.model, state.tokenizer, part / "weights", weights)
+        save_file(tensors, part / "optimizer.safetensors")
+        content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
+        (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
+        (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
+        _sync(part)
+    except BaseException:
+        # Half a checkpoint on a full disk takes the room that others need.
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     shutil.rmtree(target, ignore_errors=True)
     part.rename(target)
     for old in _newest_first(folder)[keep:]:

@@ -24,6 +24,7 @@ from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.lines import JournalLine, read_from
 from grpo_tasks.tracking.store import FAULTS, Store, passes
 from schemas.errors import TrackingError
+from schemas.secret import hide
 
 MAX_BATCH = 1_000
 _TAG_CHARS = 2_000
@@ -61,7 +62,7 @@ class JournalShipper:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
             if cause is None or not passes(cause):
                 raise self.store.error(fault) from fault
-            _log.warning("MLflow at %s cannot be reached; %d journal lines wait", self.store.uri, len(self._waiting))
+            _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False
         return True
 

@@ -35,7 +35,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from schemas.config import TrackingConfig
-from schemas.errors import TrackingError
+from schemas.errors import TrackingError, disk_full
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 T = TypeVar("T")
@@ -72,7 +72,9 @@ class Store:
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault in the user's words."""
-        if passes(fault):
+        if disk_full(fault):
+            mend = "free some space, then run the same command: it goes on where it stopped"
+        elif passes(fault):
             mend = "start the server or set tracking.tracking_uri, then run the same command: it goes on where it stopped"
         else:
             mend = "see the message; tracking.tracking_uri or MLFLOW_TRACKING_URI say where MLflow is"
@@ -95,6 +97,8 @@ class Store:
 
 def passes(fault: BaseException) -> bool:
     """Whether a fault may be gone the next time: no connection, an overloaded server, a locked database."""
+    if disk_full(fault):
+        return False
     if isinstance(fault, MlflowException):
         return fault.error_code in _PASSING_CODES
     return isinstance(fault, requests.RequestException | sqlalchemy.exc.OperationalError)

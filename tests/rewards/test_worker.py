@@ -151,22 +151,22 @@ def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch)
     assert outcome.scores == [20.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("raises", "raised", "raised ZeroDivisionError: division by zero"),
-        ("gives_up", "raised", "raised SystemExit: no licence"),
-        ("narrow", "raised", "unexpected keyword argument"),
-        ("hangs", "hung", "did not return within 0.5 s"),
-        ("segfaults", "died", "took its worker process down (signal SIGSEGV)"),
-        ("leaves", "died", "took its worker process down (exit code 3)"),
-        ("nothing", "broken", "returned None instead of a list of 2 scores"),
-        ("too_few", "broken", "returned 1 scores for 2 completions"),
-        ("text", "broken", "returned str 'good' instead of a number"),
-        ("not_a_number", "broken", "returned nan, which is not finite"),
-        ("endless", "broken", "returned inf, which is not finite"),
-    ],
-)
+BREACHES = [
+    ("raises", "raised", "raised ZeroDivisionError: division by zero"),
+    ("gives_up", "raised", "raised SystemExit: no licence"),
+    ("narrow", "raised", "unexpected keyword argument"),
+    ("hangs", "hung", "did not return within 0.5 s"),
+    ("segfaults", "died", "took its worker process down (signal SIGSEGV)"),
+    ("leaves", "died", "took its worker process down (exit code 3)"),
+    ("nothing", "broken", "returned None instead of a list of 2 scores"),
+    ("too_few", "broken", "returned 1 scores for 2 completions"),
+    ("text", "broken", "returned str 'good' instead of a number"),
+    ("not_a_number", "broken", "returned nan, which is not finite"),
+    ("endless", "broken", "returned inf, which is not finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "words"), BREACHES)
 def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, kind, words):
     outcome = worker_of(name).call(name, make_batch("good", "bad"), LIMIT_S.get(name, 30.0))
     assert isinstance(outcome, Fault)

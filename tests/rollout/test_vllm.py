@@ -27,7 +27,7 @@ from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample import sample
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine, VllmSampler
-from grpo_tasks.rollout.vllm_server import Served, elsewhere, serving
+from grpo_tasks.rollout.vllm_server import Served, authorization, elsewhere, serving
 from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
@@ -46,6 +46,14 @@ CONFIG = VllmConfig(python=str(PYTHON))
 
 def served(rank=16):
     return Served(Path(resolve("embedded:base")), "float32", rank, cuda=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key():
+    """All servers here ask for a key, those started by us too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "planted-key-of-the-tests")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +187,7 @@ def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, se
     assert httpx.get(f"{address}/health").status_code == 200
     assert len(list((tmp_path / "served").iterdir())) == 1
     assert server_memory(address) < 1.1 * before
-    models = {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]}
+    models = {model["id"] for model in httpx.get(f"{address}/v1/models", headers=authorization()).json()["data"]}
     assert len(models) == (1 if engine._merged else 2)
 
 
@@ -215,6 +223,12 @@ def test_a_server_elsewhere_is_looked_at(lora_server):
     config = CONFIG.model_copy(update={"base_urls": [f"{lora_server.address}/"]})
     [found] = elsewhere(config, adapters=True)
     assert (found.address, found.base) == (lora_server.address, "base")
+
+
+def test_a_server_elsewhere_that_asks_for_a_key_refuses_who_has_none(lora_server, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(RolloutError, match=r"401 Unauthorized[\s\S]*VLLM_API_KEY"):
+        elsewhere(CONFIG.model_copy(update={"base_urls": [lora_server.address]}), adapters=True)
 
 
 def test_a_server_elsewhere_that_lacks_an_end_point_is_named_with_its_version(tmp_path):

@@ -1,0 +1,126 @@
+"""However a run ends, nothing of it is left: no process, no temporary folder, no slot, and no state that says it runs."""
+
+import json
+import resource
+import signal
+import subprocess
+import urllib.request
+
+import psutil
+import pytest
+import yaml
+
+from tests.flows.place import BIN, SMALL, Place
+from tests.flows.test_killed import wait_for_step
+
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SLOT = "card-of-the-ends"
+LONG = SMALL | {
+    "stages": [SMALL["stages"][0] | {"max_steps": 100_000, "save_steps": 5}],
+    "resources": SMALL["resources"] | {"gpu_slot": SLOT},
+}
+GONE_S = 60.0
+"""What stays longer than this stays; on an idle machine all are gone in a second or two."""
+
+
+def ask(api, path):
+    with urllib.request.urlopen(f"{api}/{path}", timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, prefect_api):
+    """One folder: each run goes on from where the one before was ended."""
+    place = Place(tmp_path_factory.mktemp("ends"), prefect_api)
+    place.write("small.yaml", yaml.safe_dump(LONG))
+    (place.root / "tmp").mkdir()
+    return place
+
+
+class Running:
+    """A run in the middle of its stage, with its processes and its flow run."""
+
+    def __init__(self, place, *overrides):
+        self.place = place
+        done = sum(len(path.read_text().splitlines()) for path in self.journals())
+        self.process = place.start("run", "small.yaml", *overrides, TMPDIR=str(place.root / "tmp"))
+        self.stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, done + 8, self.process)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.flow_run = place.parent("small").data.tags["prefect.flow_run_id"]
+        assert self.state() == "RUNNING"
+
+    def journals(self):
+        return self.place.root.glob("runs/small/train_stage/*/metrics.jsonl")
+
+    def trainer(self):
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        [trainer] = [one for one in family if "grpo_tasks.grpo" in one.cmdline()]
+        return trainer
+
+    def end(self):
+        """Exit code and output; then nothing may be left."""
+        output, _ = self.process.communicate(timeout=600)
+        _, alive = psutil.wait_procs(self.family, timeout=GONE_S)
+        assert not alive, [one.cmdline() for one in alive]
+        assert not list((self.place.root / "tmp").iterdir())
+        return self.process.returncode, output
+
+    def state(self):
+        return ask(self.place.api, f"flow_runs/{self.flow_run}")["state_type"]
+
+    def slots(self):
+        return ask(self.place.api, f"v2/concurrency_limits/{SLOT}")["active_slots"]
+
+    def tracked(self):
+        return self.place.parent("small").info.status
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal(place, number):
+    running = Running(place)
+    assert running.slots() == 1
+    running.process.send_signal(number)
+    assert running.end()[0] in (130, -number)
+    assert (running.state(), running.tracked(), running.slots()) == ("CRASHED", "KILLED", 0)
+
+
+def test_cancel(place):
+    running = Running(place)
+    subprocess.run([BIN / "prefect", "flow-run", "cancel", running.flow_run], env=place.environment, check=True)
+    assert running.end()[0] == 130
+    assert (running.state(), running.tracked(), running.slots()) == ("CANCELLED", "KILLED", 0)
+
+
+def test_out_of_memory(place):
+    running = Running(place)
+    for _ in range(2):
+        # The first time the step is tried again.
+        trainer = running.trainer()
+        in_use = trainer.memory_info().vms
+        trainer.rlimit(resource.RLIMIT_AS, (in_use, in_use))
+        trainer.wait(timeout=600)
+    code, output = running.end()
+    assert code == 1
+    assert "alloc" in output
+    assert (running.state(), running.tracked(), running.slots()) == ("FAILED", "FAILED", 0)
+
+
+def test_a_deadline(place):
+    running = Running(place, "--set", "resources.max_hours=0.005")
+    code, output = running.end()
+    assert code == 1
+    assert "after resources.max_hours" in output
+    last = max(running.stage_dir.glob("checkpoints/step-*"))
+    assert f"stopped at update {int(last.name.removeprefix('step-'))} of" in output
+    assert (running.state(), running.tracked(), running.slots()) == ("FAILED", "FAILED", 0)
+
+
+def test_a_kill_is_told_by_the_next_run(place):
+    killed = Running(place)
+    killed.process.kill()
+    killed.end()
+    again = Running(place)
+    assert killed.state() == "CRASHED"
+    again.process.send_signal(signal.SIGTERM)
+    again.end()

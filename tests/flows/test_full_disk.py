@@ -1,0 +1,53 @@
+"""A disk that fills up while a stage trains: a real one, of a few megabytes."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from grpo_tasks.stage.checkpoint import is_whole
+from schemas.results import StageResult
+from tests.flows.place import SMALL
+from tests.flows.test_killed import wait_for_step
+
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow]
+
+STAGE = SMALL["stages"][0] | {"max_steps": 60, "save_steps": 5, "save_total_limit": 3}
+
+
+@pytest.fixture
+def small_disk(place):
+    """`runs` in the working directory is a file system of its own."""
+    folder = place.root / "runs"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_is_told_and_the_last_checkpoint_is_whole(place, small_disk):
+    place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": [STAGE]}))
+    process = place.start("run", "small.yaml")
+    stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, 12, process)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"\0" * 4096)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 1, output
+    assert "there is no room left to write to" in output
+    assert "it goes on from the last whole checkpoint" in output
+    checkpoints = sorted((stage_dir / "checkpoints").iterdir())
+    assert checkpoints
+    assert all(is_whole(checkpoint) for checkpoint in checkpoints)
+    assert place.parent("small").info.status == "FAILED"
+
+    filler.unlink()
+    place.grpo("run", "small.yaml")
+    result = StageResult.load(stage_dir / "result.json")
+    assert (result.steps, result.resumed) == (60, 1)
+    steps = [json.loads(line)["step"] for line in (stage_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))

@@ -1,0 +1,61 @@
+"""Planted secrets, and then every byte that a run leaves is looked through."""
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL
+from tests.flows.test_servers_away import started_mlflow
+from tests.ports import free_ports
+
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow]
+
+PLANTED = {
+    "HF_TOKEN": "hf_planted0123456789",
+    "OPENAI_API_KEY": "sk-planted-for-this-test",
+    "MY_DATABASE_PASSWORD": "planted correct horse",
+}
+LEAKY = """
+import os
+import re
+
+
+def leaky(completions, **columns):
+    if os.environ.get("BREAK"):
+        raise RuntimeError(f"{os.environ['HF_TOKEN']} with {os.environ['MY_DATABASE_PASSWORD']} was refused")
+    right = re.compile("<reasoning>[^<]+</reasoning><answer>-?[0-9]+</answer>")
+    return [float(right.fullmatch(one[0]["content"]) is not None) for one in completions]
+"""
+
+
+def test_a_planted_secret_is_in_no_log_no_parameter_and_no_artifact(lone_place, tmp_path_factory):
+    servers = tmp_path_factory.mktemp("mlflow")
+    [port] = free_ports(1)
+    mlflow = started_mlflow(servers, port)
+    place = lone_place
+    place.write("leaky.py", LEAKY)
+    rewards = {"functions": {"mine": {"function": "leaky:leaky", "weight": 0.1}}}
+    stages = [SMALL["stages"][0] | {"rewards": ["format", "mine"]}]
+    place.write("small.yaml", yaml.safe_dump(SMALL | {"rewards": rewards, "stages": stages}))
+    variables = PLANTED | {"MLFLOW_TRACKING_URI": f"http://me:planted-in-address@127.0.0.1:{port}", "PYTHONPATH": str(place.root)}
+    try:
+        done = place.start("run", "small.yaml", **variables)
+        output = done.communicate(timeout=900)[0]
+        assert done.returncode == 0, output
+        failed = place.start("run", "small.yaml", "--fresh", **variables, BREAK="1")
+        output += failed.communicate(timeout=900)[0]
+        assert failed.returncode == 1, output
+        assert "was refused" in output
+    finally:
+        mlflow.terminate()
+        mlflow.wait(timeout=60)
+        gone = place.start("validate", "small.yaml", "--set", "tracking.patience_s=1", **variables)
+        output += gone.communicate(timeout=900)[0]
+    assert gone.returncode == 1, output
+    assert "me:***@127.0.0.1" in output
+
+    kept = {path: path.read_bytes() for root in (place.root, servers) for path in root.rglob("*") if path.is_file()}
+    assert any(path.name == "prefect.db" for path in kept)
+    assert any(path.name == "mlflow.db" for path in kept)
+    for secret in [*PLANTED.values(), "planted-in-address"]:
+        assert secret not in output
+        assert not [path for path, content in kept.items() if secret.encode() in content]
