@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ui lint types check bench bench-gpu chaos vllm clean
+.PHONY: help demo test ui lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,10 @@ lint: $(READY) ## ruff and the import rules
 types: $(READY) ## mypy
 	$(BIN)/mypy
 
-check: lint types test ## what CI runs
+audit: $(READY) ## known vulnerabilities in the installed packages (asks the network; says so where it cannot)
+	.ci/audit $(BIN)
+
+check: lint types test ## lint, types, all tests
 
 bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, learning (7 minutes); .bench/results.json
 	$(BIN)/python -m tests.benchmarks

@@ -865,6 +865,13 @@ class RunConfig(Section):
         if any(has_password(address) for address in self.rollout.vllm.base_urls):
             raise ValueError("rollout.vllm.base_urls holds a password, and a config is recorded; mend: export VLLM_API_KEY")
 
+        for flag in ("--host", "--port", "--api-key"):
+            if any(given.partition("=")[0] == flag for given in self.rollout.vllm.extra_args):
+                raise ValueError(
+                    f"rollout.vllm.extra_args: {flag} is not for a server started here, which listens on 127.0.0.1 alone; mend: "
+                    "leave it out; a key comes from VLLM_API_KEY, a server for others is started by hand and named in base_urls"
+                )
+
     def _check_overlap(self) -> None:
         if self.resources.num_processes > 1:
             raise ValueError("rollout.vllm.overlap is for one process; mend: resources.num_processes: 1, or overlap: false")

@@ -2,27 +2,31 @@
 
     python -m tests.flows.chaos --kills 200 --seed 1      (make chaos)
 
-Victims are the flow's process and everything it has started (trainer, sampler, reward worker, fork server). A pipeline that got
-to its end is compared, and the next one begins in a folder of its own, until all kills are done.
+Victims are the flow's process, everything it has started (trainer, sampler, reward worker, fork server) and the MLflow server. A
+pipeline that got to its end is compared, and the next one begins in a folder of its own, until all kills are done.
 """
 
 import argparse
 import json
 import random
+import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import polars as pl
 import psutil
 import yaml
+from mlflow import MlflowClient
 
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.results import StageResult
-from tests.flows.place import SMALL, Place, prefect_server
+from tests.flows.place import SMALL, Place, end_group, prefect_server, started_mlflow
+from tests.ports import free_ports
 
 STAGE = SMALL["stages"][0]
 CONFIG = SMALL | {
@@ -44,34 +48,65 @@ class Outcome:
     differences: list[str] = field(default_factory=list)
 
 
-def undisturbed(place: Place) -> tuple[dict, float]:
+class Shop(Place):
+    """A working directory with an MLflow server of its own, which can be killed too."""
+
+    def __init__(self, root: Path, api: str) -> None:
+        super().__init__(root, api)
+        root.mkdir()
+        write(self)
+        [self.port] = free_ports(1)
+        self.server = started_mlflow(root, self.port)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return super().environment | {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{self.port}"}
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(f"http://127.0.0.1:{self.port}")
+
+    def kill_server(self) -> None:
+        end_group(self.server, signal.SIGKILL)
+        self.server = started_mlflow(self.root, self.port)
+
+
+def undisturbed(root: Path, api: str) -> tuple[dict, float]:
     """The contents of a run that nobody touches, and how long it took in seconds."""
-    write(place)
-    began = time.monotonic()
-    place.grpo("run", "small.yaml")
-    return contents(place), time.monotonic() - began
+    shop = Shop(root / "whole", api)
+    try:
+        began = time.monotonic()
+        shop.grpo("run", "small.yaml")
+        return contents(shop), time.monotonic() - began
+    finally:
+        end_group(shop.server)
 
 
 def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, seconds: float) -> Outcome:
     """Kill and start again until so many kills are done and the last pipeline is at its end."""
-    draw, outcome, place = random.Random(seed), Outcome(), None
-    while outcome.kills < kills or place is not None:
-        if place is None:
-            place = Place(root / f"chaos-{outcome.pipelines}", api)
-            place.root.mkdir()
-            write(place)
-        process = place.start("run", "small.yaml")
-        if outcome.kills < kills:
-            _disturb(process, draw, seconds, outcome)
+    draw, outcome = random.Random(seed), Outcome()
+    while outcome.kills < kills:
+        shop = Shop(root / f"chaos-{outcome.pipelines}", api)
+        try:
+            _until_done(shop, draw, kills, seconds, outcome)
+            outcome.differences += _differences(contents(shop), wanted, f"pipeline {outcome.pipelines}")
+        finally:
+            end_group(shop.server)
+        outcome.pipelines += 1
+    return outcome
+
+
+def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, outcome: Outcome) -> None:
+    """The same command again and again, until it comes to its end."""
+    while True:
+        process, before = shop.start("run", "small.yaml"), outcome.kills
+        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.6) * seconds):
+            _kill(shop, process, draw, outcome)
         output, _ = process.communicate(timeout=900)
         if process.returncode == 0:
-            outcome.differences += _differences(contents(place), wanted, f"pipeline {outcome.pipelines}")
-            outcome.pipelines += 1
-            place = None
-        elif outcome.kills == kills and process.returncode > 0:
-            outcome.differences.append(f"pipeline {outcome.pipelines} failed by itself:\n{output[-3000:]}")
-            return outcome
-    return outcome
+            return
+        # What fails although nobody touched it would fail for ever.
+        assert outcome.kills > before, f"failed by itself:\n{output[-3000:]}"
 
 
 def write(place: Place) -> None:
@@ -79,23 +114,31 @@ def write(place: Place) -> None:
     place.write("small.yaml", yaml.safe_dump(CONFIG))
 
 
-def _disturb(process: subprocess.Popen, draw: random.Random, seconds: float, outcome: Outcome) -> None:
-    at, one_of = draw.uniform(0.1, 1.0) * seconds, draw.random()
+def _survives(process: subprocess.Popen, seconds: float) -> bool:
     try:
-        process.wait(at)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
-        pass
-    else:
-        return
+        return True
+    return False
+
+
+def _kill(shop: Shop, process: subprocess.Popen, draw: random.Random, outcome: Outcome) -> None:
+    """The flow, something it has started, or the MLflow server."""
     flow = psutil.Process(process.pid)
-    family = [flow, *flow.children(recursive=True)]
-    victim = family[0] if one_of < 0.5 else family[int(one_of * 1000) % len(family)]
-    kind = "flow" if victim == flow else _kind(victim)
-    victim.kill()
+    family = flow.children(recursive=True)
+    kind = draw.choice(["flow", "child", "child", "MLflow server"])
+    victim = draw.choice(family) if kind == "child" and family else flow
     outcome.kills += 1
+    if kind == "MLflow server":
+        shop.kill_server()
+    else:
+        kind = "flow" if victim == flow else _kind(victim)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
     outcome.victims[kind] += 1
-    if victim == flow:
-        _, alive = psutil.wait_procs(family[1:], timeout=GRACE_S)
+    if victim == flow and kind == "flow":
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
         outcome.left_over += [f"{_kind(one)} after the flow was killed" for one in alive]
 
 
@@ -175,8 +218,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api:
         root = Path(folder)
-        (root / "whole").mkdir()
-        wanted, seconds = undisturbed(Place(root / "whole", api))
+        wanted, seconds = undisturbed(root, api)
         outcome = rampage(root, api, kills=given.kills, seed=given.seed, wanted=wanted, seconds=seconds)
     print(f"{outcome.kills} kills over {outcome.pipelines} pipelines of {seconds:.0f} s, seed {given.seed}")
     print("victims: " + ", ".join(f"{kind} {count}" for kind, count in outcome.victims.most_common()))

@@ -1,6 +1,7 @@
 """A working directory where a user calls `grpo`, and the smallest config that goes through everything."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,26 @@ def prefect_server(home):
     finally:
         server.terminate()
         server.wait(timeout=30)
+
+
+def started_mlflow(root, port):
+    """A process that serves the store in `root`, once it answers."""
+    stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
+    command = [BIN / "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *stores]
+    with (root / "mlflow.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while not _answers(f"http://127.0.0.1:{port}/health"):
+        assert process.poll() is None, (root / "mlflow.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    return process
+
+
+def end_group(process, number=signal.SIGTERM):
+    """End a server with the processes it has started."""
+    os.killpg(process.pid, number)
+    process.wait(timeout=60)
 
 
 def _answers(address):

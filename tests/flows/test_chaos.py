@@ -3,14 +3,12 @@
 import pytest
 
 from tests.flows.chaos import rampage, undisturbed
-from tests.flows.place import Place
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_twenty_kills_change_nothing_of_what_a_pipeline_leaves(tmp_path, prefect_api):
-    (tmp_path / "whole").mkdir()
-    wanted, seconds = undisturbed(Place(tmp_path / "whole", prefect_api))
+    wanted, seconds = undisturbed(tmp_path, prefect_api)
     outcome = rampage(tmp_path, prefect_api, kills=20, seed=1, wanted=wanted, seconds=seconds)
     assert not outcome.differences, "\n".join(outcome.differences)
     assert not outcome.left_over

@@ -28,14 +28,19 @@ def small_disk(place):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def fill(path):
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"\0" * 4096)
+
+
 def test_a_full_disk_is_told_and_the_last_checkpoint_is_whole(place, small_disk):
     place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": [STAGE]}))
     process = place.start("run", "small.yaml")
     stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, 12, process)
     filler = small_disk / "filler"
-    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"\0" * 4096)
+    with pytest.raises(OSError, match="No space left"):
+        fill(filler)
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 1, output
     assert "there is no room left to write to" in output

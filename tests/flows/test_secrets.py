@@ -3,8 +3,7 @@
 import pytest
 import yaml
 
-from tests.flows.place import SMALL
-from tests.flows.test_servers_away import started_mlflow
+from tests.flows.place import SMALL, end_group, started_mlflow
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow]
@@ -46,8 +45,7 @@ def test_a_planted_secret_is_in_no_log_no_parameter_and_no_artifact(lone_place, 
         assert failed.returncode == 1, output
         assert "was refused" in output
     finally:
-        mlflow.terminate()
-        mlflow.wait(timeout=60)
+        end_group(mlflow)
         gone = place.start("validate", "small.yaml", "--set", "tracking.patience_s=1", **variables)
         output += gone.communicate(timeout=900)[0]
     assert gone.returncode == 1, output

@@ -1,7 +1,7 @@
 """Servers that go away in the middle of a run: training goes on, and afterwards everything is there, in order, once."""
 
 import json
-import subprocess
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,13 +10,14 @@ import httpx
 import pytest
 import yaml
 
-from tests.flows.place import BIN, SMALL, Place, prefect_server
+from tests.flows.place import SMALL, Place, end_group, prefect_server, started_mlflow
 from tests.flows.test_killed import wait_for_step
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.timeout(1800)]
-LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": 80, "save_steps": 40}]}
-AWAY_S = 25.0
+STEPS = 160
+LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": STEPS, "save_steps": 40}]}
+AWAY_S = 12.0
 
 
 class Between(ThreadingHTTPServer):
@@ -75,62 +76,46 @@ class _Hand(BaseHTTPRequestHandler):
         pass
 
 
-def started_mlflow(root, port):
-    command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
-    log = (root / "mlflow.log").open("ab")
-    process = subprocess.Popen([BIN / command[0], *command[1:], *stores], cwd=root, stdout=log, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                return process
-        except httpx.TransportError:
-            time.sleep(0.3)
-    raise AssertionError((root / "mlflow.log").read_text())
+def journal_of(place):
+    [journal] = place.root.glob("runs/small/train_stage/*/metrics.jsonl")
+    return [json.loads(line) for line in journal.read_text().splitlines()]
 
 
 def assert_whole(place):
     """Every update once and in order in MLflow, as in the journal; one version; a parent that is finished."""
-    [journal] = place.root.glob("runs/small/train_stage/*/metrics.jsonl")
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines = journal_of(place)
     history = place.client.get_metric_history(place.child("format", "small").info.run_id, "reward")
     assert [(point.step, point.value) for point in history] == [(line["step"], line["metrics"]["reward"]) for line in lines]
-    assert len(lines) == 80
+    assert len(lines) == STEPS
     assert place.parent("small").info.status == "FINISHED"
     assert len(place.client.search_model_versions("name='small'")) == 1
 
 
-@pytest.mark.parametrize("mode", ["away", "failing", "slow"])
-def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api, mode):
+def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api):
     [port] = free_ports(1)
     process, place = started_mlflow(tmp_path, port), Place(tmp_path, prefect_api)
     between = Between(f"http://127.0.0.1:{port}")
     place.write("small.yaml", yaml.safe_dump(LONG | {"tracking": {"tracking_uri": between.own, "flush_interval_s": 1.0}}))
     try:
         run = place.start("run", "small.yaml")
-        directory = wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)
-        between.mode = mode
-        if mode == "away":
-            process.kill()
-            process.wait()
-        before = len((directory / "metrics.jsonl").read_text().splitlines())
-        time.sleep(AWAY_S)
-        assert len((directory / "metrics.jsonl").read_text().splitlines()) > before
-        if mode == "away":
-            process = started_mlflow(tmp_path, port)
+        wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)
+        for between.mode in ("slow", "failing", "away"):
+            if between.mode == "away":
+                end_group(process, signal.SIGKILL)
+            before = len(journal_of(place))
+            time.sleep(AWAY_S)
+            assert before < len(journal_of(place))
+        process = started_mlflow(tmp_path, port)
         between.mode = "well"
         output, _ = run.communicate(timeout=900)
         assert run.returncode == 0, output[-4000:]
         assert_whole(place)
     finally:
         between.shutdown()
-        process.terminate()
-        process.wait()
+        end_group(process)
 
 
-@pytest.mark.parametrize("mode", ["away", "failing"])
-def test_prefect_goes_away_in_the_middle(tmp_path, mode):
+def test_prefect_goes_away_in_the_middle(tmp_path):
     home = tmp_path / "server"
     home.mkdir()
     with prefect_server(home) as api:
@@ -139,8 +124,10 @@ def test_prefect_goes_away_in_the_middle(tmp_path, mode):
         place.write("small.yaml", yaml.safe_dump(LONG))
         run = place.start("run", "small.yaml")
         wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)
-        between.mode = mode
-        time.sleep(AWAY_S)
+        for between.mode in ("failing", "away"):
+            before = len(journal_of(place))
+            time.sleep(AWAY_S)
+            assert before < len(journal_of(place))
         between.mode = "well"
         output, _ = run.communicate(timeout=900)
         assert run.returncode == 0, output[-4000:]

@@ -53,6 +53,8 @@ def test_errors_hold_no_secret(monkeypatch):
     [
         ("tracking.tracking_uri=http://me:planted@host:5000", "MLFLOW_TRACKING_URI"),
         ("rollout.vllm.base_urls=[http://me:planted@host:8000]", "VLLM_API_KEY"),
+        ("rollout.vllm.extra_args=[--api-key=planted]", "VLLM_API_KEY"),
+        ("rollout.vllm.extra_args=[--host, 0.0.0.0]", "listens on 127.0.0.1 alone"),
     ],
 )
 def test_a_config_with_a_password_is_refused_without_repeating_it(override, mend):
