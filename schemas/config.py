@@ -415,6 +415,8 @@ class GuardsConfig(Section):
     """Completions twice as long as in the first 10 updates, without more reward."""
     format_regression: GuardAction = "warn"
     """Success of a format reward 0.2 below the best 10 updates of the stage."""
+    sampler_mismatch: GuardAction = "warn"
+    """Sampler and trainer differ by more than 0.1 nats a token (median of 10 updates)."""
     max_rollbacks: int = Field(2, ge=0)
     """Times a stage is rolled back before it stops."""
     rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)

@@ -175,6 +175,11 @@ GUARDS = (
     Guard(
         "format_regression", _format_regression, "a later reward pays more than the format; keep a format reward in this stage"
     ),
+    Guard(
+        "sampler_mismatch",
+        _bound("sampling/sampling_logp_difference/mean", above=0.1),
+        "the sampler is not the policy; give both one dtype, or set importance_sampling_correction",
+    ),
 )
 
 

@@ -37,6 +37,7 @@ PLANTED: dict[str, dict[str, float]] = {
     "length_explosion": {"completions/mean_length": 61.0, "reward": 1.5},
     "format_regression": {"rewards/format/success": 0.7},
     "flat_reward": {"reward": 1.5, "rewards/correctness/success": 0.5},
+    "sampler_mismatch": {"sampling/sampling_logp_difference/mean": 0.3},
 }
 
 
@@ -80,7 +81,7 @@ def _noisy(journal: Journal, step: int, values: dict[str, float]) -> dict[str, f
     """The planted values, with the relative deviations the metric had as many updates before."""
     made = {}
     for name, value in values.items():
-        before = [metrics[name] for at, metrics in journal.steps.items() if at <= SINCE and name in metrics]
+        before = [metrics[name] for at, metrics in journal.steps.items() if at <= SINCE and name in metrics] or [0.0]
         mean = statistics.fmean(before)
         at = before[step % len(before)]
         made[name] = value * (1 + 0.2 * max(-1.0, min(1.0, (at - mean) / mean))) if mean else value

@@ -17,6 +17,7 @@ HEALTHY = {
     "entropy": 0.8,
     "rewards/format/success": 0.95,
     "rewards/correctness/success": 0.5,
+    "sampling/sampling_logp_difference/mean": 0.004,
 }
 FAULTS = {
     "reward_std_collapse": {"reward_std": 0.001},
@@ -26,6 +27,7 @@ FAULTS = {
     "entropy_collapse": {"entropy": 0.05},
     "length_explosion": {"completions/mean_length": 80.0},
     "format_regression": {"rewards/format/success": 0.6},
+    "sampler_mismatch": {"sampling/sampling_logp_difference/mean": 0.3},
 }
 
 
