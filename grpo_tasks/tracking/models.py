@@ -23,7 +23,7 @@ from grpo_tasks.tracking.downloads import fetch_version, manifest_of, manifest_p
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from grpo_tasks.tracking.runs import TrackedRun
-from grpo_tasks.tracking.store import FAULTS, Store, open_store
+from grpo_tasks.tracking.store import Store, open_store
 from schemas.config import TrackingConfig
 from schemas.errors import TrackingError
 from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest, Regression
@@ -266,7 +266,8 @@ def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
     made = run.store.ask(
         lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
     )
-    try:
+
+    def work() -> None:
         with run.store.as_default():
             mlflow.transformers.log_model(
                 # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
@@ -277,8 +278,9 @@ def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
                 # Given, because mlflow would load the model in a fresh process to find out.
                 pip_requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
             )
-    except FAULTS as fault:
-        raise run.store.error(fault) from fault
+
+    # Again from the start after an upload that broke off: the same files under the same id.
+    run.store.ask(lambda _: work())
     return made.model_id
 
 

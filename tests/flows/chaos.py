@@ -100,7 +100,7 @@ def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, out
     """The same command again and again, until it comes to its end."""
     while True:
         process, before = shop.start("run", "small.yaml"), outcome.kills
-        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.6) * seconds):
+        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.3) * seconds):
             _kill(shop, process, draw, outcome)
         output, _ = process.communicate(timeout=900)
         if process.returncode == 0:

@@ -45,7 +45,11 @@ def started_mlflow(root, port):
     stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
     command = [BIN / "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *stores]
     with (root / "mlflow.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        # As `grpo up` starts it: four more processes for jobs that nobody here has.
+        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     deadline = time.monotonic() + 300
     while not _answers(f"http://127.0.0.1:{port}/health"):
         assert process.poll() is None, (root / "mlflow.log").read_text()

@@ -2,8 +2,10 @@
 
 import json
 import signal
+import socket
 import threading
 import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -18,6 +20,8 @@ pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.tim
 STEPS = 160
 LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": STEPS, "save_steps": 40}]}
 AWAY_S = 12.0
+CUTS = 3
+"""Times that the upload of each file breaks off half way."""
 
 
 class Between(ThreadingHTTPServer):
@@ -26,7 +30,7 @@ class Between(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address):
-        self.address, self.mode = address, "well"
+        self.address, self.mode, self.cut = address, "well", Counter()
         self.client = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None))
         super().__init__(("127.0.0.1", 0), _Hand)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -47,7 +51,14 @@ class _Hand(BaseHTTPRequestHandler):
 
     def _hand_on(self):
         server = self.server
-        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        if server.mode == "cutting" and self.command == "PUT" and server.cut[self.path] < CUTS:
+            server.cut[self.path] += 1
+            self.rfile.read(size // 2)
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        content = self.rfile.read(size)
         if server.mode == "away":
             self.close_connection = True
             return
@@ -91,6 +102,16 @@ def assert_whole(place):
     assert len(place.client.search_model_versions("name='small'")) == 1
 
 
+def assert_published_whole(place):
+    """What was uploaded is what is on disk, once."""
+    [local] = place.root.glob("runs/small/merge_adapter/*/model/model.safetensors")
+    stored = list((place.root / "artifacts").rglob("model.safetensors"))
+    assert [path.read_bytes() == local.read_bytes() for path in stored] == [True]
+    [adapter] = place.root.glob("runs/small/train_stage/*/final/adapter_model.safetensors")
+    stored = list((place.root / "artifacts").rglob("adapter_model.safetensors"))
+    assert [path.read_bytes() == adapter.read_bytes() for path in stored] == [True]
+
+
 def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api):
     [port] = free_ports(1)
     process, place = started_mlflow(tmp_path, port), Place(tmp_path, prefect_api)
@@ -106,10 +127,12 @@ def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api):
             time.sleep(AWAY_S)
             assert before < len(journal_of(place))
         process = started_mlflow(tmp_path, port)
-        between.mode = "well"
+        between.mode = "cutting"
         output, _ = run.communicate(timeout=900)
         assert run.returncode == 0, output[-4000:]
         assert_whole(place)
+        assert any("model.safetensors" in path for path in between.cut)
+        assert_published_whole(place)
     finally:
         between.shutdown()
         end_group(process)
