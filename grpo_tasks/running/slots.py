@@ -148,9 +148,13 @@ def _renew(lease_id: UUID, done: threading.Event) -> None:
 
 
 def _give_back(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
-    """Free the slot, unless somebody else has it by now."""
+    """Free the slot, unless somebody else has it by now or is at it."""
     current = _holder(slot)
-    if current is not None and current.lease_id != holder.lease_id:
+    if current is None or current.lease_id != holder.lease_id:
+        return
+    # Before the slot is free, or the note of the next one would be taken away; and by whom of two that wait, the server decides.
+    # Killed in between, the lease runs out.
+    if not Variable.unset(_variable(slot)):
         return
     lease_id = UUID(holder.lease_id)
     try:
@@ -159,7 +163,6 @@ def _give_back(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
     except (httpx.HTTPStatusError, ObjectNotFound):
         # A server keeps leases in memory: one that was started anew knows the taken slot but not the lease, and would keep it.
         client.update_global_concurrency_limit(slot, GlobalConcurrencyLimitUpdate(active_slots=0))
-    Variable.unset(_variable(slot))
 
 
 def _holder(slot: str) -> Holder | None:
