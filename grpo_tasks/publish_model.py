@@ -2,11 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from grpo_tasks.evaluation.paired import compare
 from grpo_tasks.evaluation.regressions import find_regressions
+from grpo_tasks.running.child import run_module
 from grpo_tasks.running.step import Work, step
+from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion, Decision, publish
+from schemas.child import SPEC
 from schemas.config import PromotionConfig
 from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
@@ -35,6 +40,7 @@ def publish_model(
         evaluation=final,
         regressions=regressions,
         origin=work.run.origin,
+        log=partial(_log, work.directory),
     )
     work.artifact("publication", _markdown(name, decision, tests, regressions, promotion))
     return Publication(
@@ -49,6 +55,11 @@ def publish_model(
         regressions=regressions,
         reason=decision.reason,
     )
+
+
+def _log(directory: Path, spec: LogSpec) -> None:
+    spec.save(directory / SPEC)
+    run_module("grpo_tasks.tracking.log_model", directory)
 
 
 def _markdown(

@@ -21,6 +21,15 @@ from setproctitle import setproctitle
 from schemas.child import PARENT
 
 POLL_S = 0.05
+LIBRARIES = ("transformers.models.auto.modeling_auto", "peft")
+SPARED = ("bitsandbytes", "sklearn")
+"""What those two import where it is installed, for things that hardly anybody does on a CPU; a third of the time."""
+ANSWERS = (
+    ("peft.import_utils", "is_bnb_available"),
+    ("peft.import_utils", "is_bnb_4bit_available"),
+    ("transformers.utils.import_utils", "is_bitsandbytes_available"),
+)
+"""Functions that remember whether bitsandbytes is there: a base in 4 bits needs the truth."""
 
 
 def main() -> None:
@@ -30,8 +39,7 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     if sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None:
-        for name in ("transformers.models.auto.modeling_auto", "peft"):
-            importlib.import_module(name)
+        _import_libraries()
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
         while True:
             request = json.loads(connection.recv_bytes())
@@ -41,6 +49,17 @@ def main() -> None:
                 _become(**request)
             connection.send_bytes(str(pid).encode())
             connection.send_bytes(str(_exit_code(pid, connection)).encode())
+
+
+def _import_libraries() -> None:
+    # None among the modules means "not installed" to whoever asks.
+    sys.modules.update(dict.fromkeys(SPARED))  # type: ignore[arg-type]
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for name in SPARED:
+        del sys.modules[name]
+    for module, name in ANSWERS:
+        getattr(sys.modules[module], name).cache_clear()
 
 
 def _exit_code(pid: int, connection: Connection) -> int:

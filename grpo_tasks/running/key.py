@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tenacity
 from pydantic import BaseModel
 
 from schemas.config import DataSource, ModelConfig, RewardConfig
@@ -49,11 +50,22 @@ def source_digest(room: str) -> str:
 def _code_of(path: Path) -> str:
     if path.suffix != ".py":
         return path.read_text(encoding="utf-8")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
+
+
+@tenacity.retry(
+    # Python 3.11 counts the depths of all threads together and takes another thread's compilation for its own fault.
+    retry=tenacity.retry_if_exception_type(SystemError),
+    stop=tenacity.stop_after_attempt(20),
+    wait=tenacity.wait_fixed(0.05),
+    reraise=True,
+)
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _canonical(value: Any) -> str:

@@ -8,7 +8,7 @@ the champion; the one before becomes `previous`, a candidate that was not promot
 the tests come from the evaluation room.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.downloads import fetch_version, manifest_of, manifest_path
 from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from grpo_tasks.tracking.runs import TrackedRun
 from grpo_tasks.tracking.store import Store, open_store
@@ -85,6 +86,7 @@ def publish(
     evaluation: EvalReport,
     regressions: Sequence[Regression] = (),
     origin: Mapping[str, str] | None = None,
+    log: Callable[[LogSpec], None],
 ) -> Decision:
     """Register the merged model and move the alias if the tests say so. Repeating it changes nothing.
 
@@ -96,13 +98,14 @@ def publish(
         evaluation: of the merged model; its figures become tags of the version.
         regressions: what ours must not be worse in.
         origin: further tags of the version, that say what made it.
+        log: logs the model's files; `log_model.log_model`, or that in a process of its own.
 
     Raises:
         TrackingError: the store cannot be reached or refuses; publishing again goes on where it stopped.
     """
     name = run.config.registered_model
     run.handle.text(manifest_of(Path(proof.model.path)), manifest_path(proof.sha256))
-    version = _register(run, name, proof)
+    version = _register(run, name, proof, log)
     current = _find_champion(run.store, name)
     if "grpo.rolled_back" in version.tags:
         # Somebody took it out of use on purpose; the same run again must not bring it back.
@@ -209,13 +212,13 @@ def _find_champion(store: Store, name: str) -> Champion | None:
     return Champion(version=str(found.version), sha256=found.tags.get(SHA_TAG, ""), run_id=found.run_id or "")
 
 
-def _register(run: TrackedRun, name: str, proof: MergeProof) -> ModelVersion:
+def _register(run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None]) -> ModelVersion:
     """The version of this run with these bytes, made if there is none."""
     known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
     if known:
         return known[-1]
     run.handle.wake()
-    model_id = _logged_model(run, proof)
+    model_id = _logged_model(run, proof, log)
 
     def work() -> ModelVersion:
         # Looked for again in every attempt: the answer to the one before may have been lost on the way.
@@ -245,7 +248,7 @@ def _create_model(store: Store, name: str) -> None:
             raise
 
 
-def _logged_model(run: TrackedRun, proof: MergeProof) -> str:
+def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
     """Id of the logged model with these bytes; logged now unless an attempt before got it there whole."""
     found: Sequence[LoggedModel] = run.store.ask(
         lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
@@ -253,34 +256,25 @@ def _logged_model(run: TrackedRun, proof: MergeProof) -> str:
     for model in found:
         if model.tags.get(SHA_TAG) == proof.sha256 and model.status == LoggedModelStatus.READY:
             return model.model_id
-    return _log_folder(run, proof)
+    return _log_folder(run, proof, log)
 
 
-def _log_folder(run: TrackedRun, proof: MergeProof) -> str:
-    # Importing transformers takes seconds; only publishing needs it.
-    import mlflow.transformers
-
+def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
     packages = describe_environment().packages
     tags = {SHA_TAG: proof.sha256, "grpo.key": run.key}
     # Made first, because mlflow would put it into the default experiment.
     made = run.store.ask(
         lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
     )
-
-    def work() -> None:
-        with run.store.as_default():
-            mlflow.transformers.log_model(
-                # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
-                str(Path(proof.model.path).resolve()),
-                model_id=made.model_id,
-                run_id=run.run_id,
-                task="text-generation",
-                # Given, because mlflow would load the model in a fresh process to find out.
-                pip_requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
-            )
-
-    # Again from the start after an upload that broke off: the same files under the same id.
-    run.store.ask(lambda _: work())
+    log(
+        LogSpec(
+            tracking=run.config.tracking,
+            run_id=run.run_id,
+            model_id=made.model_id,
+            path=Path(proof.model.path),
+            requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
+        )
+    )
     return made.model_id
 
 

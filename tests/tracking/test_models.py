@@ -9,6 +9,7 @@ import pytest
 from mlflow import MlflowClient
 
 from grpo_tasks.tracking import models
+from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, decide, fetch_champion, find_champion, publish
 from grpo_tasks.tracking.runs import open_run
 from schemas.errors import TrackingError
@@ -71,20 +72,22 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     first = make_merge("1" * 64)
     with open_run(config, key="one") as run:
         for _ in range(2):
-            decision = publish(run, first, tests=[result_of("base", better=True)], champion=None, evaluation=evaluation)
+            decision = publish(
+                run, first, tests=[result_of("base", better=True)], champion=None, evaluation=evaluation, log=log_model
+            )
     assert (decision.version, decision.champion) == ("1", True)
 
     champion = find_champion(name, config.tracking)
     assert champion == Champion(version="1", sha256="1" * 64, run_id=run.run_id)
     with open_run(config, key="two") as worse:
         tests = [result_of("base", better=True), result_of("champion", better=False)]
-        decision = publish(worse, make_merge("2" * 64), tests=tests, champion=champion, evaluation=evaluation)
+        decision = publish(worse, make_merge("2" * 64), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
     assert (decision.version, decision.champion) == ("2", False)
     assert find_champion(name, config.tracking) == champion
 
     with open_run(config, key="three") as better:
         tests = [result_of("base", better=True), result_of("champion", better=True)]
-        decision = publish(better, make_merge("3" * 64), tests=tests, champion=champion, evaluation=evaluation)
+        decision = publish(better, make_merge("3" * 64), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
     assert (decision.version, decision.champion) == ("3", True)
     assert find_champion(name, config.tracking).version == "3"
 
@@ -108,7 +111,7 @@ def test_killed_between_logging_and_registering_stores_the_model_once(
 
     def attempt():
         with open_run(config, key="cut") as run:
-            return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation)
+            return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
 
     with monkeypatch.context() as patch:
         patch.setattr(models, "_create_model", killed)
@@ -136,7 +139,9 @@ def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
 ):
     config, proof = make_config(server), make_merge()
     with open_run(config, key="download") as run:
-        publish(run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"))
+        publish(
+            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=log_model
+        )
     target = tmp_path / "downloaded"
     environment = os.environ | {"MLFLOW_TRACKING_URI": server, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "mlflow", "artifacts", "download"]
@@ -155,7 +160,9 @@ def test_the_champion_is_fetched_once_and_whole(server, make_config, make_merge,
     name = config.registered_model
     assert fetch_champion(name, config.tracking, tmp_path / "champions") is None
     with open_run(config, key="fetch") as run:
-        publish(run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"))
+        publish(
+            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=log_model
+        )
     found = fetch_champion(name, config.tracking, tmp_path / "champions")
     champion, model = found
     assert champion.sha256 == proof.sha256

@@ -10,6 +10,7 @@ from grpo_tasks.evaluation.paired import paired_test
 from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.tracking import downloads
 from grpo_tasks.tracking.downloads import fetch_version, manifest_of
+from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, decide, find_champion, publish
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback
 from grpo_tasks.tracking.runs import open_run
@@ -35,7 +36,13 @@ def publish_one(make_config, make_merge, make_evaluation):
         origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
         with open_run(config, key=letter) as run:
             publish(
-                run, make_merge(letter * 64), tests=tests, champion=champion, evaluation=make_evaluation("merged"), origin=origin
+                run,
+                make_merge(letter * 64),
+                tests=tests,
+                champion=champion,
+                evaluation=make_evaluation("merged"),
+                origin=origin,
+                log=log_model,
             )
         return config
 
