@@ -38,6 +38,20 @@ def place(tmp_path_factory, prefect_api):
     return place
 
 
+@pytest.fixture
+def start(place):
+    """Start runs; what a failed test leaves is killed."""
+    started = []
+
+    def begin(*overrides):
+        started.append(Running(place, *overrides))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.process.kill()
+
+
 class Running:
     """A run in the middle of its stage, with its processes and its flow run."""
 
@@ -47,7 +61,8 @@ class Running:
         self.process = place.start("run", "small.yaml", *overrides, TMPDIR=str(place.root / "tmp"))
         self.stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, done + 8, self.process)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
-        self.flow_run = place.parent("small").data.tags["prefect.flow_run_id"]
+        notes = {path.stem: json.loads(path.read_text()) for path in place.root.glob("runs/small/.running/*.json")}
+        [self.flow_run] = [name for name, note in notes.items() if note["pid"] == self.process.pid]
         assert self.state() == "RUNNING"
 
     def journals(self):
@@ -77,23 +92,23 @@ class Running:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal(place, number):
-    running = Running(place)
+def test_a_signal(start, number):
+    running = start()
     assert running.slots() == 1
     running.process.send_signal(number)
     assert running.end()[0] in (130, -number)
     assert (running.state(), running.tracked(), running.slots()) == ("CRASHED", "KILLED", 0)
 
 
-def test_cancel(place):
-    running = Running(place)
+def test_cancel(place, start):
+    running = start()
     subprocess.run([BIN / "prefect", "flow-run", "cancel", running.flow_run], env=place.environment, check=True)
     assert running.end()[0] == 130
     assert (running.state(), running.tracked(), running.slots()) == ("CANCELLED", "KILLED", 0)
 
 
-def test_out_of_memory(place):
-    running = Running(place)
+def test_out_of_memory(start):
+    running = start()
     for _ in range(2):
         # The first time the step is tried again.
         trainer = running.trainer()
@@ -106,8 +121,8 @@ def test_out_of_memory(place):
     assert (running.state(), running.tracked(), running.slots()) == ("FAILED", "FAILED", 0)
 
 
-def test_a_deadline(place):
-    running = Running(place, "--set", "resources.max_hours=0.005")
+def test_a_deadline(start):
+    running = start("--set", "resources.max_hours=0.005")
     code, output = running.end()
     assert code == 1
     assert "after resources.max_hours" in output
@@ -116,11 +131,11 @@ def test_a_deadline(place):
     assert (running.state(), running.tracked(), running.slots()) == ("FAILED", "FAILED", 0)
 
 
-def test_a_kill_is_told_by_the_next_run(place):
-    killed = Running(place)
+def test_a_kill_is_told_by_the_next_run(start):
+    killed = start()
     killed.process.kill()
     killed.end()
-    again = Running(place)
+    again = start()
     assert killed.state() == "CRASHED"
     again.process.send_signal(signal.SIGTERM)
     again.end()
