@@ -1,6 +1,7 @@
 """A guard that fires is told wherever somebody may look."""
 
 import json
+import time
 import urllib.request
 
 import pytest
@@ -32,7 +33,11 @@ def test_a_guard_that_stops_a_stage_is_in_the_log_in_prefect_and_in_mlflow(place
     assert child.data.tags["grpo.event.kl_blow_up"] == f"update {told['step']}: {told['detail']}"
 
     resource = f"grpo.stage.{events.parent.name}"
-    found = ask(place.api, "events/filter", filter={"event": {"name": ["grpo.kl_blow_up"]}, "resource": {"id": [resource]}})
-    [event] = found["events"]
+    wanted = {"event": {"name": ["grpo.kl_blow_up"]}, "resource": {"id": [resource]}}
+    deadline = time.monotonic() + 120
+    # The server writes events down a few at a time.
+    while not (found := ask(place.api, "events/filter", filter=wanted)["events"]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    [event] = found
     assert event["payload"] == {"stage": "format", "update": told["step"], "detail": told["detail"]}
     assert event["related"][0]["prefect.resource.id"].startswith("prefect.flow-run.")
