@@ -3,12 +3,11 @@
 A process of its own, forked where transformers is loaded already: mlflow wants it imported whole, only to copy a folder.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import mlflow.transformers
 
-from grpo_tasks.tracking.store import open_store
+from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.child import SPEC, run_child
 from schemas.config import TrackingConfig
 from schemas.results import Result
@@ -26,14 +25,13 @@ class LogSpec(Result):
 
 
 def log_model(spec: LogSpec) -> None:
-    """Log the folder under the model's id; again from the start after an upload that broke off.
+    """Log the folder under the model's id, which mlflow allows once: a model that did not get there whole is made anew.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
-    store = replace(open_store(spec.tracking), patience_s=spec.tracking.patience_s)
-
-    def work() -> None:
+    store = open_store(spec.tracking)
+    try:
         with store.as_default():
             mlflow.transformers.log_model(
                 # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
@@ -44,8 +42,8 @@ def log_model(spec: LogSpec) -> None:
                 # Given, because mlflow would load the model in a fresh process to find out.
                 pip_requirements=spec.requirements,
             )
-
-    store.ask(lambda _: work())
+    except FAULTS as fault:
+        raise store.error(fault) from fault
 
 
 def main(directory: Path) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,8 @@ def started_mlflow(root, port):
 
 def end_group(process, number=signal.SIGTERM):
     """End a server with the processes it has started."""
-    os.killpg(process.pid, number)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
     process.wait(timeout=60)
 
 
