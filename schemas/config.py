@@ -866,7 +866,6 @@ class RunConfig(Section):
             )
         if any(has_password(address) for address in self.rollout.vllm.base_urls):
             raise ValueError("rollout.vllm.base_urls holds a password, and a config is recorded; mend: export VLLM_API_KEY")
-
         for flag in ("--host", "--port", "--api-key"):
             if any(given.partition("=")[0] == flag for given in self.rollout.vllm.extra_args):
                 raise ValueError(

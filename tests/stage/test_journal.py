@@ -21,7 +21,7 @@ def test_an_update_and_its_events_are_written_once(tmp_path):
     assert [line["event"] for line in lines(events.path)].count("resumed") == 2
 
 
-def test_a_line_torn_by_a_kill_is_dropped_and_written_again(tmp_path):
+def test_an_event_torn_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "events.jsonl"
     Events(path).tell(1, "entropy_collapse", "0.01")
     whole = path.read_bytes()
@@ -35,3 +35,22 @@ def test_the_other_processes_of_a_stage_leave_the_files_alone(tmp_path):
     events = Events(tmp_path / "events.jsonl", writes=False)
     events.tell(1, "entropy_collapse", "0.01")
     assert not events.path.exists()
+
+
+def test_a_line_torn_by_a_kill_is_dropped_and_written_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    Journal(path).append(1, {"reward": 0.5})
+    with path.open("a") as file:
+        file.write('{"step": 2, "metr')
+    journal = Journal(path)
+    assert journal.last_step == 1
+    journal.append(2, {"reward": 0.7})
+    assert {step: line["reward"] for step, line in Journal(path).steps.items()} == {1: 0.5, 2: 0.7}
+
+
+def test_a_repeated_update_keeps_its_first_line(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    for reward in (0.5, 0.6):
+        journal.append(1, {"reward": reward})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert journal.steps[1] == {"reward": 0.5}
