@@ -38,8 +38,9 @@ bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, lear
 bench-gpu: $(READY) ## the same on a GPU with the shapes of Qwen2.5-0.5B and 1.5B
 	$(BIN)/python -m tests.benchmarks --gpu
 
-chaos: $(READY) ## 200 kills at random points of the pipeline, each followed by a restart; compares with a run never touched
+chaos: $(READY) vllm ## 200 kills at random points of the pipeline, each followed by a restart; compares with a run never touched
 	$(BIN)/python -m tests.flows.chaos --kills 200
+	$(BIN)/python -m tests.flows.chaos --kills 20 --engine vllm
 
 vllm: ## the environment of the rollout server, .venv-vllm (a CPU build where there is no GPU)
 	$(PYTHON) -m venv .venv-vllm

@@ -1,6 +1,7 @@
 """Servers and workers on one machine, on the loopback address only, ended together.
 
     Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  worker
+    Stack(folder).start()  again: the parts that have ended meanwhile, and only those
     Stack(folder).stop()   ->  ends exactly the processes that `start` began (pid and time of birth), nothing else
 
 What was started stands in FOLDER/.grpo/stack.json, the logs beside it. SQLite by default; one PostgreSQL address puts
@@ -29,7 +30,8 @@ HOST = "127.0.0.1"
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 15.0
 FOLDER = ".grpo"
-STATE = "stack.json"
+STATE, ADDRESSES = "stack.json", "addresses.json"
+PREFECT, MLFLOW = "Prefect server", "MLflow server"
 DATABASE = "GRPO_POSTGRES"
 """Environment variable: postgresql://USER:PASSWORD@HOST:PORT puts both servers on that PostgreSQL."""
 
@@ -71,37 +73,34 @@ class Stack:
         self.workdir = workdir.resolve()
         self.folder = self.workdir / FOLDER
         self._tell = tell
-        self._parts: list[Part] = []
+        self._parts: dict[str, Part] = {}
         self._spawned: list[subprocess.Popen[bytes]] = []
 
     def start(
         self, prefect_port: int, mlflow_port: int, *, postgres: str | None, deploy_file: Path, workers: int = 1
     ) -> Addresses:
-        """Everything up and answering; what was started is ended again when a part fails.
+        """Everything up and answering. Where a stack runs already, the parts of it that have ended are started again.
+
+        Returns:
+            Its addresses: those it has already, if so.
 
         Raises:
-            UserError: a stack runs here already, a port is taken, or a part does not come up.
+            UserError: a whole stack runs here already, or a part does not come up (a new stack is ended again).
         """
         if self.alive():
-            at = self.addresses()
-            raise UserError(
-                f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
-                place=str(self.folder / STATE),
-                mend="use it, or end it with grpo down",
-            )
+            return self._mend(postgres)
         self.folder.mkdir(exist_ok=True)
         prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
         at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+        (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
         with self._ended_on_failure():
-            self._spawn("Prefect server", prefect_command(prefect_port), prefect_environment(prefect_port, postgres))
-            self._spawn("MLflow server", mlflow_command(mlflow_port), mlflow_environment(postgres))
-            self._wait_for(f"{at.prefect}/api/health", "Prefect server")
-            self._wait_for(f"{at.mlflow}/health", "MLflow server")
+            self._spawn(PREFECT, at, postgres)
+            self._spawn(MLFLOW, at, postgres)
+            self._wait_for(f"{at.prefect}/api/health", PREFECT)
+            self._wait_for(f"{at.mlflow}/health", MLFLOW)
             self._deploy(at, deploy_file)
             for number in range(1, workers + 1):
-                name = f"{socket.gethostname()}-{number}"
-                self._spawn(f"worker {number}", worker_command(name), at.environment | {"GRPO_WORKDIR": str(self.workdir)})
-            (self.folder / "addresses.json").write_text(json.dumps(asdict(at)), encoding="utf-8")
+                self._spawn(f"worker {number}", at, postgres)
         return at
 
     def stop(self) -> list[str]:
@@ -120,7 +119,7 @@ class Stack:
 
     def addresses(self) -> Addresses:
         """Where the running stack answers."""
-        return Addresses(**json.loads((self.folder / "addresses.json").read_text(encoding="utf-8")))
+        return Addresses(**json.loads((self.folder / ADDRESSES).read_text(encoding="utf-8")))
 
     def check(self) -> None:
         """Raise `UserError` when a part has ended by itself."""
@@ -128,7 +127,33 @@ class Stack:
             if part.process() is None:
                 raise UserError(f"the {part.name} has ended", place=str(self._log(part.name)), mend="the log says why")
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def _mend(self, postgres: str | None) -> Addresses:
+        at, self._parts = self.addresses(), {part.name: part for part in self._recorded()}
+        missing = [name for name, part in self._parts.items() if not part.process()]
+        if not missing:
+            raise UserError(
+                f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
+                place=str(self.folder / STATE),
+                mend="use it, or end it with grpo down",
+            )
+        for name in missing:
+            self._tell(f"the {name} had ended; starting it again")
+            self._spawn(name, at, postgres)
+        self._wait_for(f"{at.prefect}/api/health", PREFECT)
+        self._wait_for(f"{at.mlflow}/health", MLFLOW)
+        return at
+
+    def _command(self, name: str, at: Addresses, postgres: str | None) -> tuple[list[str], dict[str, str]]:
+        if name == PREFECT:
+            port = _port(at.prefect)
+            return prefect_command(port), prefect_environment(port, postgres)
+        if name == MLFLOW:
+            return mlflow_command(_port(at.mlflow)), mlflow_environment(postgres)
+        worker = f"{socket.gethostname()}-{name.removeprefix('worker ')}"
+        return worker_command(worker), at.environment | {"GRPO_WORKDIR": str(self.workdir)}
+
+    def _spawn(self, name: str, at: Addresses, postgres: str | None) -> None:
+        command, environment = self._command(name, at, postgres)
         # PREFECT_API_URL would make the server's own client talk to somewhere else.
         inherited = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
         with self._log(name).open("ab") as log:
@@ -142,9 +167,9 @@ class Stack:
                 start_new_session=True,
             )
         self._spawned.append(process)
-        self._parts.append(Part(name, process.pid, psutil.Process(process.pid).create_time()))
+        self._parts[name] = Part(name, process.pid, psutil.Process(process.pid).create_time())
         part = self.folder / f"{STATE}.part"
-        part.write_text(json.dumps([asdict(each) for each in self._parts], indent=2), encoding="utf-8")
+        part.write_text(json.dumps([asdict(each) for each in self._parts.values()], indent=2), encoding="utf-8")
         part.replace(self.folder / STATE)
 
     def _deploy(self, at: Addresses, deploy_file: Path) -> None:
@@ -262,6 +287,10 @@ def create_databases(postgres: str) -> None:
             if name not in known:
                 cursor.execute(f"CREATE DATABASE {name}")
     connection.close()
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def free_port(wanted: int) -> int:

@@ -1,9 +1,9 @@
 """kill -9 at random points of the pipeline, start it again, compare with a run that nobody touched.
 
-    python -m tests.flows.chaos --kills 200 --seed 1      (make chaos)
+    python -m tests.flows.chaos --kills 200 --seed 1      (make chaos, with --engine vllm besides)
 
-Victims are the flow's process, everything it has started (trainer, sampler, reward worker, fork server) and the MLflow server. A
-pipeline that got to its end is compared, and the next one begins in a folder of its own, until all kills are done.
+Victims are the flow's process, everything it has started (trainer, sampler, reward worker, fork server, vLLM) and the MLflow
+server. A pipeline that got to its end is compared, and the next one begins in a folder of its own, until all kills are done.
 """
 
 import argparse
@@ -35,6 +35,7 @@ CONFIG = SMALL | {
 TIMES = {"step_time", "rollout_time", "reward_time", "tokens_per_s", "merge/seconds"}
 """Metrics that no two runs share."""
 GRACE_S = 15.0
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 
 
 @dataclass
@@ -51,10 +52,11 @@ class Outcome:
 class Shop(Place):
     """A working directory with an MLflow server of its own, which can be killed too."""
 
-    def __init__(self, root: Path, api: str) -> None:
+    def __init__(self, root: Path, api: str, config: dict) -> None:
         super().__init__(root, api)
         root.mkdir()
-        write(self)
+        self.config = config
+        self.write("small.yaml", yaml.safe_dump(config))
         [self.port] = free_ports(1)
         self.server = started_mlflow(root, self.port)
 
@@ -71,9 +73,9 @@ class Shop(Place):
         self.server = started_mlflow(self.root, self.port)
 
 
-def undisturbed(root: Path, api: str) -> tuple[dict, float]:
+def undisturbed(root: Path, api: str, config: dict = CONFIG) -> tuple[dict, float]:
     """The contents of a run that nobody touches, and how long it took in seconds."""
-    shop = Shop(root / "whole", api)
+    shop = Shop(root / "whole", api, config)
     try:
         began = time.monotonic()
         shop.grpo("run", "small.yaml")
@@ -82,17 +84,18 @@ def undisturbed(root: Path, api: str) -> tuple[dict, float]:
         end_group(shop.server)
 
 
-def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, seconds: float) -> Outcome:
+def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, seconds: float, config: dict = CONFIG) -> Outcome:
     """Kill and start again until so many kills are done and the last pipeline is at its end."""
     draw, outcome = random.Random(seed), Outcome()
     while outcome.kills < kills:
-        shop = Shop(root / f"chaos-{outcome.pipelines}", api)
+        shop = Shop(root / f"chaos-{outcome.pipelines}", api, config)
         try:
             _until_done(shop, draw, kills, seconds, outcome)
             outcome.differences += _differences(contents(shop), wanted, f"pipeline {outcome.pipelines}")
         finally:
             end_group(shop.server)
         outcome.pipelines += 1
+        print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all", flush=True)
     return outcome
 
 
@@ -107,11 +110,6 @@ def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, out
             return
         # What fails although nobody touched it would fail for ever.
         assert outcome.kills > before, f"failed by itself:\n{output[-3000:]}"
-
-
-def write(place: Place) -> None:
-    """The pipeline's config."""
-    place.write("small.yaml", yaml.safe_dump(CONFIG))
 
 
 def _survives(process: subprocess.Popen, seconds: float) -> bool:
@@ -147,7 +145,8 @@ def _kind(process: psutil.Process) -> str:
         words = process.cmdline()
     except psutil.Error:
         return "gone"
-    return next((word for word in words if word.startswith("grpo_tasks.")), " ".join(words[:3]))
+    named = (word for word in words if word.startswith(("grpo_tasks.", "vllm.", "VLLM::")))
+    return next(named, " ".join(words[:3]))
 
 
 def contents(place: Place) -> dict:
@@ -215,12 +214,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine", choices=["local", "vllm"], default="local")
     given = parser.parse_args()
+    config = CONFIG | {"rollout": CONFIG["rollout"] | {"engine": given.engine, "vllm": {"python": str(VLLM_PYTHON)}}}
     with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api:
         root = Path(folder)
-        wanted, seconds = undisturbed(root, api)
-        outcome = rampage(root, api, kills=given.kills, seed=given.seed, wanted=wanted, seconds=seconds)
-    print(f"{outcome.kills} kills over {outcome.pipelines} pipelines of {seconds:.0f} s, seed {given.seed}")
+        wanted, seconds = undisturbed(root, api, config)
+        outcome = rampage(root, api, kills=given.kills, seed=given.seed, wanted=wanted, seconds=seconds, config=config)
+    print(
+        f"{given.engine} engine: {outcome.kills} kills over {outcome.pipelines} pipelines of {seconds:.0f} s, seed {given.seed}"
+    )
     print("victims: " + ", ".join(f"{kind} {count}" for kind, count in outcome.victims.most_common()))
     print("processes left over: " + ("none" if not outcome.left_over else "; ".join(outcome.left_over)))
     print("differences: " + ("none" if not outcome.differences else "\n".join(outcome.differences)))

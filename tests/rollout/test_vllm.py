@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -300,19 +301,30 @@ with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [serv
 """
 
 
-def test_a_server_whose_starter_is_killed_ends_with_everything_it_started(tmp_path):
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, PYTHON, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    address = starter.stdout.readline().strip()
-    assert address, (tmp_path / "vllm.log").read_text()[-2000:]
-    family = psutil.Process(starter.pid).children(recursive=True)
-    assert len(family) >= 2
-    os.kill(starter.pid, signal.SIGKILL)
-    starter.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
-    time.sleep(0.1)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{address}/health", timeout=2)
+@pytest.mark.parametrize("victim", ["starter", "keeper"])
+def test_a_server_whose_starter_or_keeper_is_killed_ends_with_everything_it_started(tmp_path, victim):
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # tmp_path is too long for sockets
+        environment = os.environ | {"TMPDIR": temporary}
+        starter = subprocess.Popen(
+            [sys.executable, "-c", STARTER, PYTHON, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+        address = starter.stdout.readline().strip()
+        assert address, (tmp_path / "vllm.log").read_text()[-2000:]
+        family = psutil.Process(starter.pid).children(recursive=True)
+        assert len(family) >= 2
+        assert any(path.is_socket() for path in Path(temporary).rglob("*"))
+        victims = {"starter": psutil.Process(starter.pid), "keeper": family[0]}
+        assert "keeper" in " ".join(family[0].cmdline())
+        victims[victim].kill()
+        _, alive = psutil.wait_procs(family[victim == "keeper" :], timeout=30)
+        assert not alive
+        time.sleep(0.1)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{address}/health", timeout=2)
+        starter.kill()
+        starter.wait()
+        if victim == "starter":
+            assert not any(path.is_socket() for path in Path(temporary).rglob("*"))
 
 
 @pytest.fixture(scope="module")
