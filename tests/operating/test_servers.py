@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from schemas.config import RunConfig
+from schemas.results import StageResult
 from schemas.section import form_values
 from tests.flows.place import SMALL
 
@@ -122,6 +123,36 @@ def test_a_holder_that_is_killed_loses_its_slot_to_the_one_who_waits(operated):
     operated.wait(second["id"], "COMPLETED")
     assert operated.wait(first["id"])["state_type"] in ("CRASHED", "FAILED")
     assert not processes_of("grpo_tasks.grpo", "killed-holder")
+
+
+def test_a_worker_that_is_killed_loses_no_run_and_up_starts_it_again(operated):
+    """Its run goes on without it, or goes on with the next one: never is it half done and called complete."""
+    stage = SMALL["stages"][0] | {"max_steps": 40}
+    untouched = operated.trigger("preset", source=operated.config("untouched", stages=[stage]))
+    operated.wait(untouched["id"], "COMPLETED")
+    run = operated.trigger("preset", source=operated.config("lost-worker", stages=[stage]))
+    deadline = time.monotonic() + 120
+    while not (trainers := processes_of("grpo_tasks.grpo", "lost-worker")):
+        assert time.monotonic() < deadline, operated.log_of(run["id"])
+        time.sleep(0.1)
+    [worker] = [process for process in trainers[0].parents() if "worker start" in " ".join(process.cmdline())]
+    worker.kill()
+    told = operated.grpo("up")
+    assert "had ended; starting it again" in told
+    assert operated.mlflow in told
+    operated.wait(run["id"])
+    again = operated.trigger("preset", source="lost-worker.yaml")
+    operated.wait(again["id"], "COMPLETED")
+    assert not processes_of("grpo_tasks.grpo", "lost-worker")
+    assert adapter(operated, "lost-worker") == adapter(operated, "untouched")
+    [stage_run] = [run for run in operated.runs("lost-worker") if run.data.tags.get("grpo.stage") == "format"]
+    points = operated.client.get_metric_history(stage_run.info.run_id, "reward")
+    assert [point.step for point in points] == list(range(1, 41))
+
+
+def adapter(place, name):
+    [result] = place.root.glob(f"runs/{name}/train_stage/format-*/result.json")
+    return StageResult.load(result).sha256
 
 
 def processes_of(module, name):
