@@ -28,7 +28,7 @@ def read_jsonl(path: Path, *, answer_column: str) -> Iterator[Record]:
     with path.open("rb") as file:
         refuse_foreign(path, file)
         if path.suffix == ".json" and (array := _array(path)) is not None:
-            yield from (_record(number, value, ()) for number, value in enumerate(array, 1))
+            yield from (_record(number, value) for number, value in enumerate(array, 1))
             return
         for line, raw in _lines(file):
             if raw is None:
@@ -54,19 +54,19 @@ def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
     except orjson.JSONDecodeError as error:
         return Record(line, None, (_why(raw, error),))
     if not isinstance(value, dict):
-        return Record(line, None, (Fault("not_an_object", show(value)),))
+        return _record(line, value)
     faults: tuple[Fault, ...] = ()
     if _maybe_doubled(raw, value):
         faults = _doubled_keys(raw)
     answer = value.get(answer_column)
     if isinstance(answer, float) and abs(answer) >= _EXACT_FLOAT:
         value[answer_column] = json.loads(raw).get(answer_column)  # orjson rounds integers beyond 64 bits
-    return _record(line, value, faults)
+    return Record(line, value, faults)
 
 
-def _record(line: int, value: object, faults: tuple[Fault, ...]) -> Record:
+def _record(line: int, value: object) -> Record:
     if isinstance(value, dict):
-        return Record(line, value, faults)
+        return Record(line, value)
     return Record(line, None, (Fault("not_an_object", show(value)),))
 
 

@@ -6,7 +6,7 @@ Judges structure only, and never raises for a bad record: what cannot be represe
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ class Row(NamedTuple):
     """A raw row without its place (schemas/tables.py Raw)."""
 
     question: str | None = None
-    roles: tuple[str, ...] | None = None
-    contents: tuple[str, ...] | None = None
+    roles: Sequence[str] | None = None
+    contents: Sequence[str] | None = None
     """As many as `roles`; both None when the row has no ready messages."""
     answer: str | None = None
     extra: str = "{}"
@@ -42,8 +42,8 @@ class Row(NamedTuple):
 class Messages(NamedTuple):
     """A prompt column taken apart; empty with faults when it is no list of messages."""
 
-    roles: tuple[str, ...] = ()
-    contents: tuple[str, ...] = ()
+    roles: Sequence[str] = ()
+    contents: Sequence[str] = ()
     faults: tuple[Fault, ...] = ()
 
 
@@ -54,17 +54,15 @@ def read_row(record: Record, columns: DataConfig) -> Row:
     fields = record.fields
     faults = list(record.faults)
     answer = _answer(fields.get(columns.answer_column), faults)
-    used = {columns.answer_column, columns.prompt_column}
     prompt = fields.get(columns.prompt_column)
     if prompt is not None:
         messages = read_messages(prompt)
         faults.extend(messages.faults)
-        extra = _extra(fields, used, faults)
-        if not messages.roles:
-            return Row(None, None, None, answer, extra, tuple(faults))
-        return Row(None, messages.roles, messages.contents, answer, extra, tuple(faults))
+        extra = _extra(fields, {columns.answer_column, columns.prompt_column}, faults)
+        return Row(None, messages.roles or None, messages.contents or None, answer, extra, tuple(faults))
     question = _question(fields.get(columns.question_column), faults)
-    return Row(question, None, None, answer, _extra(fields, used | {columns.question_column}, faults), tuple(faults))
+    used = {columns.answer_column, columns.prompt_column, columns.question_column}
+    return Row(question, None, None, answer, _extra(fields, used, faults), tuple(faults))
 
 
 def read_messages(prompt: object) -> Messages:
@@ -78,13 +76,15 @@ def read_messages(prompt: object) -> Messages:
         return Messages(faults=(Fault("prompt_not_list", show(prompt)),))
     if not prompt:
         return Messages(faults=(Fault("messages_empty", "[]"),))
-    extra: Fault | None = None
+    roles, contents, extra = list[str](), list[str](), None
     for message in prompt:
-        if not _is_message(message):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
             return Messages(faults=(Fault("message_shape", show(message)),))
         if len(message) > 2 and any(message[key] is not None for key in message.keys() - {"role", "content"}):
             extra = Fault("message_extra_keys", show(message))
-    roles, contents = tuple(message["role"] for message in prompt), tuple(message["content"] for message in prompt)
+        roles.append(role)
+        contents.append(content)
     return Messages(roles, contents, (extra,) if extra else ())
 
 
@@ -94,10 +94,6 @@ def show(value: object) -> str:
         return shorten(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode())
     except (TypeError, ValueError):
         return shorten(str(type(value).__name__))
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def _question(value: object, faults: list[Fault]) -> str | None:
