@@ -1,25 +1,27 @@
 """`python -m grpo_tasks.rollout.keeper COMMAND...`: a server that never outlives whoever asked for it.
 
-The server and all it starts are one process group. It is ended when this process is told to end, when the process that started
-this one is gone (however it went), and it ends this one when it ends by itself. Its sockets go with it: vLLM leaves them in the
-temporary folder when it is killed. Standard library only: it has to start at once.
+Started as the leader of a process group, which the server and all it starts join. The group is ended when this process is told
+to end, when the process that started this one is gone (however it went), when the server ends by itself, and, by a second
+process that waits for nothing else, when this one is killed. The server's sockets go too: vLLM leaves them in the temporary
+folder. Standard library only: it has to start at once.
 """
 
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from typing import NoReturn
 
 LOOK_S = 0.3
 GRACE_S = 8.0
-PR_SET_PDEATHSIG = 1
 
 
-def main(command: list[str]) -> int:
-    """Run the command until it ends, we are told to end, or our parent is gone; its exit code."""
+def main(command: list[str]) -> NoReturn:
+    """Run the command until it ends, we are told to end, or our parent is gone; ends with the group."""
     parent = int(os.environ.get("GRPO_PARENT_PID") or os.getppid())
     told = {"to end": False}
 
@@ -28,46 +30,27 @@ def main(command: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end)
-    # A short name: the path of a socket has 107 bytes at most.
-    with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as sockets:
-        server = subprocess.Popen(
-            command,
-            env=os.environ | {"VLLM_RPC_BASE_PATH": sockets},
-            start_new_session=True,
-            preexec_fn=_die_with_keeper,  # noqa: PLW1509 - there are no threads here
-        )
-        while server.poll() is None and not told["to end"] and os.getppid() == parent:
+    sockets = tempfile.mkdtemp(prefix="vllm-")  # short: the path of a socket has 107 bytes at most
+    keeper = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == keeper:
             time.sleep(LOOK_S)
-        _end_group(server)
-    return server.returncode
+        _end_group(sockets)
+    server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets})
+    while server.poll() is None and not told["to end"] and os.getppid() == parent:
+        time.sleep(LOOK_S)
+    server.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(GRACE_S)
+    _end_group(sockets)
 
 
-def _die_with_keeper() -> None:
-    # For a keeper that is killed itself (prctl(2)).
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _end_group(server: "subprocess.Popen[bytes]") -> None:
-    """All of the group, also those whose leader has ended already."""
-    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        try:
-            os.killpg(server.pid, number)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and _lives(server):
-            time.sleep(0.05)
-    server.wait()
-
-
-def _lives(server: "subprocess.Popen[bytes]") -> bool:
-    server.poll()
-    try:
-        os.killpg(server.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _end_group(sockets: str) -> NoReturn:
+    """All that is left of the group, this process included."""
+    shutil.rmtree(sockets, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -104,6 +104,7 @@ class OwnServer(VllmServer):
                 stdout=output,
                 stderr=output,
                 env=environment,
+                start_new_session=True,
             )
         try:
             _wait_until_up(address, self._keeper, self._log, self._config.start_timeout_s)

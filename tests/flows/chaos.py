@@ -101,9 +101,11 @@ def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, second
 
 def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, outcome: Outcome) -> None:
     """The same command again and again, until it comes to its end."""
+    first = outcome.kills
     while True:
         process, before = shop.start("run", "small.yaml"), outcome.kills
-        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.3) * seconds):
+        # A little more time after every kill: a step that takes longer than the time between two would never be done.
+        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.3) * seconds * 1.1 ** (outcome.kills - first)):
             _kill(shop, process, draw, outcome)
         output, _ = process.communicate(timeout=900)
         if process.returncode == 0:
