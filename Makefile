@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ui lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-long ui lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no download of a model
 	$(BIN)/grpo run demo $(ARGS)
 
-test: $(READY) ## all tests (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: $(READY) ## all tests but the long ones (ARGS="tests/data -k csv" for some)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
+
+test-long: $(READY) ## the long ones: servers day after day, kills, browsers, vLLM, more demos (an hour)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui
@@ -30,7 +33,7 @@ types: $(READY) ## mypy
 audit: $(READY) ## known vulnerabilities in the installed packages (asks the network; says so where it cannot)
 	.ci/audit $(BIN)
 
-check: lint types test ## lint, types, all tests
+check: lint types test test-long ## lint, types, all tests
 
 bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, learning (7 minutes); .bench/results.json
 	$(BIN)/python -m tests.benchmarks

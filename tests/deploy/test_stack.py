@@ -208,7 +208,7 @@ def start(tmp_path):
         process.wait(timeout=30)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
     port = free_port(14700)
     environment = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_AUTH_STRING": "me:secret", "DO_NOT_TRACK": "1"}
@@ -219,7 +219,7 @@ def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
     assert answers(url, "me:secret") == 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     port = free_port(15700)
     replace = {
@@ -240,7 +240,7 @@ def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     assert answers(url, "admin:long enough 123") == 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_backup_of_a_database_brings_runs_and_models_back(tmp_path):
     folder = programs()
     if folder is None:

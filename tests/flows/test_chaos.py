@@ -4,7 +4,7 @@ import pytest
 
 from tests.flows.chaos import rampage, undisturbed
 
-pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 def test_twenty_kills_change_nothing_of_what_a_pipeline_leaves(tmp_path, prefect_api):

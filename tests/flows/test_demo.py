@@ -9,7 +9,7 @@ import pytest
 from schemas.load import load_config
 from tests.flows.place import BIN
 
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
 
 ASK = """
 import sys

@@ -10,7 +10,7 @@ from tests.rollout.test_vllm import PYTHON
 
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(3000),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
 ]

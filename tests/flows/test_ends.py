@@ -14,7 +14,7 @@ import yaml
 from tests.flows.place import BIN, SMALL, Place
 from tests.flows.test_killed import wait_for_step
 
-pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 SLOT = "card-of-the-ends"
 LONG = SMALL | {

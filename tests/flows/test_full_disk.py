@@ -11,7 +11,7 @@ from schemas.results import StageResult
 from tests.flows.place import SMALL
 from tests.flows.test_killed import wait_for_step
 
-pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long]
 
 STAGE = SMALL["stages"][0] | {"max_steps": 60, "save_steps": 5, "save_total_limit": 3}
 

@@ -9,7 +9,7 @@ import yaml
 
 from tests.flows.place import SMALL
 
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("demo")]
 
 WILD = SMALL["stages"][0] | {"max_steps": 30, "beta": 0.001, "learning_rate": 0.05, "skip_dead_groups": False}
 

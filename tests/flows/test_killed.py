@@ -15,7 +15,7 @@ from grpo_tasks.stage.checkpoint import file_sha256
 from schemas.results import StageResult
 from tests.flows.test_demo import assert_learnt
 
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def wait_for_step(pattern, root, step, process, limit_s=600):

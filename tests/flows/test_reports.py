@@ -9,7 +9,7 @@ import yaml
 
 from tests.flows.place import SMALL
 
-pytestmark = [pytest.mark.xdist_group("reported"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("reported"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 HOSTILE = "<script>alert('x')</script> What is {n} + 4?"
 

@@ -6,7 +6,7 @@ import yaml
 from tests.flows.place import SMALL, end_group, started_mlflow
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long]
 
 PLANTED = {
     "HF_TOKEN": "hf_planted0123456789",

@@ -16,7 +16,7 @@ from tests.flows.place import SMALL, Place, end_group, prefect_server, started_m
 from tests.flows.test_killed import wait_for_step
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long, pytest.mark.timeout(1800)]
 STEPS = 160
 LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": STEPS, "save_steps": 40}]}
 AWAY = 35

@@ -17,7 +17,7 @@ from tests.rollout.test_vllm import PYTHON
 
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
 ]
 

@@ -14,7 +14,7 @@ SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
 ]

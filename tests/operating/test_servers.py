@@ -14,7 +14,7 @@ from schemas.results import StageResult
 from schemas.section import form_values
 from tests.flows.place import SMALL
 
-pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(11, 31) for b in (12, 47)]
 
