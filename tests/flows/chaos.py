@@ -91,11 +91,13 @@ def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, second
         shop = Shop(root / f"chaos-{outcome.pipelines}", api, config)
         try:
             _until_done(shop, draw, kills, seconds, outcome)
-            outcome.differences += _differences(contents(shop), wanted, f"pipeline {outcome.pipelines}")
+            differences = _differences(contents(shop), wanted, f"pipeline {outcome.pipelines}")
+            outcome.differences += differences
         finally:
             end_group(shop.server)
         outcome.pipelines += 1
-        print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all", flush=True)
+        told = "; ".join(differences) or "no difference"
+        print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all: {told}", flush=True)
     return outcome
 
 
@@ -105,7 +107,7 @@ def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, out
     while True:
         process, before = shop.start("run", "small.yaml"), outcome.kills
         # A little more time after every kill: a step that takes longer than the time between two would never be done.
-        while outcome.kills < kills and _survives(process, draw.uniform(0.05, 0.3) * seconds * 1.1 ** (outcome.kills - first)):
+        while outcome.kills < kills and _survives(process, draw.uniform(0.03, 0.2) * seconds * 1.1 ** (outcome.kills - first)):
             _kill(shop, process, draw, outcome)
         output, _ = process.communicate(timeout=900)
         if process.returncode == 0:
