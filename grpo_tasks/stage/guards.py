@@ -104,7 +104,7 @@ def _against_the_start(metric: str, *, below: float | None = None, above: float 
 
     def fault(view: View) -> str | None:
         early, late = view.first(metric), view.last(metric)
-        if not early or view.rising():
+        if not early or not late or view.rising():
             return None
         was, now = median(early), median(late)
         if (below is not None and now < below * was) or (above is not None and now > above * was):

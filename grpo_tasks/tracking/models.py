@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import mlflow
+import tenacity
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
@@ -32,6 +33,8 @@ from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest, Regres
 SHA_TAG = "grpo.sha256"
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
 _DONE = ".downloaded"
+UPLOADS = 3
+"""Times that the upload of a model is begun before a run gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,11 @@ def _register(run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogS
     if known:
         return known[-1]
     run.handle.wake()
-    model_id = _logged_model(run, proof, log)
+    # An upload that broke off cannot be taken up again under the same id.
+    again = tenacity.retry_if_exception_type(TrackingError)
+    model_id = tenacity.Retrying(retry=again, stop=tenacity.stop_after_attempt(UPLOADS), reraise=True)(
+        _logged_model, run, proof, log
+    )
 
     def work() -> ModelVersion:
         # Looked for again in every attempt: the answer to the one before may have been lost on the way.
@@ -249,14 +256,15 @@ def _create_model(store: Store, name: str) -> None:
 
 
 def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
-    """Id of the logged model with these bytes; logged now unless an attempt before got it there whole."""
+    """Id of the logged model with these bytes; logged now unless an attempt before got it there whole. Halves are taken away."""
     found: Sequence[LoggedModel] = run.store.ask(
         lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
     )
-    for model in found:
-        if model.tags.get(SHA_TAG) == proof.sha256 and model.status == LoggedModelStatus.READY:
-            return model.model_id
-    return _log_folder(run, proof, log)
+    ours = [model for model in found if model.tags.get(SHA_TAG) == proof.sha256]
+    for half in (model for model in ours if model.status != LoggedModelStatus.READY):
+        run.store.ask(lambda client, half=half: client.delete_logged_model(half.model_id))  # type: ignore[misc]
+    whole = next((model for model in ours if model.status == LoggedModelStatus.READY), None)
+    return whole.model_id if whole else _log_folder(run, proof, log)
 
 
 def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:

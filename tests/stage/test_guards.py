@@ -1,7 +1,9 @@
-"""Guards on journals that are written here; on stages that really train, see tests/grpo/test_guards.py and `make guards`."""
+"""Guards on journals written here; on stages that really train, see tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_tasks.stage.guards import GUARDS, Guards
 from grpo_tasks.stage.journal import Journal
@@ -86,3 +88,18 @@ def test_every_guard_has_its_setting():
         "max_rollbacks",
         "rollback_learning_rate",
     }
+
+
+ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}
+
+
+@given(st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=8), st.integers(0, 3))
+def test_metrics_that_are_missing_for_a_while_are_no_trouble_of_the_guards(tmp_path_factory, missing, bad):
+    """An update whose groups are all dead has no KL and no entropy; a reward that is not asked has no success."""
+    path = tmp_path_factory.mktemp("guards") / "metrics.jsonl"
+    journal, guards = Journal(path, writes=False), Guards(GuardsConfig())
+    trouble = list(FAULTS.values())[bad]
+    for step in range(1, 12 * len(missing) + 1):
+        absent = missing[(step - 1) // 12]
+        journal.append(step, {name: value for name, value in (HEALTHY | trouble).items() if name not in absent})
+        guards.look(journal, step)

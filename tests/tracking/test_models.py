@@ -123,6 +123,22 @@ def test_killed_between_logging_and_registering_stores_the_model_once(
     assert len(client.search_model_versions(f"name = '{config.registered_model}'")) == 1
 
 
+def test_an_upload_that_breaks_off_is_begun_anew_and_stored_once(server, make_config, make_merge, make_evaluation):
+    config, client, tried = make_config(server), MlflowClient(server), []
+
+    def breaks_off(spec):
+        tried.append(spec.model_id)
+        if len(tried) < models.UPLOADS:
+            raise TrackingError("the connection was cut")
+        log_model(spec)
+
+    with open_run(config, key="broken-off") as run:
+        tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
+        assert publish(run, make_merge(), tests=tests, champion=None, evaluation=evaluation, log=breaks_off).champion
+    assert len(set(tried)) == models.UPLOADS
+    assert [model.model_id for model in client.search_logged_models([run.experiment_id])] == tried[-1:]
+
+
 ANSWER = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
