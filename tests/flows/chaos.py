@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,15 @@ class Outcome:
     pipelines: int = 0
     left_over: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(
+            self.kills + other.kills,
+            self.victims + other.victims,
+            self.pipelines + other.pipelines,
+            self.left_over + other.left_over,
+            self.differences + other.differences,
+        )
 
 
 class Shop(Place):
@@ -107,7 +117,7 @@ def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, out
     while True:
         process, before = shop.start("run", "small.yaml"), outcome.kills
         # A little more time after every kill: a step that takes longer than the time between two would never be done.
-        while outcome.kills < kills and _survives(process, draw.uniform(0.03, 0.2) * seconds * 1.1 ** (outcome.kills - first)):
+        while outcome.kills < kills and _survives(process, draw.uniform(0.03, 0.15) * seconds * 1.1 ** (outcome.kills - first)):
             _kill(shop, process, draw, outcome)
         output, _ = process.communicate(timeout=900)
         if process.returncode == 0:
@@ -218,13 +228,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lanes", type=int, default=2, help="pipelines at once, each with its share of the kills")
     parser.add_argument("--engine", choices=["local", "vllm"], default="local")
     given = parser.parse_args()
     config = CONFIG | {"rollout": CONFIG["rollout"] | {"engine": given.engine, "vllm": {"python": str(VLLM_PYTHON)}}}
-    with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api:
-        root = Path(folder)
-        wanted, seconds = undisturbed(root, api, config)
-        outcome = rampage(root, api, kills=given.kills, seed=given.seed, wanted=wanted, seconds=seconds, config=config)
+    with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api, ThreadPoolExecutor() as pool:
+        wanted, seconds = undisturbed(Path(folder), api, config)
+
+        def lane(number: int) -> Outcome:
+            (root := Path(folder) / f"lane-{number}").mkdir()
+            kills, seed = given.kills // given.lanes, given.seed + number
+            return rampage(root, api, kills=kills, seed=seed, wanted=wanted, seconds=seconds, config=config)
+
+        outcome = sum(pool.map(lane, range(given.lanes)), Outcome())
     print(
         f"{given.engine} engine: {outcome.kills} kills over {outcome.pipelines} pipelines of {seconds:.0f} s, seed {given.seed}"
     )
