@@ -1,5 +1,6 @@
 """A working directory where a user calls `grpo`, and the smallest config that goes through everything."""
 
+import json
 import os
 import signal
 import subprocess
@@ -63,6 +64,15 @@ def end_group(process, number=signal.SIGTERM):
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
     process.wait(timeout=60)
+
+
+def ask(url, body=None, method=None):
+    """What a server answers, as JSON; a request with a body is a POST unless it says otherwise."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
 
 
 def _answers(address):

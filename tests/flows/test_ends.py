@@ -4,14 +4,13 @@ import json
 import signal
 import subprocess
 import time
-import urllib.request
 from contextlib import suppress
 
 import psutil
 import pytest
 import yaml
 
-from tests.flows.place import BIN, SMALL, Place
+from tests.flows.place import BIN, SMALL, Place, ask
 from tests.flows.test_killed import wait_for_step
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long, pytest.mark.timeout(1800)]
@@ -23,11 +22,6 @@ LONG = SMALL | {
 }
 GONE_S = 60.0
 """What stays longer than this stays; on an idle machine all are gone in a second or two."""
-
-
-def ask(api, path):
-    with urllib.request.urlopen(f"{api}/{path}", timeout=30) as answer:
-        return json.load(answer)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +85,10 @@ class Running:
         return self.process.returncode, output
 
     def state(self):
-        return ask(self.place.api, f"flow_runs/{self.flow_run}")["state_type"]
+        return ask(f"{self.place.api}/flow_runs/{self.flow_run}")["state_type"]
 
     def slots(self):
-        return ask(self.place.api, f"v2/concurrency_limits/{SLOT}")["active_slots"]
+        return ask(f"{self.place.api}/v2/concurrency_limits/{SLOT}")["active_slots"]
 
     def tracked(self):
         return self.place.parent("small").info.status

@@ -2,22 +2,15 @@
 
 import json
 import time
-import urllib.request
 
 import pytest
 import yaml
 
-from tests.flows.place import SMALL
+from tests.flows.place import SMALL, ask
 
 pytestmark = [pytest.mark.xdist_group("demo")]
 
 WILD = SMALL["stages"][0] | {"max_steps": 30, "beta": 0.001, "learning_rate": 0.05, "skip_dead_groups": False}
-
-
-def ask(api, path, **body):
-    request = urllib.request.Request(f"{api}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
 
 
 def test_a_guard_that_stops_a_stage_is_in_the_log_in_prefect_and_in_mlflow(place):
@@ -36,7 +29,7 @@ def test_a_guard_that_stops_a_stage_is_in_the_log_in_prefect_and_in_mlflow(place
     wanted = {"event": {"name": ["grpo.kl_blow_up"]}, "resource": {"id": [resource]}}
     deadline = time.monotonic() + 120
     # The server writes events down a few at a time.
-    while not (found := ask(place.api, "events/filter", filter=wanted)["events"]) and time.monotonic() < deadline:
+    while not (found := ask(f"{place.api}/events/filter", {"filter": wanted})["events"]) and time.monotonic() < deadline:
         time.sleep(0.5)
     [event] = found
     assert event["payload"] == {"stage": "format", "update": told["step"], "detail": told["detail"]}

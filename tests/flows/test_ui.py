@@ -1,24 +1,15 @@
 """`grpo ui` shows the runs that were made without any server, and Ctrl-C ends everything it started."""
 
-import json
 import re
 import signal
-import urllib.request
 
 import psutil
 import pytest
 import yaml
 
-from tests.flows.place import SMALL
+from tests.flows.place import SMALL, ask
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def ask(url, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.loads(answer.read())
 
 
 def test_both_uis_show_the_run_and_end_together(lone_place):

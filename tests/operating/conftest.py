@@ -3,14 +3,13 @@
 import json
 import re
 import time
-import urllib.request
 from dataclasses import dataclass
 
 import psutil
 import pytest
 import yaml
 
-from tests.flows.place import SMALL, Place
+from tests.flows.place import SMALL, Place, ask
 from tests.ports import free_ports
 from tests.postgres import cluster, programs
 
@@ -39,21 +38,8 @@ class Operated(Place):
 
         return MlflowClient(self.mlflow)
 
-    def ask(self, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.prefect}/api{path}", data=data, headers={"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
-
-    def delete(self, path):
-        request = urllib.request.Request(f"{self.prefect}/api{path}", method="DELETE")
-        urllib.request.urlopen(request, timeout=30).close()
-
-    def patch(self, path, body):
-        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.prefect}/api{path}", data=data, headers=headers, method="PATCH")
-        urllib.request.urlopen(request, timeout=30).close()
+    def ask(self, path, body=None, method=None):
+        return ask(f"{self.prefect}/api{path}", body, method)
 
     def deployment(self, name):
         [found] = self.ask("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})

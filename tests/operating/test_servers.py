@@ -184,7 +184,7 @@ def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_deman
                 break
             assert time.monotonic() < deadline, "the schedule did not fire"
             time.sleep(0.5)
-        operated.delete(f"/deployments/{deployment['id']}/schedules/{made['id']}")
+        operated.ask(f"/deployments/{deployment['id']}/schedules/{made['id']}", method="DELETE")
         assert due[0]["auto_scheduled"]
         return operated.wait(due[0]["id"])
 
@@ -253,7 +253,7 @@ def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(
     [trigger] = [found for found in automations if "after a validation" in found["name"]]
     assert not trigger["enabled"]
     before = {run["id"] for run in operated.runs_of("retrain")}
-    operated.patch(f"/automations/{trigger['id']}", {"enabled": True})
+    operated.ask(f"/automations/{trigger['id']}", {"enabled": True}, method="PATCH")
     try:
         operated.wait(operated.trigger("validate")["id"], "COMPLETED")
         deadline = time.monotonic() + 60
@@ -261,7 +261,7 @@ def test_the_end_of_another_deployment_retrains_once_its_trigger_is_switched_on(
             assert time.monotonic() < deadline, "the end of the validation started nothing"
             time.sleep(0.2)
     finally:
-        operated.patch(f"/automations/{trigger['id']}", {"enabled": False})
+        operated.ask(f"/automations/{trigger['id']}", {"enabled": False}, method="PATCH")
     for run in made:
         running = operated.ask(f"/flow_runs/{run['id']}")["state_type"] == "RUNNING"
         state = {"type": "CANCELLING" if running else "CANCELLED", "name": "Cancelling" if running else "Cancelled"}
