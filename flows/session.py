@@ -83,16 +83,22 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with (
+        _full_disk_told(config.resources.output_dir),
         noted(config.resources.output_dir / config.name / ".running", flow_run.id),
         cancellable(flow_run.id),
         open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,
     ):
-        try:
-            yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
-        except Exception as error:
-            if isinstance(error, UserError) or not disk_full(error):
-                raise
-            raise no_room(config.resources.output_dir) from error
+        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+
+
+@contextmanager
+def _full_disk_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not disk_full(error):
+            raise
+        raise no_room(folder) from error
 
 
 def _require_installed(config: RunConfig) -> None:

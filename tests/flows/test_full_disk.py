@@ -50,6 +50,12 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_is_whole(place, small_disk)
     assert all(is_whole(checkpoint) for checkpoint in checkpoints)
     assert place.parent("small").info.status == "FAILED"
 
+    more = small_disk / "more"
+    with pytest.raises(OSError, match="No space left"):
+        fill(more)
+    assert "there is no room left to write to" in place.grpo("run", "small.yaml", expect=1)
+
+    more.unlink()
     filler.unlink()
     place.grpo("run", "small.yaml")
     result = StageResult.load(stage_dir / "result.json")
