@@ -55,10 +55,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the two servers answer."""
+    """Where the two servers answer, and where they keep what they know."""
 
     prefect: str
     mlflow: str
+    postgres: bool = False
+    """Whether both keep their tables in PostgreSQL."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -91,7 +93,7 @@ class Stack:
             return self._mend(postgres)
         self.folder.mkdir(exist_ok=True)
         prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
-        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
         (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
         with self._ended_on_failure():
             self._spawn(PREFECT, at, postgres)
@@ -135,6 +137,13 @@ class Stack:
                 f"a stack runs here already: Prefect {at.prefect}, MLflow {at.mlflow}",
                 place=str(self.folder / STATE),
                 mend="use it, or end it with grpo down",
+            )
+        if at.postgres != bool(postgres):
+            keeps = "keeps" if at.postgres else "does not keep"
+            raise UserError(
+                f"{', '.join(missing)} had ended, and this stack {keeps} its tables in PostgreSQL",
+                place=str(self.folder / ADDRESSES),
+                mend=f"the same command {'with' if at.postgres else 'without'} {DATABASE}",
             )
         for name in missing:
             self._tell(f"the {name} had ended; starting it again")

@@ -137,6 +137,11 @@ def test_a_worker_that_is_killed_loses_no_run_and_up_starts_it_again(operated):
         time.sleep(0.1)
     [worker] = [process for process in trainers[0].parents() if "worker start" in " ".join(process.cmdline())]
     worker.kill()
+    if operated.postgres:
+        forgetful = operated.start("up", GRPO_POSTGRES="")
+        refused, _ = forgetful.communicate(timeout=300)
+        assert forgetful.returncode == 1
+        assert "this stack keeps its tables in PostgreSQL" in refused
     told = operated.grpo("up")
     assert "had ended; starting it again" in told
     assert operated.mlflow in told
