@@ -55,6 +55,7 @@ def test_doctor_and_fields_tell_what_there_is(place):
     assert "stages[].learning_rate" in place.grpo("fields")
 
 
+@pytest.mark.long
 def test_trace_follows_one_row_from_its_line_to_the_merged_models_samples(place, small):
     assert "comes first" in place.grpo("trace", "nowhere.jsonl:1", small(), expect=1)
     rows = ['{"question": "What is 10 + 4?", "answer": "14"}', '{"question": "What is 11 + 4?", "answer": "15"}']
@@ -121,6 +122,7 @@ def test_a_reward_of_the_users_own_takes_part_in_training(place, small):
     assert "train_stage-format: done" in output
 
 
+@pytest.mark.long
 def test_full_fine_tuning_goes_through_merge_and_publication(place, small):
     place.grpo("run", small(model={"lora": None}))
     assert place.parent("small").data.metrics["merge/max_logprob_difference"] < 1.0

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.xdist_group("demo")]
 WILD = SMALL["stages"][0] | {"max_steps": 30, "beta": 0.001, "learning_rate": 0.05, "skip_dead_groups": False}
 
 
+@pytest.mark.long
 def test_a_guard_that_stops_a_stage_is_in_the_log_in_prefect_and_in_mlflow(place):
     place.write("wild.yaml", yaml.safe_dump(SMALL | {"name": "wild", "stages": [WILD | {"guards": {"kl_blow_up": "stop"}}]}))
     output = place.grpo("run", "wild.yaml", expect=1)

@@ -9,7 +9,7 @@ import yaml
 
 from tests.flows.place import SMALL, ask
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_both_uis_show_the_run_and_end_together(lone_place):

@@ -121,6 +121,7 @@ def assert_same_updates(one, two, file="adapter_model.safetensors"):
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [{}, {"loss_type": "bnpo", "scale_rewards": "batch"}, {"max_refills": 2, "stage_rewards": ["format"], "entropy_coef": 0.01}],
@@ -138,6 +139,7 @@ def test_two_processes_make_the_updates_of_one(stages, settings):
 SHARDED = {"num_processes": 2, "fsdp": True}
 
 
+@pytest.mark.long
 def test_weights_spread_over_two_processes_make_the_updates_of_one(stages):
     # An odd number of passes, so that one process has to make an idle one.
     odd = {"num_generations": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}
@@ -149,6 +151,7 @@ def test_weights_spread_over_two_processes_make_the_updates_of_one(stages):
     assert_same_updates(one, two)
 
 
+@pytest.mark.long
 def test_a_whole_model_spread_over_two_processes_goes_on_in_one(stages):
     settings = CURVE | {"model": {"lora": None}, "learning_rate": 1e-4, "reference": "stage_start"}
     _, one = stages.train("by-1", **settings)
@@ -165,6 +168,7 @@ def test_a_whole_model_spread_over_two_processes_goes_on_in_one(stages):
     assert_same_updates(one, two, "model.safetensors")
 
 
+@pytest.mark.long
 def test_when_one_of_two_processes_dies_the_other_ends_too(stages, tmp_path):
     (tmp_path / "fatal.py").write_text(
         "import os\n"

@@ -26,6 +26,7 @@ def run(directory):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_a_stage_by_trl_leaves_what_a_stage_by_us_leaves(stages):
     directory = stages.write("trl", engine="trl", trl={"scale_rewards": "batch"}, save_steps=2, max_steps=4, beta=0.04)
     run(directory)
@@ -53,6 +54,7 @@ def test_a_stage_by_trl_leaves_what_a_stage_by_us_leaves(stages):
     assert StageResult.load(directory.result) == result
 
 
+@pytest.mark.long
 def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
     settings = {"engine": "trl", "save_steps": 2, "max_steps": 4}
     directory = stages.write("stopped", **settings, early_stop={"metric": "reward", "target": -9.0, "window": 1, "min_steps": 2})

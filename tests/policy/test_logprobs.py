@@ -54,6 +54,7 @@ def test_padding_scores_exactly_zero(policy, batch):
     assert not scores.entropies.requires_grad
 
 
+@pytest.mark.long
 def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch):
     # One layer: the compiler takes as long for each kind of layer that it meets.
     del policy.get_base_model().model.layers[1:]
