@@ -21,7 +21,7 @@ SETTINGS = {
     "steps_per_generation": 2,
     "rewards": {"functions": {"format": {"adaptive": {}}}},
 }
-POINTS = 12
+POINTS = 8
 
 
 def train(root):

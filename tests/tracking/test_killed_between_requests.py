@@ -14,7 +14,7 @@ from tests.tracking.conftest import history
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-POINTS = 12
+POINTS = 8
 BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
 
 
