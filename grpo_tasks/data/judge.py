@@ -5,7 +5,10 @@
 Goes through the rows in slices, so that what the rules build in between stays small beside the data.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +23,8 @@ from schemas.config import JudgeInputs, RunConfig
 from schemas.results import RuleCount, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 
-_SLICE = 50_000
+_SLICE = 200_000
+_TURN_S = 0.0003
 EXACT_ROWS = 100_000
 """Up to so many rows every prompt's tokens are counted; beyond, those that are provably short enough are not."""
 _BROKEN = pl.Schema({"row": pl.UInt32, "rule": pl.String, "value": pl.String})
@@ -80,16 +84,28 @@ def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: 
     lengths = _Lengths(count_tokens, limit=limit, within=limit if rows.height > EXACT_ROWS else None)
     rules = row_rules(config.rewards.tags, markers)
     rows = Raw.validate(rows).with_row_index("row")
-    slices = [_judge_slice(part, rules=rules, lengths=lengths, config=config) for part in rows.iter_slices(_SLICE)]
-    judged = pl.concat([part.rows for part in slices])
+    with ThreadPoolExecutor(1) as pool, _short_turns():
+        slices = [_judge_slice(part, rules=rules, lengths=lengths, config=config, pool=pool) for part in rows.iter_slices(_SLICE)]
+        judged = pl.concat([part.with_marks() for part in slices])
     heeded = ~pl.col("rule").is_in(list(ignored))
     copies = broken_copies(judged.drop_nulls("prompt_id"))
     broken = pl.concat([*(part.broken for part in slices), copies.cast(_BROKEN)]).filter(heeded)
     if not config.data.eval:
-        judged = judged.with_columns(split_sides(judged["prompt_id"], fraction=config.data.eval_fraction, seed=config.seed))
+        judged = judged.with_columns(side="drawn_side")
     # A row that is refused anyway is held out of nothing.
     leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN).filter(heeded)
     return _verdict(judged, pl.concat([broken, leaks]), ignored=ignored, limit=limit)
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """The thread that hashes never waits; polars, back from each of a thousand steps, would wait 5 ms for its turn."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +118,35 @@ class _Lengths:
 @dataclass(frozen=True, slots=True)
 class _Slice:
     rows: pl.DataFrame
+    marks: Future[pl.DataFrame]
     broken: pl.DataFrame
     """Columns row, rule, value."""
 
+    def with_marks(self) -> pl.DataFrame:
+        """The rows with the columns of `_marks`; waits for them."""
+        return self.rows.hstack(self.marks.result())
 
-def _judge_slice(rows: pl.DataFrame, *, rules: Sequence[RowRule], lengths: _Lengths, config: JudgeInputs | RunConfig) -> _Slice:
+
+def _marks(prompt: pl.Series, answer: pl.Series, config: JudgeInputs | RunConfig) -> pl.DataFrame:
+    ids = prompt_ids(prompt, answer)
+    return pl.DataFrame([ids, split_sides(ids, fraction=config.data.eval_fraction, seed=config.seed).alias("drawn_side")])
+
+
+def _judge_slice(
+    rows: pl.DataFrame, *, rules: Sequence[RowRule], lengths: _Lengths, config: JudgeInputs | RunConfig, pool: Executor
+) -> _Slice:
     structure = _structure_faults(rows)
-    prepared = with_views(with_prompts(rows, config.data))
+    prepared = with_prompts(rows, config.data)
+    # Hashing is the one part that Python does row by row; polars judges meanwhile.
+    marks = pool.submit(_marks, prepared["prompt"], prepared["answer"], config)
+    prepared = with_views(prepared)
     broken = broken_rules(prepared, rules)
     tokens = lengths.count_tokens(prepared["prompt"], within=lengths.within)
-    prepared = prepared.with_columns(tokens.alias("prompt_tokens"), prompt_ids(prepared["prompt"], prepared["answer"]))
+    prepared = prepared.with_columns(tokens.alias("prompt_tokens"))
     prepared = prepared.with_columns(relation_keys(prepared))
     return _Slice(
         prepared.drop("text", "roles", "found", "raw_answer", "faults", "faulty_line", "faulty_answer"),
+        marks,
         pl.concat([structure, broken.cast(_BROKEN), _length_faults(prepared, broken, lengths.limit)]),
     )
 

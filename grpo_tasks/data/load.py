@@ -1,28 +1,30 @@
 """Every source of a config -> `rows.parquet` in the shape of schemas/tables.py Raw: all rows, the broken ones with their faults.
 
-    source --reader--> Record --read_row--> Row --RawWriter--> row group of rows.parquet
+    source --reader--> Record --read_row--> Row --raw_table--> row group of rows.parquet
 
 Streams: memory holds one batch of rows, not the file. Judges nothing; the only errors are about whole files.
 """
 
 import difflib
-import gc
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import orjson
+import pyarrow.parquet as pq
 
 from grpo_tasks.data.columnar import read_hub, read_parquet
 from grpo_tasks.data.delimited import read_csv
 from grpo_tasks.data.jsonl import read_jsonl
-from grpo_tasks.data.raw_writer import RawWriter
-from grpo_tasks.data.records import Record, read_row
+from grpo_tasks.data.parts import Part, no_cycle_search, read_parts
+from grpo_tasks.data.raw_table import RAW_ARROW
+from grpo_tasks.data.records import Columns, Record
+from grpo_tasks.data.seen import Seen
+from grpo_tasks.data.side_by_side import BIG, num_processes, read_parts_side_by_side
 from schemas.config import DataConfig, DataSource
 from schemas.errors import DataError
 from schemas.paths import resolve
@@ -57,7 +59,7 @@ def load_sources(data: DataConfig, *, directory: Path) -> Loaded:
     part = directory / f"{ROWS}.part"
     sources = []
     try:
-        with _no_cycle_search(), RawWriter(part) as writer:
+        with no_cycle_search(), pq.ParquetWriter(part, RAW_ARROW, compression="lz4") as writer:
             for side, source in _sides(data):
                 sources.append(_load(source, side, data=data, writer=writer))
         part.replace(directory / ROWS)
@@ -83,81 +85,22 @@ def source_kind(source: DataSource) -> str:
     return "hub"
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Which columns a source has, told from its rows."""
-
-    data: DataConfig
-    readable: int = 0
-    with_prompt: int = 0
-    with_answer: int = 0
-    columns: dict[str, None] = field(default_factory=dict)
-
-    def note(self, record: Record) -> None:
-        if record.fields is None:
-            return
-        if not self.readable:
-            self.columns.update(dict.fromkeys(str(key) for key in record.fields))
-        self.readable += 1
-        self.with_prompt += self.data.prompt_column in record.fields or self.data.question_column in record.fields
-        self.with_answer += self.data.answer_column in record.fields
-
-    def check(self, source: DataSource, rows: int) -> None:
-        if not rows:
-            raise DataError("the source holds no rows", place=source.path, mend="give it rows or take it out of the config")
-        if not self.readable:
-            raise DataError(
-                "no line of the file can be read", place=source.path, mend="check the file, or set the source's format"
-            )
-        if not self.with_prompt:
-            raise self._missing(source, "question_column", "prompt_column")
-        if not self.with_answer:
-            raise self._missing(source, "answer_column")
-
-    def _missing(self, source: DataSource, *settings: str) -> DataError:
-        wanted = [str(getattr(self.data, setting)) for setting in settings]
-        lower = {name.lower(): name for name in self.columns}
-        near = [lower[hit] for name in wanted for hit in difflib.get_close_matches(name.lower(), lower, n=1)]
-        guess = f"data.{settings[0]}: {near[0]}" if near else f"data.{settings[0]} to one of them"
-        return DataError(
-            f"no row has a column {' or '.join(wanted)}; there are: {', '.join(self.columns)}",
-            place=source.path,
-            mend=f"set {guess}",
-        )
-
-
 def _sides(data: DataConfig) -> Iterator[tuple[Side, DataSource]]:
     yield from (("train", source) for source in data.train)
     yield from (("eval", source) for source in data.eval)
 
 
-@contextmanager
-def _no_cycle_search() -> Iterator[None]:
-    """Rows hold no cycles; searching a million of them for some took a fifth of the reading time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _load(source: DataSource, side: Side, *, data: DataConfig, writer: RawWriter) -> SourceFile:
-    seen, rows = _Seen(data), 0
-    kind = source_kind(source)
-    rows_digest = hashlib.sha256()
+def _load(source: DataSource, side: Side, *, data: DataConfig, writer: pq.ParquetWriter) -> SourceFile:
+    columns = Columns(data.question_column, data.prompt_column, data.answer_column)
+    seen, rows_digest = Seen(), hashlib.sha256()
     with ThreadPoolExecutor(1) as pool:
-        file_digest = None if kind == "hub" else pool.submit(_digest, source)
-        for record in islice(_records(source, kind, data), source.max_rows):
-            rows += 1
-            seen.note(record)
-            if kind == "hub":
-                rows_digest.update(orjson.dumps(record.fields, default=str, option=orjson.OPT_SORT_KEYS) + b"\n")
-            writer.add(read_row(record, data), side=side, source=source.path, line=record.line)
+        file_digest = None if source_kind(source) == "hub" else pool.submit(_digest, source)
+        for part in _parts(source, side, columns=columns, rows_digest=rows_digest):
+            writer.write_table(part.table)
+            seen.add(part.seen)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
-    seen.check(source, rows)
-    return SourceFile(path=source.path, side=side, rows=rows, sha256=sha256)
+    seen.check(source.path, columns)
+    return SourceFile(path=source.path, side=side, rows=seen.rows, sha256=sha256)
 
 
 def _digest(source: DataSource) -> str:
@@ -165,14 +108,30 @@ def _digest(source: DataSource) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _records(source: DataSource, kind: str, data: DataConfig) -> Iterator[Record]:
+def _parts(source: DataSource, side: Side, *, columns: Columns, rows_digest: "hashlib._Hash") -> Iterator[Part]:
+    path, kind = Path(resolve(source.path)), source_kind(source)
     if kind == "hub":
-        return read_hub(source, resolve(source.path))
-    path = Path(resolve(source.path))
-    _check_file(path, source)
+        records = _digested(read_hub(source, resolve(source.path)), rows_digest)
+    else:
+        _check_file(path, source)
+        processes = num_processes()
+        apart = kind == "jsonl" and path.suffix != ".json" and source.max_rows is None
+        if apart and processes > 1 and path.stat().st_size >= BIG:
+            return read_parts_side_by_side(path, columns, side=side, source=source.path, processes=processes)
+        records = _records(path, kind, columns)
+    return read_parts(islice(records, source.max_rows), columns, side=side, source=source.path)
+
+
+def _records(path: Path, kind: str, columns: Columns) -> Iterator[Record]:
     if kind == "csv":
         return read_csv(path)
-    return read_parquet(path) if kind == "parquet" else read_jsonl(path, answer_column=data.answer_column)
+    return read_parquet(path) if kind == "parquet" else read_jsonl(path, answer_column=columns.answer)
+
+
+def _digested(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Record]:
+    for record in records:
+        digest.update(orjson.dumps(record.fields, default=str, option=orjson.OPT_SORT_KEYS) + b"\n")
+        yield record
 
 
 def _check_file(path: Path, source: DataSource) -> None:

@@ -17,6 +17,7 @@ _CURRENCY = "[$€£¥₹]"
 _GROUPED = "|".join(f"[1-9][0-9]{{0,2}}(?:{mark}[0-9]{{3}})+" for mark in (",", "\u00a0", "\u202f", "\u2009"))
 _DIGITS = rf"(?:(?:{_GROUPED}|0|[1-9][0-9]*)(?:\.[0-9]+)?|\.[0-9]+)"
 _GAP = "[ \u00a0\u202f\u2009]?"
+_TIDY = "^(?:0|-?[1-9][0-9]*)$"
 _NUMBER = rf"^(?:{_SIGN}{_GAP}{_CURRENCY}?|{_CURRENCY}{_GAP}{_SIGN}?)?{_GAP}{_DIGITS}(?:{_GAP}(?:%|{_CURRENCY}))?\.?$"
 
 _TIDY_TEXT: tuple[tuple[str, str], ...] = (
@@ -46,9 +47,12 @@ def normalise_answer(text: str) -> str:
 
 def normalised(answer: pl.Expr) -> pl.Expr:
     """`normalise_answer` for a column of strings; null stays null."""
-    text = answer.str.replace_all(*_TIDY_TEXT[0]).str.strip_chars(BLANKS)
+    # Most answers are tidy whole numbers; nulls in their place cost the dozen replacements nothing.
+    tidy = answer.str.contains(_TIDY)
+    text = pl.when(~tidy).then(answer).str.replace_all(*_TIDY_TEXT[0]).str.strip_chars(BLANKS)
     number = (text.str.len_chars() <= _MAX_NUMBER_LENGTH) & text.str.contains(_NUMBER)
-    return pl.when(number).then(_replace(text, _TIDY_NUMBER)).otherwise(_replace(text, _TIDY_TEXT))
+    mended = pl.when(number).then(_replace(text, _TIDY_NUMBER)).otherwise(_replace(text, _TIDY_TEXT))
+    return pl.when(tidy).then(answer).otherwise(mended)
 
 
 def _replace(text: pl.Expr, table: tuple[tuple[str, str], ...]) -> pl.Expr:

@@ -13,10 +13,17 @@ from typing import NamedTuple
 import orjson
 
 from grpo_tasks.data.rules import Fault, shorten
-from schemas.config import DataConfig
 
 Fields = Mapping[str, object]
 _DEEPEST = "a column is nested more than 254 levels deep"
+
+
+class Columns(NamedTuple):
+    """Names of the columns that mean something (data.*_column of the config)."""
+
+    question: str
+    prompt: str
+    answer: str
 
 
 class Record(NamedTuple):  # made once a row; a frozen dataclass costs three times as much
@@ -47,21 +54,21 @@ class Messages(NamedTuple):
     faults: tuple[Fault, ...] = ()
 
 
-def read_row(record: Record, columns: DataConfig) -> Row:
+def read_row(record: Record, columns: Columns) -> Row:
     """The raw row of a record, whatever its state."""
     if record.fields is None:
         return Row(faults=record.faults)
     fields = record.fields
     faults = list(record.faults)
-    answer = _answer(fields.get(columns.answer_column), faults)
-    prompt = fields.get(columns.prompt_column)
+    answer = _answer(fields.get(columns.answer), faults)
+    prompt = fields.get(columns.prompt)
     if prompt is not None:
         messages = read_messages(prompt)
         faults.extend(messages.faults)
-        extra = _extra(fields, {columns.answer_column, columns.prompt_column}, faults)
+        extra = _extra(fields, {columns.answer, columns.prompt}, faults)
         return Row(None, messages.roles or None, messages.contents or None, answer, extra, tuple(faults))
-    question = _question(fields.get(columns.question_column), faults)
-    used = {columns.answer_column, columns.prompt_column, columns.question_column}
+    question = _question(fields.get(columns.question), faults)
+    used = {columns.answer, columns.prompt, columns.question}
     return Row(question, None, None, answer, _extra(fields, used, faults), tuple(faults))
 
 
@@ -76,9 +83,14 @@ def read_messages(prompt: object) -> Messages:
         return Messages(faults=(Fault("prompt_not_list", show(prompt)),))
     if not prompt:
         return Messages(faults=(Fault("messages_empty", "[]"),))
-    roles, contents, extra = list[str](), list[str](), None
+    roles: list[str] = []
+    contents: list[str] = []
+    extra = None
     for message in prompt:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        try:
+            role, content = message["role"], message["content"]
+        except (KeyError, TypeError):
+            role, content = None, None
         if not isinstance(role, str) or not isinstance(content, str):
             return Messages(faults=(Fault("message_shape", show(message)),))
         if len(message) > 2 and any(message[key] is not None for key in message.keys() - {"role", "content"}):

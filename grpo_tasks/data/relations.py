@@ -31,8 +31,8 @@ def plain(text: pl.Expr) -> pl.Expr:
     return (
         text.str.to_lowercase()
         .str.replace_many(_LOOK_ALIKES)
-        .str.replace_all(r"[.,;:?'\"]+(\s|$)", " ")
-        .str.replace_all(r"(^|\s)['\"]+", " ")
+        .str.replace_all(r"[.,;:?'\"]+(?:\s|$)", " ")
+        .str.replace_all(r"(?:^|\s)['\"]+", " ")
         .str.replace_all(r"\s\s+|[^\S ]", " ")
         .str.strip_chars()
     )
@@ -56,17 +56,22 @@ def broken_separation(marks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _duplicates(marks: pl.DataFrame) -> pl.DataFrame:
-    same = ["side", "prompt_id"]
-    first = pl.concat_str(pl.col("source").first(), pl.lit(":"), pl.col("line").first()).over(same)
-    later = marks.with_columns(first=first).filter(~pl.col("prompt_id").is_first_distinct().over("side"))
+    several = _several(marks, "prompt_id")
+    first = pl.concat_str(pl.col("source").first(), pl.lit(":"), pl.col("line").first()).over("side", "prompt_id")
+    later = several.with_columns(first=first).filter(~pl.col("prompt_id").is_first_distinct().over("side"))
     return later.select("row", rule=pl.lit("duplicate"), value=pl.concat_str(pl.lit("same as "), "first"))
 
 
 def _contradictions(marks: pl.DataFrame) -> pl.DataFrame:
     same = ["side", "prompt_key"]
-    torn = marks.filter(pl.col("prompt_id").n_unique().over(same) > 1)
+    torn = _several(marks, "prompt_key").filter(pl.col("prompt_id").n_unique().over(same) > 1)
     answers = pl.col("answer").unique(maintain_order=True).head(5).str.head(30).str.join(" | ").over(same)
     return torn.select("row", rule=pl.lit("contradiction"), value=answers)
+
+
+def _several(marks: pl.DataFrame, key: str) -> pl.DataFrame:
+    """The few rows that share their key with another one; only these are looked at closely."""
+    return marks.filter(pl.col(key).is_duplicated())
 
 
 def _leak(train: pl.DataFrame, held: pl.DataFrame, key: str, rule: str) -> pl.DataFrame:
