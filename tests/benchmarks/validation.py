@@ -1,6 +1,6 @@
 """`python -m tests.benchmarks.validation`: a million chat rows from file to verdict, in seconds and GiB.
 
-Three messages a row, one in a thousand rows broken; the whole of prepare_data and validate_data but for the orchestrator.
+Two messages a row, one in a thousand rows broken; the whole of prepare_data and validate_data but for the orchestrator.
 """
 
 import json
@@ -18,6 +18,7 @@ from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS, load_sources
 from grpo_tasks.data.report import Origin, report_data
+from grpo_tasks.data.side_by_side import num_processes
 from schemas.config import DataConfig, DataSource, JudgeInputs, ModelConfig, RewardsConfig, ValidationConfig
 
 NUM_ROWS = 1_000_000
@@ -57,9 +58,10 @@ def _measure(folder: Path) -> None:
     judged = time.perf_counter()
     report = report_data(verdict, Origin("bench", folder, 0.0, loaded.sources), [])
     ended = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    own, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak = (own + num_processes() * child) / 2**20
     print(f"read {read - began:.1f} s, judge {judged - read:.1f} s, report {ended - judged:.1f} s")
-    print(f"together {ended - began:.1f} s, {peak:.1f} GiB")
+    print(f"together {ended - began:.1f} s, at most {peak:.1f} GiB with all processes")
     print(f"{report.rows} rows, {report.quarantined} quarantined")
 
 

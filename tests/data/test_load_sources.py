@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.data.jsonl import MAX_LINE_BYTES
+from grpo_tasks.data.jsonl import MAX_LINE_BYTES, parse_line
 from grpo_tasks.data.load import ROWS, load_sources
 from schemas.config import DataConfig
 from schemas.errors import DataError
@@ -59,6 +59,8 @@ BROKEN = {
     "doubled key": (b'{"question": "q", "answer": "1", "answer": "2"}', "duplicate_key"),
     "doubled key with blanks": (b'{"question" : "q", "answer":"1", "answer"\t: "2"}', "duplicate_key"),
     "doubled key, escaped": (b'{"question": "q", "answer": "1", "\\u0061nswer": "2"}', "duplicate_key"),
+    "doubled key beside escaped colon": (b'{"question": "\\u003A", "answer": "1", "answer": "2"}', "duplicate_key"),
+    "doubled key with carriage return": (b'{"question": "q", "answer": "1", "answer"\r: "2"}', "duplicate_key"),
     "doubled key inside": (b'{"question": "q", "answer": "1", "x": {"a": 1, "a": 2}}', "duplicate_key"),
     "10 MB line": (b'{"question": "' + b"x" * 10_000_000 + b'", "answer": "1"}', "line_too_long"),
     "no message list": (b'{"prompt": "q", "answer": "1"}', "prompt_not_list"),
@@ -251,3 +253,38 @@ def test_every_line_but_blank_ones_becomes_a_row_whatever_it_holds(tmp_path: Pat
     kept = [number for number, line in enumerate(content, 2) if line.strip()]
     assert rows["line"].to_list() == [1, *kept]
     assert (tmp_path / ROWS).exists()
+
+
+keys = st.sampled_from(["a", "b:", '"', "\\u0061", "\\u003a", "answer"])
+texts = st.text(st.sampled_from('a:"\\{} '), max_size=4)
+
+
+@st.composite
+def objects(draw: st.DrawFn, depth: int = 2) -> str:
+    """JSON as nobody's library writes it: keys doubled or escaped, blanks in odd places."""
+
+    def value() -> str:
+        kind = draw(st.integers(0, 3 if depth else 1))
+        if kind > 1:
+            return draw(objects(depth - 1)) if kind == 2 else "[" + draw(objects(depth - 1)) + "]"
+        return json.dumps(draw(texts)).replace(":", draw(st.sampled_from([":", "\\u003a", "\\u003A"]))) if kind else "1"
+
+    blank = st.sampled_from(["", " ", "\r", "\t"])
+    pairs = []
+    for key in draw(st.lists(keys, max_size=4)):
+        name = key if key.startswith("\\u") else json.dumps(key)[1:-1]
+        pairs.append(f'"{name}"{draw(blank)}:{draw(blank)}{value()}')
+    return "{" + ",".join(pairs) + "}"
+
+
+@given(text=objects())
+def test_doubled_keys_are_found_wherever_and_however_they_are_written(text: str) -> None:
+    doubled = []
+
+    def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        doubled.append(len({key for key, _ in pairs}) < len(pairs))
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=note)
+    found = [fault.rule for fault in parse_line(1, text.encode(), answer_column="answer").faults]
+    assert found == (["duplicate_key"] if any(doubled) else [])
