@@ -9,7 +9,7 @@ import yaml
 
 from schemas.load import PRESETS
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from grpo_tasks.stage.checkpoint import file_sha256
 from schemas.results import StageResult
 from tests.flows.test_demo import assert_learnt
 
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
 
 
 def wait_for_step(pattern, root, step, process, limit_s=600):
@@ -29,6 +29,7 @@ def wait_for_step(pattern, root, step, process, limit_s=600):
     raise AssertionError(f"no update {step} within {limit_s} s")
 
 
+@pytest.mark.long
 def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_factory):
     from tests.flows.place import Place
 
