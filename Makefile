@@ -16,7 +16,7 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 test: $(READY) ## all tests but the long ones (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
 
-test-long: $(READY) ## the long ones: servers day after day, kills, browsers, vLLM, more demos (an hour)
+test-long: $(READY) ## the long ones: servers day after day, kills, browsers, vLLM, more demos (50 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
