@@ -72,14 +72,11 @@ class _Reader:
                 env=os.environ | {PARENT: str(os.getpid())},
             )
         self._connection = Connection(ours.detach())
-        self._connection.send_bytes(json.dumps(setting).encode())
+        self._tell(setting)
 
     def send(self, span: Span) -> None:
         """Have the process read a span."""
-        try:
-            self._connection.send_bytes(json.dumps(span).encode())
-        except OSError as error:
-            raise self._ended() from error
+        self._tell(span)
 
     def receive(self) -> Part:
         """What it read; waits."""
@@ -97,6 +94,12 @@ class _Reader:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+    def _tell(self, message: object) -> None:
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise self._ended() from error
 
     def _ended(self) -> DataError:
         return DataError(
