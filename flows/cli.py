@@ -165,8 +165,8 @@ def download(
     """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
     with errors_told():
         prepare_environment()
-        from grpo_tasks.tracking.downloads import fetch_version
-        from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
+        from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+        from grpo_tasks.tracking.registry import find_version, lineage_of
         from schemas.config import TrackingConfig
 
         tracking = TrackingConfig(tracking_uri=tracking_uri)

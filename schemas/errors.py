@@ -103,6 +103,12 @@ class MergeError(UserError):
     title = "The merge is refused"
 
 
+class DamagedError(UserError):
+    """A file that is not what the step that made it has written."""
+
+    title = "A file was changed or damaged"
+
+
 class TrackingError(UserError):
     """The tracking server refused something or cannot be reached."""
 

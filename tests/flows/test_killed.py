@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_tasks.stage.checkpoint import file_sha256
+from grpo_tasks.content.hashes import file_sha256
 from schemas.results import StageResult
 from tests.flows.test_demo import assert_learnt
 

@@ -9,14 +9,13 @@ import psutil
 import pytest
 
 from grpo_tasks.running.child import run_module
-from grpo_tasks.running.key import content_key, files_digest
+from grpo_tasks.running.key import content_key
 from schemas.config import DataSource, RewardConfig
 from schemas.errors import ChildDied, ModelError
 from schemas.results import PreparedData
 
 
 def key(**inputs):
-    files_digest.cache_clear()
     return content_key("step", ("data",), inputs)
 
 
