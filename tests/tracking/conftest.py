@@ -17,6 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
+from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import RunConfig
 from schemas.results import (
@@ -263,15 +264,17 @@ def make_merge(tmp_path):
     """A merged model on disk: the embedded base, which any transformers loads."""
     base = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 
-    def make(sha256="7" * 64, key="9" * 16):
-        directory = tmp_path / f"merge-{sha256[:6]}"
+    def make(letter="7", key="9" * 16):
+        """Models of different letters differ in a file that nobody reads."""
+        directory = tmp_path / f"merge-{letter}"
         shutil.copytree(base, directory / "model", dirs_exist_ok=True)
+        (directory / "model" / "letter.txt").write_text(letter)
         return MergeProof(
             key=key,
             directory=directory,
             seconds=1.0,
             model=ModelRef(path=str(directory / "model")),
-            sha256=sha256,
+            sha256=folder_sha256(directory / "model"),
             prompts=8,
             merge_difference=1e-6,
             max_logprob_difference=1e-6,
