@@ -26,6 +26,7 @@ from grpo_tasks.tracking.downloads import (
     manifest_path,
     manifest_sha256,
     parse_manifest,
+    read_manifest,
     stored_manifest,
 )
 from grpo_tasks.tracking.environment import describe_environment
@@ -66,6 +67,19 @@ class Decision:
 def find_champion(name: str, tracking: TrackingConfig) -> Champion | None:
     """The present champion of a registered model; None when there is no such model or no alias."""
     return _find_champion(open_store(tracking), name)
+
+
+def check_champion(name: str, tracking: TrackingConfig) -> None:
+    """Refuse, before anything is trained, a champion that a new model could not be compared with.
+
+    Raises:
+        ModelError: the version behind the alias was not published by this project, or its manifest was changed.
+        TrackingError: the store cannot be reached.
+    """
+    store = open_store(tracking)
+    champion = _find_champion(store, name)
+    if champion is not None:
+        read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
 
 
 def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:

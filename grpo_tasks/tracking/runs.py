@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from mlflow.entities import Run, ViewType
 
+from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
 from grpo_tasks.tracking.environment import describe_environment
@@ -126,7 +127,7 @@ class TrackedRun:
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
                 raise AssertionError(f"no record is known for {type(result).__name__}")
-        return run.once(f"{step}.{result.key[:_KEY_CHARS]}", work)
+        return run.once(f"{step}.{_mark(result)}", work)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -163,10 +164,10 @@ class TrackedRun:
 
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
-        done = child.once(f"train_stage.{result.key[:_KEY_CHARS]}", lambda: records.record_stage(child, result))
+        done = child.once(f"train_stage.{_mark(result)}", lambda: records.record_stage(child, result))
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
-        overview = "overview." + "-".join(stage.key[:_KEY_CHARS] for stage in self._stages)
+        overview = "overview." + "-".join(_mark(stage) for stage in self._stages)
         self.handle.once(overview, self._draw_overview)
         return done
 
@@ -192,6 +193,12 @@ class TrackedRun:
         flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
         handle.tags(environment.tags() | flow)
         handle.text(environment.to_json(), "environment.json")
+
+
+def _mark(result: StepResult) -> str:
+    """Of a result that is recorded: made again with other bytes (on a GPU), it is recorded again."""
+    made = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
+    return ".".join(filter(None, [result.key[:_KEY_CHARS], made]))
 
 
 def _digest(params: dict[str, str]) -> str:

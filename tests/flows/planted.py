@@ -7,6 +7,7 @@ result agrees with its manifest, and what is published is what it was) or refuse
 """
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def plant(place: Place, kinds: tuple[Kind, ...], number: int) -> list[Outcome]:
     arguments = (*command, str(place.root / f"download-{number}")) if command == DOWNLOAD else command
     process = place.start(*arguments)
     said, _ = process.communicate(timeout=900)
-    plain = "".join(said.split())
+    plain = re.sub(r"[\s│╭╮╰╯─]+", "", said)
     outcomes = []
     for kind, path in paths.items():
         again = path.exists() and path.read_bytes() == before[kind]

@@ -14,7 +14,7 @@ from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.tracking import models
 from grpo_tasks.tracking.downloads import fetch_version
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, decide, fetch_champion, find_champion, publish
+from grpo_tasks.tracking.models import Champion, check_champion, decide, fetch_champion, find_champion, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
 from schemas.errors import DamagedError, ModelError, TrackingError
@@ -201,8 +201,9 @@ def test_an_alias_on_something_else_than_a_model_is_refused(database, make_confi
     client.create_registered_model(config.registered_model)
     client.create_model_version(config.registered_model, str(tmp_path / "other"))
     client.set_registered_model_alias(config.registered_model, "champion", "1")
-    with pytest.raises(ModelError, match="not published by this project"):
-        fetch_champion(config.registered_model, config.tracking, tmp_path / "champions")
+    for refused in (check_champion, lambda name, tracking: fetch_champion(name, tracking, tmp_path / "champions")):
+        with pytest.raises(ModelError, match="not published by this project"):
+            refused(config.registered_model, config.tracking)
 
 
 def published(config, make_evaluation, proof, key="run"):
