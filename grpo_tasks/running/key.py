@@ -17,7 +17,7 @@ import tenacity
 from pydantic import BaseModel
 
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
-from grpo_tasks.content.hub import hub_contents
+from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config import DataSource, ModelConfig, RewardConfig
@@ -107,7 +107,7 @@ def _contents(value: BaseModel) -> str:
         path = Path(resolve(value.path))
         if path.exists():
             return path_sha256(path)
-        return hub_contents(value.path, value.revision) if isinstance(value, ModelConfig) else ""
+        return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig) and value.function and ":" in value.function:
         return modules_sha256(value.function.partition(":")[0])
     return ""
@@ -120,7 +120,7 @@ def model_contents(ref: ModelRef) -> dict[str, str]:
         DamagedError: the files are not those that the reference was made for.
     """
     base = Path(resolve(ref.path))
-    made_of = {"base": path_sha256(base) if base.exists() else hub_contents(ref.path, ref.revision)}
+    made_of = {"base": path_sha256(base) if base.exists() else hub_commit(ref.path, ref.revision)}
     if not base.exists():
         made_of |= {"hub": f"{ref.path}@{ref.revision}"}
     if ref.adapter is not None:
