@@ -993,7 +993,7 @@ class JudgeInputs(Section):
     validation: ValidationConfig
     """Limits and rules."""
     rewards: RewardsConfig
-    """For the tag names, which no ground truth may contain."""
+    """For the tag names, which no ground truth may contain, and the equality, which each must fit."""
     seed: int
     """Of the split."""
 

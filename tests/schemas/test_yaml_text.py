@@ -88,7 +88,7 @@ def test_merge_keys_and_aliases_still_work_and_a_written_key_wins():
         (lambda path: path.write_text(MINIMAL, encoding="utf-16"), "is not UTF-8"),
         (lambda path: path.write_text("- a\n- b\n"), "no mapping"),
         (lambda path: path.write_text(""), "no mapping"),
-        (lambda path: None, "no such configuration"),
+        (lambda _: None, "no such configuration"),
     ],
     ids=["folder", "fifo", "loop", "dead link", "device", "20 MB", "bad byte", "UTF-16", "list", "empty", "missing"],
 )
