@@ -1,6 +1,7 @@
 """Every error a user can meet, on one page.
 
-Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`).
+Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`). What a user typed
+may be of any length; an error never repeats more of it than a person would read.
 They cross process borders as JSON (`to_json`, `from_json`), so a step that runs in a child process fails with the
 same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
 """
@@ -11,6 +12,26 @@ from typing import ClassVar, Self
 
 from schemas.secret import hide
 
+MAX_LINE = 2_000
+"""Characters of one line of an error; a longer line loses its middle."""
+MAX_LINES = 60
+"""Lines of an error; a longer one loses its end."""
+
+
+def shorten(text: str, limit: int = MAX_LINE) -> str:
+    """The text with the middle of overlong lines and the end of overlong lists left out; both say how much."""
+    lines = text.split("\n")
+    # One line less than allowed, so that shortening twice changes nothing: errors cross process borders.
+    kept = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1:,} more lines"]
+    return "\n".join(_shorten_line(line, limit) for line in kept)
+
+
+def _shorten_line(line: str, limit: int) -> str:
+    if len(line) <= limit:
+        return line
+    head, tail = limit // 2, limit // 4
+    return f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
+
 
 class UserError(Exception):
     """Something the user can mend. `str()` gives the whole text: message, place and mend."""
@@ -19,7 +40,7 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
-        self.message, self.place, self.mend = hide(message), hide(place), hide(mend)
+        self.message, self.place, self.mend = (shorten(hide(text)) for text in (message, place, mend))
         super().__init__(self.message)
 
     def __str__(self) -> str:

@@ -138,7 +138,8 @@ class TrackedRun:
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
-        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key))
+        every_s = self.config.tracking.flush_interval_s
+        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key), flush_interval_s=every_s)
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's own settings as parameters."""
