@@ -5,6 +5,7 @@ Help, a dry run and a refused config answer at once, so everything heavy is impo
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -374,6 +375,22 @@ def prepare_flow() -> None:
     """The same, and the Prefect server that is configured answers."""
     prepare_environment()
     _look_for_prefect(os.environ.get("PREFECT_API_URL"))
+    _lock_temporary_server()
+
+
+def _lock_temporary_server() -> None:
+    """Give the server that Prefect starts for a flow without one a password that only this command and its children know.
+
+    Without it every web page could write to that server's database, from which a later worker takes what it runs.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    # A profile may name a server where the environment names none.
+    if get_current_settings().api.url is None:
+        password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
+        os.environ["PREFECT_API_AUTH_STRING"] = password
+        refresh_global_settings_context()
 
 
 def _look_for_prefect(address: str | None) -> None:

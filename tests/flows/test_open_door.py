@@ -1,5 +1,8 @@
 """No web page but Prefect's own can use its API, on the server of `grpo up` and on the temporary one of a single command."""
 
+import subprocess
+import sys
+
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -30,3 +33,27 @@ def test_prefect_opens_no_websocket_for_another_page(prefect_api):
         connect(address, origin="https://evil.example", subprotocols=["prefect"])
     assert refused.value.response.status_code == 403
     connect(address, origin=own_page(prefect_api)["Origin"], subprotocols=["prefect"]).close()
+
+
+TEMPORARY = """
+import asyncio, os
+from flows.cli import prepare_flow
+prepare_flow()
+import httpx
+from prefect.server.api.server import create_app
+from prefect.settings import get_current_settings
+
+async def ask(**headers):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(ephemeral=True)), base_url="http://here") as client:
+        return (await client.get("/api/admin/version", **headers)).status_code
+
+user, _, password = get_current_settings().api.auth_string.get_secret_value().partition(":")
+print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))), password == "own")
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"PREFECT_SERVER_API_AUTH_STRING": "me:own"}])
+def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place, variables):
+    command = [sys.executable, "-c", TEMPORARY]
+    done = subprocess.run(command, env=lone_place.environment | variables, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["401", "200", str(bool(variables))], done.stderr[-3000:]
