@@ -48,12 +48,11 @@ async def ask(**headers):
         return (await client.get("/api/admin/version", **headers)).status_code
 
 user, _, password = get_current_settings().api.auth_string.get_secret_value().partition(":")
-print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))), password == "own")
+print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))))
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"PREFECT_SERVER_API_AUTH_STRING": "me:own"}])
-def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place, variables):
+def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place):
     command = [sys.executable, "-c", TEMPORARY]
-    done = subprocess.run(command, env=lone_place.environment | variables, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["401", "200", str(bool(variables))], done.stderr[-3000:]
+    done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["401", "200"], done.stderr[-3000:]
