@@ -1,7 +1,7 @@
 """The servers of `grpo up` with the guard against other web pages in front of them.
 
     python -m grpo_tasks.running.guarded --host 127.0.0.1 --port 4200     Prefect: what `prefect server start` runs
-    mlflow server --app-name same-origin                                   MLflow: loads `mlflow_app` (an entry point, see pyproject.toml)
+    mlflow server --app-name same-origin     MLflow: loads `mlflow_app`, an entry point of ours (pyproject.toml)
 
 Both servers are named by their import path: this package starts them and imports neither.
 """

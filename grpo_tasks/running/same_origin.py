@@ -2,10 +2,11 @@
 
     SameOrigin(app)   ->  app answers its own pages and programs; a request that another page caused gets 403
 
-A browser sends what any page asks it to send, to 127.0.0.1 as well, and sends "simple" POSTs without asking the server first. CORS
-headers only decide whether the page may read the answer. So the server looks at what the browser says about the request: `Host` is the name
-that the address bar or the script used (another name than our own: DNS rebinding), `Origin` is the page that asks, `Sec-Fetch-Site`
-says how far away that page is where there is no Origin. Programs (command line, workers, flows) send neither of the last two.
+A browser sends what any page asks it to send, to 127.0.0.1 as well, and it sends "simple" POSTs without asking the server first.
+CORS headers only decide whether the page may read the answer. So the server looks at what the browser says about the request:
+`Host` is the name that the address bar or the script used (a name that is not ours: DNS rebinding), `Origin` is the page that
+asks, `Sec-Fetch-Site` says how far away that page is where there is no Origin. Programs (command line, workers, flows) send
+neither of the last two.
 
 This is no authentication: every program on this machine is let in. Only the standard library is used, so that a server
 in another environment can load this file.
@@ -59,7 +60,11 @@ class SameOrigin:
         origins = headers.get("origin", [])
         if not all(self._is_own_page(origin, host) for origin in origins):
             return "Other web pages cannot use this server"
-        if not origins and headers.get("sec-fetch-site", ["none"])[0] in ("cross-site", "same-site") and not _link(scope, headers):
+        if (
+            not origins
+            and headers.get("sec-fetch-site", ["none"])[0] in ("cross-site", "same-site")
+            and not _link(scope, headers)
+        ):
             return "Other web pages cannot use this server"
         return None
 

@@ -26,8 +26,9 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.child import RESULT
 from schemas.config import ResourcesConfig
-from schemas.errors import ChildDied, UserError
+from schemas.errors import ChildDied, UserError, hidden_errors
 from schemas.results import StepResult
+from schemas.secret import hide
 
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
@@ -63,7 +64,7 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=markdown, description=self.key[:16])
+        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=hide(markdown), description=self.key[:16])
 
 
 def step(
@@ -86,7 +87,7 @@ def step(
             if not resumable or work.run.fresh:
                 shutil.rmtree(work.directory, ignore_errors=True)
             work.directory.mkdir(parents=True, exist_ok=True)
-            with hold_all(slots_of(work.run.resources) if device else ()):
+            with hidden_errors(), hold_all(slots_of(work.run.resources) if device else ()):
                 result = body(work, **inputs)  # type: ignore[call-arg]
             result.save(work.directory / RESULT)
             return result

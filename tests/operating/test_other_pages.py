@@ -1,4 +1,4 @@
-"""A web page from another port, in Debian's Chromium, tries to use both servers of `grpo up`: to read, to write, to have a command run."""
+"""A web page from another port, in Debian's Chromium, tries to use both servers of `grpo up`: to read, write, run a command."""
 
 import threading
 from functools import partial
@@ -15,8 +15,8 @@ async ([prefect, mlflow, script]) => {
     try { tried[name] = await call() } catch (error) { tried[name] = error.name }
     return tried[name]
   }
-  const json = (url, body) => fetch(url, {method: 'POST', headers: {'Content-Type': 'application/json'}, body: JSON.stringify(body)})
-    .then(answer => answer.json())
+  const headers = {'Content-Type': 'application/json'}
+  const json = (url, body) => fetch(url, {method: 'POST', headers, body: JSON.stringify(body)}).then(answer => answer.json())
   // A Blob has no content type, so the browser sends it without asking the server first.
   const simple = (url, body) => fetch(url, {method: 'POST', mode: 'no-cors', body: new Blob([JSON.stringify(body)])})
   const text = (url, body) => fetch(url, {method: 'POST', mode: 'no-cors', headers: {'Content-Type': 'text/plain'}, body})

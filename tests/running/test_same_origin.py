@@ -74,7 +74,8 @@ def test_what_another_page_sends_is_refused(headers):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example:4200", "10.evil.example", "127.0.0.1.nip.io:4200", "0.0.0.0:4200", "localhost.", "", "127.0.0.1:4200@evil"]
+    "host",
+    ["evil.example:4200", "10.evil.example", "127.0.0.1.nip.io:4200", "0.0.0.0:4200", "localhost.", "", "127.0.0.1:4200@evil"],
 )
 def test_another_name_is_refused_whatever_the_page(host):
     assert status({"host": host}) == 403
