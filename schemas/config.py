@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from schemas.metrics import TRAINING
-from schemas.secret import has_password
+from schemas.secret import has_password, secrets_in
 from schemas.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -930,6 +930,10 @@ class RunConfig(Section):
                     f"rollout.vllm.extra_args: {flag} is not for a server started here, which listens on 127.0.0.1 alone; mend: "
                     "leave it out; a key comes from VLLM_API_KEY, a server for others is started by hand and named in base_urls"
                 )
+        for place in secrets_in(self.model_dump()):
+            raise ValueError(
+                f"{place} holds a password, token or key, and a config is recorded; mend: read it from the environment"
+            )
 
     def _check_overlap(self) -> None:
         if self.resources.num_processes > 1:

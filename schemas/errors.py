@@ -8,6 +8,9 @@ same words as one that does not. Our own broken promises are `assert`s, not erro
 
 import errno
 import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from schemas.secret import hide
@@ -166,3 +169,19 @@ def disk_full(error: BaseException) -> bool:
 
 
 _FULL = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+
+
+@contextmanager
+def hidden_errors() -> Iterator[None]:
+    """An error that leaves the block is safe to log and to record: an error of a library may name a password in an address."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        hidden = hide(text)
+        if hidden == text:
+            raise
+        if isinstance(error, UserError):
+            # Its own words are safe; what led to it is not.
+            raise error from None
+        raise RuntimeError(hidden) from None

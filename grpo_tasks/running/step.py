@@ -28,8 +28,9 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.child import RESULT
 from schemas.config import ResourcesConfig
-from schemas.errors import ChildDied, UserError
+from schemas.errors import ChildDied, UserError, hidden_errors
 from schemas.results import StepResult
+from schemas.secret import hide
 
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
@@ -68,7 +69,7 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=markdown, description=self.key[:16])
+        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=hide(markdown), description=self.key[:16])
 
 
 def step(
@@ -95,7 +96,7 @@ def step(
                     made.append(kept)
                     return Completed(name=CACHED, message=f"{label}: unchanged, every file verified")
                 clear(work.directory, resumable=resumable and not work.run.fresh)
-                with hold_all(slots_of(work.run.resources) if device else ()):
+                with hidden_errors(), hold_all(slots_of(work.run.resources) if device else ()):
                     result = body(work, **inputs)  # type: ignore[call-arg]
                 result = result.sealed(take_manifest(work.directory))
                 result.save(work.directory / RESULT)

@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
 from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.running.servers import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import RunConfig
 from schemas.results import (
@@ -53,7 +54,7 @@ def server(empty_database, tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", *mlflow_command(port)]
     command += ["--backend-store-uri", f"sqlite:///{home / 'server.db'}", "--artifacts-destination", str(home / "artifacts")]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (home / "server.log").open("wb") as log:
