@@ -30,7 +30,7 @@ from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard, whole
 from grpo_tasks.policy.shared_prompt import UnsupportedError
 from schemas.config import ModelConfig, StageConfig
-from schemas.errors import TrainingError
+from schemas.errors import NotFiniteError, TrainingError
 from schemas.results import ModelRef
 
 REFERENCE = "reference"
@@ -38,10 +38,6 @@ MAX_LOG_RATIO = 50.0
 """Larger ones are reported as this: e^50 says enough, e^1000 is no number."""
 SELF_CHECK_TOLERANCE = 1e-3
 """Largest mean |difference| in nats between a shared and the plain layout in float32; other precisions get 50 times that."""
-
-
-class NotFiniteError(TrainingError):
-    """A loss or a gradient that is not finite; the weights are as they were before the update."""
 
 
 @dataclass(slots=True)

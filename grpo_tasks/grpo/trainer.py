@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
-from grpo_tasks.grpo.learner import Learner, NotFiniteError
+from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
@@ -42,7 +42,7 @@ from grpo_tasks.stage.finish import (
 from grpo_tasks.stage.guards import WINDOW, Firing, Guards
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.errors import TrainingError
+from schemas.errors import NotFiniteError, TrainingError
 from schemas.results import StageResult
 
 SECONDS_PER_HOUR = 3600

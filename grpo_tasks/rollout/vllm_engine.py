@@ -31,17 +31,13 @@ from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
 
 PROBE_IDS = [3 + 7 * place % 200 for place in range(12)]
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest mean difference in nats between server and trainer on the probe."""
 
 Made = TypeVar("Made")
-
-
-class ServerGoneError(RolloutError):
-    """A server that does not answer any more, or says that its engine is dead."""
 
 
 class VllmSampler:
