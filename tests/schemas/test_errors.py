@@ -5,6 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,20 @@ for line in sys.stdin:
 """
 
 
+@cache
 def classes():
     """(module, class, names of its bases) of every class in our packages, read from the source: some modules need extras."""
-    for package in OUR_PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                    yield module, node.name, {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    paths = sorted(path for package in OUR_PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return [
+        (
+            ".".join(path.relative_to(ROOT).with_suffix("").parts),
+            node.name,
+            {ast.unparse(base).split(".")[-1] for base in node.bases},
+        )
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 def family():
