@@ -354,7 +354,8 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0)
     """Keep only the k likeliest tokens; 0 keeps all."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
-    """Strings that end a completion, for example </answer>."""
+    """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
+    text with it."""
     include_stop_str_in_output: bool = True
     """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)

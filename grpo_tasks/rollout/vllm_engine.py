@@ -80,7 +80,7 @@ class VllmSampler:
             RolloutError: a server refuses, or died more often than it is started again.
         """
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
-        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, sampling))]
+        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, stop))]
 
     def rest(self) -> None:
         """Give the card's memory back until the next `sync`, where configured."""
@@ -96,17 +96,18 @@ class VllmSampler:
                 self._forget(self._name)
         self._client.close()
 
-    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+    def _answers(self, requests: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
         self._take_over()
         with ThreadPoolExecutor(self._config.concurrency) as pool:
             try:
-                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(sampling))
+                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(stop))
                 return [answer for group in answers for answer in group]
             except RolloutError:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _complete(self, server: VllmServer, group: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+    def _complete(self, server: VllmServer, group: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
+        sampling = stop.sampling
         body = {
             "model": self._model(server),
             "prompt": list(group[0].prompt_ids),
@@ -120,8 +121,9 @@ class VllmSampler:
             "return_token_ids": True,
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
-            "stop_token_ids": sorted(self._end_ids | sampling.stop_token_ids),
-            "skip_special_tokens": False,
+            "stop_token_ids": sorted(stop.end_ids),
+            # The server searches for stop strings in the text that it decodes: it has to be the text we search.
+            "skip_special_tokens": not stop.reads_special_tokens,
         }
         answers: list[dict[str, Any]] = self._post(server, "/v1/completions", body)["choices"]
         if len(answers) != len(group):
