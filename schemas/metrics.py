@@ -43,7 +43,7 @@ TRAINING: tuple[Metric, ...] = (
     ),
     Metric(
         "kl",
-        "mean KL divergence from the reference policy (k3 estimator)",
+        "mean KL divergence from the reference policy (k3 estimator); at beta 0 measured every kl_every_steps updates",
         "nats/token",
         "lower",
         "above 0.5: the policy has moved too far, lower the learning rate",

@@ -115,7 +115,8 @@ class Learner:
     _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.stage.beta > 0:
+        # At beta 0 the KL is only looked at: a whole second model is too dear for that, an adapter is not.
+        if self.stage.beta > 0 or (self.stage.kl_every_steps > 0 and self.measures_kl):
             self._prepare_reference(next(self.model.parameters()).device)
         for model in (self.model, self._reference):
             if model is not None and self.compiled:
@@ -130,18 +131,26 @@ class Learner:
         if self.model_config.gradient_checkpointing or not self.share_prompts or self.sharded:
             self._layout = "plain"
 
-    def update(self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None) -> UpdateFigures:
+    @property
+    def measures_kl(self) -> bool:
+        """Whether there is a reference policy to measure the KL from at beta 0."""
+        return isinstance(self.model, PeftModel)
+
+    def update(
+        self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None, *, measure_kl: bool = False
+    ) -> UpdateFigures:
         """One optimizer step over the passes of an update.
 
         Args:
             parts: the micro-batches; may be empty when every group is dead.
             old_logps: for each of them the log-probabilities under the policy that sampled; None when that is the present one.
+            measure_kl: measure the KL although beta is 0.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
-        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 else None)
+        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 or measure_kl else None)
         if not self.model.training:
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -182,7 +191,8 @@ class Learner:
     ) -> None:
         bonus = self.stage.entropy_coef > 0
         scores = self._forward(self.model, part.tokens, entropy_gradients=bonus)
-        reference = self._reference_logps(part.tokens) if self.stage.beta > 0 else None
+        # Without beta it does not enter the loss: the update is the same whether the KL is measured or not.
+        reference = self._reference_logps(part.tokens) if figures.kl is not None else None
         if part.idle:
             self.processes.accelerator.backward(0.0 * scores.logps.sum())
             return
@@ -191,7 +201,7 @@ class Learner:
         inputs = LossInputs(
             logps=scores.logps,
             old_logps=old,
-            ref_logps=reference,
+            ref_logps=reference if self.stage.beta > 0 else None,
             advantages=part.advantages,
             mask=part.tokens.completion_mask,
             weights=part.weights,
@@ -210,10 +220,12 @@ class Learner:
         figures.clipped_low += out.clipped_low.item()
         figures.clipped_high += out.clipped_high.item()
         figures.mismatch += difference.abs().sum().item()
-        figures.mismatch_kl += k3(difference).sum().item()
+        figures.mismatch_kl += _k3_sum(difference)
         figures.mismatch_max = max(figures.mismatch_max, difference.abs().max().item())
-        if figures.kl is not None:
+        if self.stage.beta > 0 and figures.kl is not None:
             figures.kl += out.kl_sum.item()
+        elif reference is not None and figures.kl is not None:
+            figures.kl += _k3_sum((reference - scores.logps.detach())[mask])
         if correction is not None:
             figures.correction = (figures.correction or 0.0) + (correction * mask).sum().item()
 
@@ -333,3 +345,8 @@ class Learner:
                     layer.enable_adapters(enabled=True)
             if dropout:
                 self.model.train()
+
+
+def _k3_sum(log_ratio: Float[Tensor, " M"]) -> float:
+    """Sum of the k3 estimates of M tokens, finite however far the two policies are apart."""
+    return k3(log_ratio.clamp(max=MAX_LOG_RATIO)).sum().item()

@@ -39,7 +39,7 @@ from grpo_tasks.stage.finish import (
     target_reached,
     write_completions,
 )
-from grpo_tasks.stage.guards import WINDOW, Firing, Guards
+from grpo_tasks.stage.guards import WINDOW, Firing, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import NotFiniteError, TrainingError
@@ -94,7 +94,7 @@ class Trainer:
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
         self.events = Events(self.dir.events, writes=self.processes.writes)
         self.meter = DeviceMeter(self.device)
-        self.guards = Guards(self.stage.guards)
+        self.guards = Guards(self.stage.guards, kl_every=self._kl_every)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
         engine = self._engine(model, servers)
@@ -139,6 +139,9 @@ class Trainer:
         began = opened - self.seconds
         if self.step == 0 and self.stage.guards.rolls_back:
             self._save()
+        blind = kl_guard_off(self.stage, measurable=self.learner.measures_kl)
+        if blind is not None:
+            self.events.tell(0, "guard_off", blind)
         while self.step < self.updates:
             at = time.perf_counter()
             if self.step % self.stage.updates_per_rollout == 0:
@@ -220,7 +223,18 @@ class Trainer:
         share = self.step % self.stage.updates_per_rollout % len(current.updates)
         old = current.old_logps[share] if current.old_logps is not None else None
         self._reseed("update")
-        return self.learner.update(current.updates[share], old).means()
+        return self.learner.update(current.updates[share], old, measure_kl=self._kl_due()).means()
+
+    @property
+    def _kl_every(self) -> int:
+        """Updates between two measurements of the KL."""
+        return 1 if self.stage.beta > 0 else max(1, self.stage.kl_every_steps)
+
+    def _kl_due(self) -> bool:
+        """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
+        if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.measures_kl:
+            return False
+        return not self.journal.window("kl", last=self.step, size=self._kl_every - 1)
 
     def _reseed(self, purpose: str) -> None:
         """Dropout draws differently on every process, and the same again after a resume."""
@@ -324,7 +338,7 @@ class Trainer:
         self.step, extra = found
         self.suite.restore(extra["suite"])
         self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
-        self.guards = Guards(self.stage.guards, **extra["guards"])
+        self.guards = Guards(self.stage.guards, **extra["guards"], kl_every=self._kl_every)
         self.events.append(self.step, "resumed", f"from the checkpoint of update {self.step}")
 
     def _finish(self, stopped: str) -> StageResult:

@@ -22,7 +22,7 @@ OURS_ALONE = {
     "skip_dead_groups",
 }
 """Settings that TRL's rollouts and batches leave no place for."""
-HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards"} | {
+HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards", "kl_every_steps"} | {
     "eval_steps",
     "num_eval_prompts",
     "load_best_model_at_end",
