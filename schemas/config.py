@@ -85,7 +85,8 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit); none for local directories."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32."""
+    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. With float16 the loss
+    is scaled, so that small gradients do not become 0; bfloat16 needs no scaling."""
     merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision the merged model is saved in. The merge itself is computed in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -844,6 +845,7 @@ class ResourcesConfig(Section):
             "num_threads",
             "num_processes",
             "fsdp",
+            "distributed_timeout_minutes",
             "max_hours",
             "compile",
             "share_prompts",
@@ -866,6 +868,9 @@ class ResourcesConfig(Section):
     fsdp: bool = False
     """Spread weights, gradients and optimizer state over the processes (FSDP2), for a model that one card does not hold while it
     trains; off: every process has all of them. Sampling here needs a whole copy of the weights on each card all the same."""
+    distributed_timeout_minutes: float = Field(120.0, gt=0.0, le=10_000.0)
+    """Longest time in minutes that one of several processes waits for the others before the stage ends with an error (the time
+    limit of NCCL and gloo). It has to be longer than the longest round of sampling and rewards."""
     compile: bool = False
     """torch.compile the model's layers for training. The first passes take minutes; it pays in long stages on a GPU."""
     share_prompts: bool = True
@@ -982,7 +987,7 @@ class RunConfig(Section):
     def _check_shards(self) -> None:
         if self.model.quantization != "none":
             raise ValueError("weights in 4 bits cannot be spread over processes; mend: resources.fsdp: false")
-        if self.model.dtype == "float16" and self.model.lora is None:
+        if self.model.dtype == "float16":
             raise ValueError("float16 scales its gradients, which resources.fsdp cannot; mend: model.dtype: bfloat16")
         for index, stage in enumerate(self.stages):
             if stage.optim.endswith("8bit"):

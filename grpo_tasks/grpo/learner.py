@@ -1,6 +1,6 @@
 """The learner: micro-batches in, one optimizer step out, with the figures that are watched.
 
-    forward -> loss -> backward, pass by pass -> sum over the processes -> clip -> optimizer
+    forward -> loss -> backward, pass by pass -> sum over the processes -> (unscale) -> clip -> optimizer
 
 Owns model, optimizer and scheduler. The reference policy costs no second copy of the weights with LoRA: the base is the model
 with its adapter off, the stage's first policy a frozen second adapter.
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -56,6 +56,10 @@ class UpdateFigures:
     mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
     correction: float | None = None
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None: nothing."""
+    skipped: bool = False
+    """The scaled gradient overflowed and no step was made."""
 
     def over(self, processes: Processes) -> "UpdateFigures":
         """Of all processes together: sums of the sums, the largest of the largest, the rest is the same everywhere."""
@@ -70,6 +74,10 @@ class UpdateFigures:
     def means(self) -> dict[str, float]:
         """Metrics by their names in schemas/metrics.py; those of an update that trained on nothing are left out."""
         known = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        if self.loss_scale is not None:
+            known |= {"loss_scale": self.loss_scale, "skipped_step": float(self.skipped)}
+        if self.skipped:
+            del known["grad_norm"]  # it is not finite
         if self.tokens == 0:
             return known
         per_token = {
@@ -128,8 +136,16 @@ class Learner:
         self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         self.optimizer = make_optimizer(self.stage, self._trained)
         self.scheduler = make_scheduler(self.stage, self.optimizer, self.updates)
+        if self.scaler is not None:
+            # Its scale is made at its first use, which a process without a live group would not come to.
+            self.scaler.scale(torch.zeros((), device=self._trained[0].device))
         if self.model_config.gradient_checkpointing or not self.share_prompts or self.sharded:
             self._layout = "plain"
+
+    @property
+    def scaler(self) -> "torch.amp.GradScaler | None":
+        """What keeps gradients in float16 from becoming 0."""
+        return self.processes.accelerator.scaler
 
     @property
     def measures_kl(self) -> bool:
@@ -239,27 +255,40 @@ class Learner:
                 mend="the completions come from other weights or another tokenizer: see that the rollout engine takes over the "
                 "policy's weights, or raise max_sampling_logp_difference",
             )
+        if not math.isfinite(figures.loss):
+            self._not_finite(figures)
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if not self.sharded:
             self.processes.add_up(parameter.grad for parameter in self._trained if parameter.grad is not None)
-        scaler = self.processes.accelerator.scaler
+        scaler = self.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
-        # A scaler finds its scale by overflowing now and then, and skips those updates itself.
-        if not math.isfinite(figures.loss) or (scaler is None and not math.isfinite(figures.grad_norm)):
-            raise NotFiniteError(
-                f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
-                place=f"stage {self.stage.name}",
-                mend="lower learning_rate, or use bfloat16 instead of float16",
-            )
-        if scaler is None:
+        if scaler is not None:
+            self._scaled_step(scaler, figures)
+        elif math.isfinite(figures.grad_norm):
             self.optimizer.step()
         else:
-            scaler.step(self.optimizer)
-            scaler.update()
+            self._not_finite(figures)
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, figures: UpdateFigures) -> None:
+        """A step, or none when the scaled gradient overflowed: that is how a scaler finds its scale, no fault of the update."""
+        figures.loss_scale = scaler.get_scale()
+        scaler.step(self.optimizer)
+        scaler.update()
+        figures.skipped = scaler.get_scale() < figures.loss_scale
+        # Below 1 the gradient itself is not finite, and the scaler would skip every update to come.
+        if figures.skipped and scaler.get_scale() < 1.0:
+            self._not_finite(figures)
+
+    def _not_finite(self, figures: UpdateFigures) -> NoReturn:
+        raise NotFiniteError(
+            f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
+            place=f"stage {self.stage.name}",
+            mend="lower learning_rate, or use bfloat16 instead of float16",
+        )
 
     @torch.no_grad()
     def _entropy_threshold(self, parts: Sequence[Microbatch]) -> Float[Tensor, ""] | None:

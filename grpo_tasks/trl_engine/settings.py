@@ -65,6 +65,7 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
         "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,
+        "ddp_timeout": round(60 * spec.resources.distributed_timeout_minutes),
         "save_strategy": "steps",
         "log_completions": False,
     }
