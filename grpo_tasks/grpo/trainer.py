@@ -8,11 +8,8 @@ Of several processes, the first writes the files.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
@@ -67,7 +64,7 @@ class Trainer:
         self.spec = StageSpec.load(directory.spec)
         self.stage = self.spec.stage
         self.device = pick_device(self.spec.resources)
-        self.processes = Processes(_accelerator(self.spec, self.device))
+        self.processes = Processes.of(self.spec, self.device)
         self.device = self.processes.accelerator.device
         self.seed = completion_seed(self.spec.seed, self.stage.name)
         torch.manual_seed(self.seed)
@@ -358,16 +355,3 @@ class Trainer:
         if self.processes.writes:
             result.save(self.dir.result)
         return result
-
-
-def _accelerator(spec: StageSpec, device: torch.device) -> Accelerator:
-    # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
-    half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
-    precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
-    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=spec.resources.distributed_timeout_minutes))
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[limit])
-    if spec.model.lora is not None and spec.model.dtype == "float16":
-        # The adapter is float32, but its gradient comes through activations in float16, whose smallest number is 6e-8: of an
-        # update of 262,144 tokens half of the gradient became 0.
-        accelerator.scaler = torch.amp.GradScaler(device.type)
-    return accelerator
