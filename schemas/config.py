@@ -19,10 +19,13 @@ the nearest right key is `schemas/load.py`.
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from schemas.metrics import TRAINING
 from schemas.secret import has_password, secrets_in
@@ -125,7 +128,8 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit); none for local directories."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32."""
+    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. With float16 the loss
+    is scaled, so that small gradients do not become 0; bfloat16 needs no scaling."""
     merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision the merged model is saved in. The merge itself is computed in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -397,7 +401,8 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0, le=MOST_TOKENS)
     """Keep only the k likeliest tokens; 0 keeps all."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
-    """Strings that end a completion, for example </answer>."""
+    """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
+    text with it."""
     include_stop_str_in_output: bool = True
     """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
@@ -428,6 +433,93 @@ class EarlyStopConfig(Section):
 GuardAction = Literal["off", "warn", "stop", "rollback"]
 
 
+class GuardConfig(Section):
+    """A guard: the action alone (`kl_blow_up: stop`), or with the threshold (`kl_blow_up: {action: stop, threshold: 0.3}`)."""
+
+    action: GuardAction = "warn"
+    """off, warn (an event in log, Prefect and MLflow), stop, or rollback (to the last good checkpoint, with a smaller learning
+    rate)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _action_alone(cls, given: Any) -> Any:
+        given = {"action": given} if isinstance(given, str | bool) else given
+        # YAML 1.1 reads a bare off as false.
+        off = isinstance(given, Mapping) and given.get("action") is False
+        return {**given, "action": "off"} if off else given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """A box of both settings, or the action alone: whatever starts a deployment is checked against it."""
+        schema = handler.resolve_ref_schema(super().__get_pydantic_json_schema__(core_schema, handler))
+        action = {"title": "Action alone", "type": "string", "enum": list(get_args(GuardAction))}
+        return {"title": schema["title"], "anyOf": [schema | {"title": "Action and threshold"}, action]}
+
+
+class KlBlowUp(GuardConfig):
+    """KL from the reference too high."""
+
+    threshold: float = Field(0.5, gt=0.0, allow_inf_nan=False)
+    """Highest KL in nats a token, median of 10 updates (of 3 measurements where kl_every_steps measures it)."""
+
+
+class RewardStdCollapse(GuardConfig):
+    """Rewards that hardly differ inside a group."""
+
+    threshold: float = Field(0.01, gt=0.0, allow_inf_nan=False)
+    """Smallest reward_std (in units of the reward), median of 10 updates."""
+
+
+class FlatReward(GuardConfig):
+    """A reward that does not rise."""
+
+    threshold: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    """Smallest rise of the mean reward (in units of the reward) from the first 25 updates to the last 25; chance, two standard
+    errors, has to be exceeded as well."""
+
+
+class DeadGroups(GuardConfig):
+    """Too many groups whose completions earn the same."""
+
+    threshold: float = Field(0.9, gt=0.0, lt=1.0)
+    """Largest share of dead groups, median of 10 updates."""
+
+
+class Truncation(GuardConfig):
+    """Too many completions cut off."""
+
+    threshold: float = Field(0.5, gt=0.0, lt=1.0)
+    """Largest share of completions cut off at the length limit, median of 10 updates."""
+
+
+class EntropyCollapse(GuardConfig):
+    """A policy that gets too sure of itself."""
+
+    threshold: float = Field(0.2, gt=0.0, lt=1.0)
+    """Smallest entropy as a multiple of that of the first 10 updates, medians of 10 updates."""
+
+
+class LengthExplosion(GuardConfig):
+    """Completions that get too long."""
+
+    threshold: float = Field(2.0, gt=1.0, allow_inf_nan=False)
+    """Largest mean length as a multiple of that of the first 10 updates, medians of 10 updates."""
+
+
+class FormatRegression(GuardConfig):
+    """A format that is unlearnt."""
+
+    threshold: float = Field(0.2, gt=0.0, lt=1.0)
+    """Largest fall of a format reward's success (a share) below its best, medians of 10 updates."""
+
+
+class SamplerMismatch(GuardConfig):
+    """A sampler that is not the policy."""
+
+    threshold: float = Field(0.1, gt=0.0, allow_inf_nan=False)
+    """Largest mean difference of log-probabilities in nats a token, median of 10 updates."""
+
+
 class GuardsConfig(Section):
     """What is done when the figures of a stage go wrong: off, warn (an event in log, Prefect and MLflow), stop, or rollback (to
     the last good checkpoint, with a smaller learning rate)."""
@@ -441,25 +533,25 @@ class GuardsConfig(Section):
 
     not_finite: Literal["stop", "rollback"] = "stop"
     """A loss or a gradient that is not finite; the update is never made."""
-    kl_blow_up: GuardAction = "warn"
-    """KL above 0.5 (median of 10 updates)."""
-    reward_std_collapse: GuardAction = "warn"
-    """reward_std below 0.01 (median of 10 updates), while some function succeeds less than 9 times in 10."""
-    flat_reward: GuardAction = "warn"
+    kl_blow_up: KlBlowUp = Field(default_factory=KlBlowUp, title="KL blow up")
+    """KL from the reference above the threshold."""
+    reward_std_collapse: RewardStdCollapse = Field(default_factory=RewardStdCollapse)
+    """reward_std below the threshold, while some function succeeds less than 9 times in 10."""
+    flat_reward: FlatReward = Field(default_factory=FlatReward)
     """The reward of the last 25 updates is no better than that of the first 25, while some function succeeds less than 9 times
     in 10."""
-    dead_groups: GuardAction = "warn"
-    """More than 9 of 10 groups dead (median of 10 updates), while some function succeeds less than 9 times in 10."""
-    truncation: GuardAction = "warn"
-    """More than half of the completions cut off (median of 10 updates)."""
-    entropy_collapse: GuardAction = "warn"
-    """Entropy below a fifth of the first 10 updates', without more reward."""
-    length_explosion: GuardAction = "warn"
-    """Completions twice as long as in the first 10 updates, without more reward."""
-    format_regression: GuardAction = "warn"
-    """Success of a format reward 0.2 below the best 10 updates of the stage."""
-    sampler_mismatch: GuardAction = "warn"
-    """Sampler and trainer differ by more than 0.1 nats a token (median of 10 updates)."""
+    dead_groups: DeadGroups = Field(default_factory=DeadGroups)
+    """More dead groups than the threshold, while some function succeeds less than 9 times in 10."""
+    truncation: Truncation = Field(default_factory=Truncation)
+    """More completions cut off than the threshold."""
+    entropy_collapse: EntropyCollapse = Field(default_factory=EntropyCollapse)
+    """Entropy below the threshold times that of the first 10 updates, without more reward."""
+    length_explosion: LengthExplosion = Field(default_factory=LengthExplosion)
+    """Completions longer than the threshold times those of the first 10 updates, without more reward."""
+    format_regression: FormatRegression = Field(default_factory=FormatRegression)
+    """Success of a format reward further below the best 10 updates of the stage than the threshold."""
+    sampler_mismatch: SamplerMismatch = Field(default_factory=SamplerMismatch)
+    """Sampler and trainer differ by more than the threshold."""
     max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
     """Times a stage is rolled back before it stops."""
     rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)
@@ -468,7 +560,8 @@ class GuardsConfig(Section):
     @property
     def rolls_back(self) -> bool:
         """Whether any guard does."""
-        return "rollback" in self.model_dump().values()
+        actions = [guard.action for _, guard in self if isinstance(guard, GuardConfig)]
+        return "rollback" in [self.not_finite, *actions]
 
 
 _METRICS = [metric.name for metric in TRAINING]
@@ -501,6 +594,7 @@ class StageConfig(Section):
             "scale_rewards",
             "baseline",
             "multi_objective_aggregation",
+            "kl_every_steps",
             "reference",
             "epsilon",
             "epsilon_high",
@@ -599,6 +693,9 @@ class StageConfig(Section):
     scaled by its own spread in the group, summed with the weights and scaled by the rollout's spread (GDPO)."""
     beta: float = Field(0.0, ge=0.0)
     """Weight of the KL term towards the reference in the loss; at 0 no reference is computed for the loss."""
+    kl_every_steps: int = Field(10, ge=0, le=10_000_000)
+    """Updates between two measurements of the KL at beta 0, for the metric kl and its guard; each costs a forward pass without
+    gradients. 0: never. Above beta 0 every update measures it; full fine-tuning at beta 0 has no reference and never does."""
     reference: Literal["base", "stage_start"] = "base"
     """Reference policy of the KL: the base model, or the policy this stage starts from."""
     epsilon: float = Field(0.2, gt=0.0)
@@ -806,6 +903,7 @@ class ResourcesConfig(Section):
             "num_threads",
             "num_processes",
             "fsdp",
+            "distributed_timeout_minutes",
             "max_hours",
             "compile",
             "share_prompts",
@@ -828,6 +926,9 @@ class ResourcesConfig(Section):
     fsdp: bool = False
     """Spread weights, gradients and optimizer state over the processes (FSDP2), for a model that one card does not hold while it
     trains; off: every process has all of them. Sampling here needs a whole copy of the weights on each card all the same."""
+    distributed_timeout_minutes: float = Field(120.0, gt=0.0, le=10_000.0)
+    """Longest time in minutes that one of several processes waits for the others before the stage ends with an error (the time
+    limit of NCCL and gloo). It has to be longer than the longest round of sampling and rewards."""
     compile: bool = False
     """torch.compile the model's layers for training. The first passes take minutes; it pays in long stages on a GPU."""
     share_prompts: bool = True
@@ -948,7 +1049,7 @@ class RunConfig(Section):
     def _check_shards(self) -> None:
         if self.model.quantization != "none":
             raise ValueError("weights in 4 bits cannot be spread over processes; mend: resources.fsdp: false")
-        if self.model.dtype == "float16" and self.model.lora is None:
+        if self.model.dtype == "float16":
             raise ValueError("float16 scales its gradients, which resources.fsdp cannot; mend: model.dtype: bfloat16")
         for index, stage in enumerate(self.stages):
             if stage.optim.endswith("8bit"):

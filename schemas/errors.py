@@ -7,6 +7,7 @@ same words as one that does not. Our own broken promises are `assert`s, not erro
 """
 
 import errno
+import importlib
 import json
 import traceback
 from collections.abc import Iterator
@@ -36,6 +37,10 @@ def _shorten_line(line: str, limit: int) -> str:
     return f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
 
 
+OUR_PACKAGES = ("schemas", "grpo_tasks", "flows")
+"""Packages whose modules may define errors of the family."""
+
+
 class UserError(Exception):
     """Something the user can mend. `str()` gives the whole text: message, place and mend."""
 
@@ -59,19 +64,31 @@ class UserError(Exception):
 
     def to_json(self) -> str:
         """One JSON object that `from_json` turns back into the same error."""
-        return json.dumps({"type": type(self).__name__, "message": self.message, "place": self.place, "mend": self.mend})
+        kind = type(self)
+        fields = {"type": kind.__qualname__, "module": kind.__module__, "message": self.message}
+        return json.dumps(fields | {"place": self.place, "mend": self.mend})
 
     @staticmethod
     def from_json(text: str) -> "UserError":
-        """The error that `to_json` wrote; an unknown type comes back as plain `UserError`."""
+        """The error that `to_json` wrote, of the same class; a class that is not ours comes back as plain `UserError`."""
         fields = json.loads(text)
-        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
-        kind = kinds.get(fields["type"], UserError)
+        kind = _find(fields["type"], fields.get("module", __name__))
         return kind(fields["message"], place=fields["place"], mend=fields["mend"])
 
     def at(self, place: str) -> Self:
         """The same error with a place, for code that learns the place later than the fault."""
         return type(self)(self.message, place=place, mend=self.mend)
+
+
+def _find(name: str, module: str) -> type[UserError]:
+    if module.partition(".")[0] not in OUR_PACKAGES:
+        # The file may come from a process that somebody else's code runs in: what it names is not imported.
+        return UserError
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return UserError
+    return found if isinstance(found, type) and issubclass(found, UserError) else UserError
 
 
 def _rebuild(kind: type[UserError], message: str, place: str, mend: str) -> UserError:
@@ -115,10 +132,18 @@ class TrainingError(UserError):
     title = "The training stage stopped"
 
 
+class NotFiniteError(TrainingError):
+    """A loss or a gradient that is not finite; the weights are as they were before the update."""
+
+
 class RolloutError(UserError):
     """The rollout server failed, or serves something else than it should."""
 
     title = "The rollout server cannot be used"
+
+
+class ServerGoneError(RolloutError):
+    """A server that does not answer any more, or says that its engine is dead."""
 
 
 class MergeError(UserError):

@@ -65,10 +65,10 @@ class StageProgress:
 
     def summary(self, journal: Journal) -> str:
         """The stage as Markdown: first, middle and last updates."""
-        names = [name for name in WATCHED if name in journal.steps.get(journal.last_step, {}) or name == "reward"]
+        names = [name for name in WATCHED if any(name in metrics for metrics in journal.steps.values()) or name == "reward"]
         steps = sorted({1, *(round(journal.last_step * part / 8) for part in range(1, 9))} & journal.steps.keys())
         lines = [f"# Stage {self._stage.name}", "", f"| update | {' | '.join(names)} |", f"|---:|{'---:|' * len(names)}"]
-        lines += [f"| {step} | {' | '.join(_number(journal.steps[step].get(name)) for name in names)} |" for step in steps]
+        lines += [f"| {step} | {' | '.join(_number(_latest(journal, name, step)) for name in names)} |" for step in steps]
         return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model gets better: watch the reward."])
 
     def _look(self, *, final: bool) -> None:
@@ -122,6 +122,12 @@ class _Tail:
 def _figures(line: dict[str, Any]) -> str:
     metrics = line["metrics"]
     return " ".join(f"{short} {_number(metrics[name])}" for name, short in WATCHED.items() if name in metrics)
+
+
+def _latest(journal: Journal, metric: str, step: int) -> float | None:
+    """The value of an update, or the last one before it: some metrics are measured now and then."""
+    values = journal.window(metric, last=step, size=step)
+    return values[-1] if values else None
 
 
 def _number(value: float | None) -> str:

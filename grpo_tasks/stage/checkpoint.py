@@ -36,6 +36,8 @@ class TrainingState:
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+    scaler: torch.amp.GradScaler | None = None
+    """Of the loss, in float16."""
 
 
 def save_checkpoint(
@@ -59,6 +61,8 @@ def save_checkpoint(
         save_trained(state.model, state.tokenizer, part / "weights", weights)
         save_file(tensors, part / "optimizer.safetensors")
         content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
+        if state.scaler is not None:
+            content["scaler"] = state.scaler.state_dict()
         (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
         (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
         _sync(part)
@@ -114,6 +118,8 @@ def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any
     _load_weights(state.model, checkpoint / "weights")
     _load_optimizer(checkpoint, state)
     state.scheduler.load_state_dict(content["scheduler"])
+    if state.scaler is not None and "scaler" in content:
+        state.scaler.load_state_dict(content["scaler"])
     for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     return content["step"], content["extra"]
