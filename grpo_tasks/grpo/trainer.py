@@ -72,7 +72,7 @@ class Trainer:
         self.held_out = self._held_out()
         self.tokenizer = load_tokenizer(self.spec.start)
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
-        self.updates = num_updates(self.stage, len(self.rows))
+        self.updates = suite.worker.max_steps = num_updates(self.stage, len(self.rows))
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
         temperature = self.spec.rollout.temperature
         resources = self.spec.resources

@@ -8,6 +8,7 @@ Weights may move (adaptive.py). Advantages are the trainer's business.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -92,12 +93,13 @@ class RewardSuite:
     Args:
         rewards: tags, equality and settings of the functions.
         names: the stage's functions; RunConfig has made sure that they exist.
+        log: file that takes what the functions print; None: nothing of it is kept.
     """
 
-    def __init__(self, rewards: RewardsConfig, names: Sequence[str]) -> None:
+    def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
         self.names = list(names)
         self.configs = [_resolved(rewards, name) for name in names]
-        self.worker = RewardWorker(rewards, names)
+        self.worker = RewardWorker(rewards, names, log=log)
         self.adaptive = {
             name: AdaptiveWeight(config.adaptive)
             for name, config in zip(self.names, self.configs, strict=True)

@@ -8,6 +8,7 @@ A check that fails stops the run, unless `lab.ignore_checks` names it (check, or
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 
@@ -37,7 +38,11 @@ class LabFindings:
 
 
 def probe_rewards_of(
-    config: LabInputs | RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None
+    config: LabInputs | RunConfig,
+    rows: Sequence[Row],
+    base_samples: Sequence[GroupSample] | None = None,
+    *,
+    log: Path | None = None,
 ) -> LabFindings:
     """Try every reward function of every stage.
 
@@ -45,6 +50,7 @@ def probe_rewards_of(
         config: the run; `lab` says how much is tried.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows; without them nothing is forecast.
+        log: file that takes what the functions print; None: nothing of it is kept.
 
     Raises:
         ConfigError: a function cannot be loaded.
@@ -52,7 +58,7 @@ def probe_rewards_of(
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     bench = lay_bench(config.rewards, config.lab, rows, base_samples)
-    with RewardWorker(config.rewards, names) as worker:
+    with RewardWorker(config.rewards, names, log=log) as worker:
         trials = {name: try_function(name, _settings(config, name), bench, worker) for name in names}
     forecasts = _forecasts(config, base_samples or [], trials)
     checks = [check for trial in trials.values() for check in trial.checks]
