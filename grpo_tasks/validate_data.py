@@ -5,7 +5,6 @@ import time
 import polars as pl
 from prefect import get_run_logger
 
-from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS
 from grpo_tasks.data.quarantine import enforce
@@ -26,6 +25,9 @@ def validate_data(
     rollout: RolloutConfig,
 ) -> DataReport:
     """Every rule on every row; stops, after the report is written, when too many rows are bad or no answer can be right."""
+    # Imports transformers, which a run that skips this step does not need.
+    from grpo_tasks.data.chat_tokens import load_counter
+
     began = time.perf_counter()
     counter = load_counter(model)
     counter.check_stops(rollout)

@@ -12,7 +12,6 @@ from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.environment import describe_environment
-from grpo_tasks.tracking.plots import plot_overview
 from schemas.config import RunConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 
@@ -62,6 +61,8 @@ class Pair:
 
 def write_html(parts: Parts, directory: Path) -> Path:
     """`directory`/report.html."""
+    from grpo_tasks.tracking.plots import plot_overview
+
     journals = [(stage.stage, StageDir(stage.directory).journal) for stage in parts.stages]
     curves = picture(plot_overview(journals, directory / "curves.png"))
     page = render(

@@ -25,7 +25,6 @@ from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.params import flatten
-from grpo_tasks.tracking.plots import plot_overview
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config import RunConfig
 from schemas.errors import TrackingError
@@ -173,6 +172,8 @@ class TrackedRun:
         return done
 
     def _draw_overview(self) -> None:
+        from grpo_tasks.tracking.plots import plot_overview
+
         journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
         self.handle.file(plot_overview(journals, self._stages[-1].directory / "overview.png"), "plots")
 
