@@ -13,7 +13,8 @@ import functools
 import hashlib
 import inspect
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -27,8 +28,11 @@ from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.child import RESULT
 from schemas.config import ResourcesConfig
 from schemas.errors import ChildDied, UserError
+from schemas.lock import alone
 from schemas.results import StepResult
 
+LOCKS = ".locks"
+"""Folder beside the steps' folders."""
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
 
@@ -111,14 +115,28 @@ def step(
             key = content_key(name, (*rooms, name), inputs)
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
-            whole = (work.directory / RESULT).exists()
-            told = prefect_task.with_options(refresh_cache=run.fresh or not whole)
-            state = told(work, label, inputs, return_state=True)
+            with _alone(run, work, label):
+                whole = (work.directory / RESULT).exists()
+                told = prefect_task.with_options(refresh_cache=run.fresh or not whole)
+                state = told(work, label, inputs, return_state=True)
             return _settle(state, run, work, label)
 
         return cast(Callable[Concatenate[Run, Inputs], Made], call)
 
     return decorate
+
+
+@contextmanager
+def _alone(run: Run, work: Work, label: str) -> Iterator[None]:
+    """Be the only process at this folder: the second of two that want the same step waits, and finds it done."""
+    log = get_run_logger()
+
+    def waiting(holder: str) -> None:
+        log.info("%s: waiting for %s, which is at the same step (%s)", label, holder, work.directory)
+
+    lock = run.output.resolve() / LOCKS / f"{work.directory.parent.name}-{work.directory.name}"
+    with alone(lock, who="another run", waiting=waiting):
+        yield
 
 
 def _settle(state: State[Made], run: Run, work: Work, label: str) -> Made:
