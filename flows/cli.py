@@ -333,10 +333,13 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
     """Bring everything up and say where it is."""
     prepare_environment()
     from flows.deployments import FILE
-    from grpo_tasks.running.servers import Stack, create_databases
+    from grpo_tasks.running.servers import Stack, create_databases, mlflow_environment
+    from grpo_tasks.tracking.store import prepare
 
     if postgres:
         create_databases(postgres)
+    # A server migrates its database in place; killed meanwhile, it leaves half of one. It finds a whole one instead.
+    prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
     stack = Stack(Path.cwd(), tell=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
     at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=FILE, workers=workers)
     out.print(f"Prefect UI  {at.prefect}", highlight=False)
