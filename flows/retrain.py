@@ -8,9 +8,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.variables import Variable
 
+from flows.checks import check_inputs
 from flows.pipeline import grpo_pipeline
 from flows.session import pipeline_key
-from flows.show import check_files
 from flows.single import validate_flow
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold
@@ -86,7 +86,7 @@ def _told(config: RunConfig, result: RetrainResult) -> RetrainResult:
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
     """Compare the content of the data with what it was at the last look; True when it is new."""
     config = load_config(source, overrides)
-    check_files(config)
+    check_inputs(config)
     digest = content_key("watch", (), {"data": config.data})
     name = "grpo_data_" + "".join(letter if letter.isalnum() else "_" for letter in config.name.lower())
     before = Variable.get(name)

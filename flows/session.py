@@ -9,6 +9,7 @@ from pathlib import Path
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
+from flows.checks import check_inputs, check_output
 from flows.ends import cancellable, noted
 from grpo_tasks.running.child import no_room
 from grpo_tasks.running.key import content_key
@@ -83,6 +84,8 @@ class FlowRun:
 def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
     """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
     _require_installed(config)
+    check_inputs(config)
+    check_output(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with (

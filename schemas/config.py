@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler, StringConstraints, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -31,9 +32,19 @@ from schemas.metrics import TRAINING
 from schemas.secret import has_password, secrets_in
 from schemas.section import Section
 
+
+def _url(address: str) -> str:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ValueError(f"not an address: {error}; mend: http://HOST:PORT") from error
+    return address
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
 """A path, a hub id or a URL."""
+Url = Annotated[Address, AfterValidator(_url)]
 MlflowName = Annotated[str, StringConstraints(pattern=r"^[^/:@\x00-\x1f]{1,200}$")]
 """MLflow refuses the other characters and longer names, but only when the model is published."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
@@ -331,7 +342,7 @@ class VllmConfig(Section):
         ),
     }
 
-    base_urls: list[Address] = Field(default_factory=list)
+    base_urls: list[Url] = Field(default_factory=list)
     """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
     ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder. A key they
     ask for is taken from VLLM_API_KEY."""
@@ -885,7 +896,7 @@ class PromotionConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    tracking_uri: Address | None = None
+    tracking_uri: Url | None = None
     """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory. Never
     with a password, because all of this is recorded: an address that has one belongs into MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None

@@ -221,10 +221,7 @@ def test_the_schema_of_a_run_carries_a_description_for_every_field():
     # A guard is a box of settings or its action alone.
     boxes = [(name, box) for name, model in definitions.items() for box in model.get("anyOf", [model])]
     bare = [
-        f"{name}.{key}"
-        for name, box in boxes
-        for key, field in box.get("properties", {}).items()
-        if not field.get("description")
+        f"{name}.{key}" for name, box in boxes for key, field in box.get("properties", {}).items() if not field.get("description")
     ]
     assert bare == []
     assert all(box.get("properties") or box.get("enum") for _, box in boxes)
