@@ -9,7 +9,7 @@ import difflib
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,16 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> Re
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         given = {"tags": Tags.of(rewards.tags), "equality": rewards.equality}
         bound = {key: value for key, value in given.items() if key in known} | reward.params
-    else:
-        function, bound = _import(reward.function or name, place=place), dict(reward.params)
-    return _bind(function, bound)
+        # A column that happens to be called max_length sets nothing.
+        return _bind(function, bound, known - _GIVEN)
+    return _bind(_import(reward.function or name, place=place), dict(reward.params), frozenset())
 
 
-def _bind(function: RewardFunction, bound: Mapping[str, Any]) -> RewardFunction:
+def _bind(function: RewardFunction, bound: Mapping[str, Any], own: Set[str]) -> RewardFunction:
+    """The function with its parameters; of the arguments of a call it gets those that are not in `own`."""
+
     def call(**arguments: Any) -> Any:
-        result = function(**(arguments | dict(bound)))
+        result = function(**({key: value for key, value in arguments.items() if key not in own} | dict(bound)))
         return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
 
     return call
