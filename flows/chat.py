@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_tasks.policy.ask import Chat, Manner
-from grpo_tasks.tracking.downloads import fetch_version
-from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
+from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+from grpo_tasks.tracking.registry import find_version, lineage_of
 from schemas.config import TrackingConfig
 from schemas.results import Lineage
 

@@ -5,6 +5,7 @@ Help, a dry run and a refused config answer at once, so everything heavy is impo
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from rich.panel import Panel
 
 from schemas.errors import OrchestratorError, UserError
 from schemas.load import load_config
+from schemas.secret import has_password, hide, hide_output
 
 if TYPE_CHECKING:
     from grpo_tasks.running.servers import Stack
@@ -134,8 +136,20 @@ def trace(
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for its champion.")]
+
+
+def _without_password(address: str | None) -> str | None:
+    # Prefect records it, and everybody on the machine can read a command line.
+    if address and has_password(address):
+        raise typer.BadParameter(
+            "it holds a password; export MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return address
+
+
 TrackingUri = Annotated[
-    str | None, typer.Option("--tracking-uri", help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db.")
+    str | None,
+    typer.Option("--tracking-uri", callback=_without_password, help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db."),
 ]
 
 
@@ -165,8 +179,8 @@ def download(
     """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
     with errors_told():
         prepare_environment()
-        from grpo_tasks.tracking.downloads import fetch_version
-        from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
+        from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+        from grpo_tasks.tracking.registry import find_version, lineage_of
         from schemas.config import TrackingConfig
 
         tracking = TrackingConfig(tracking_uri=tracking_uri)
@@ -366,14 +380,32 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    hide_output()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_traceback)
+        logging.getLogger(name).addFilter(_without_secrets)
 
 
 def prepare_flow() -> None:
     """The same, and the Prefect server that is configured answers."""
     prepare_environment()
     _look_for_prefect(os.environ.get("PREFECT_API_URL"))
+    _lock_temporary_server()
+
+
+def _lock_temporary_server() -> None:
+    """Give the server that Prefect starts for a flow without one a password that only this command and its children know.
+
+    Without it every web page could write to that server's database, from which a later worker takes what it runs.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    # A profile may name a server where the environment names none.
+    if get_current_settings().api.url is None:
+        password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
+        os.environ["PREFECT_API_AUTH_STRING"] = password
+        refresh_global_settings_context()
 
 
 def _look_for_prefect(address: str | None) -> None:
@@ -398,6 +430,13 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     # An error of the user's says where and what to do; the way it took through our code helps nobody.
     if record.exc_info and isinstance(record.exc_info[1], UserError):
         record.exc_info = record.exc_text = None
+    return True
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if (hidden := hide(message)) != message:
+        record.msg, record.args = hidden, None
     return True
 
 

@@ -14,7 +14,7 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config import ResourcesConfig, RunConfig
-from schemas.errors import ConfigError, TrackingError, UserError, disk_full
+from schemas.errors import ConfigError, TrackingError, UserError, disk_full, hidden_errors
 from schemas.results import StepResult
 from schemas.secret import hide
 
@@ -84,6 +84,7 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with (
         _full_disk_told(config.resources.output_dir),
+        hidden_errors(),
         noted(config.resources.output_dir / config.name / ".running", flow_run.id),
         cancellable(flow_run.id),
         open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,

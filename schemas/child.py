@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from schemas.errors import UserError, disk_full
+from schemas.secret import hide_output
 
 SPEC = "spec.json"
 ERROR = "error.json"
@@ -28,6 +29,7 @@ def run_child(work: Callable[[Path], None]) -> None:
         sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
     directory = Path(sys.argv[1])
     die_with_parent()
+    hide_output()
     (directory / ERROR).unlink(missing_ok=True)
     try:
         try:

@@ -1,15 +1,44 @@
 """Every error a user can meet, on one page.
 
-Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`).
+Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`). What a user typed
+may be of any length; an error never repeats more of it than a person would read.
 They cross process borders as JSON (`to_json`, `from_json`), so a step that runs in a child process fails with the
 same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
 """
 
 import errno
+import importlib
 import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from schemas.secret import hide
+
+MAX_LINE = 2_000
+"""Characters of one line of an error; a longer line loses its middle."""
+MAX_LINES = 60
+"""Lines of an error; a longer one loses its end."""
+
+
+def shorten(text: str, limit: int = MAX_LINE) -> str:
+    """The text with the middle of overlong lines and the end of overlong lists left out; both say how much."""
+    lines = text.split("\n")
+    # One line less than allowed, so that shortening twice changes nothing: errors cross process borders.
+    kept = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1:,} more lines"]
+    return "\n".join(_shorten_line(line, limit) for line in kept)
+
+
+def _shorten_line(line: str, limit: int) -> str:
+    if len(line) <= limit:
+        return line
+    head, tail = limit // 2, limit // 4
+    return f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
+
+
+OUR_PACKAGES = ("schemas", "grpo_tasks", "flows")
+"""Packages whose modules may define errors of the family."""
 
 
 class UserError(Exception):
@@ -19,7 +48,7 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
-        self.message, self.place, self.mend = hide(message), hide(place), hide(mend)
+        self.message, self.place, self.mend = (shorten(hide(text)) for text in (message, place, mend))
         super().__init__(self.message)
 
     def __str__(self) -> str:
@@ -35,19 +64,31 @@ class UserError(Exception):
 
     def to_json(self) -> str:
         """One JSON object that `from_json` turns back into the same error."""
-        return json.dumps({"type": type(self).__name__, "message": self.message, "place": self.place, "mend": self.mend})
+        kind = type(self)
+        fields = {"type": kind.__qualname__, "module": kind.__module__, "message": self.message}
+        return json.dumps(fields | {"place": self.place, "mend": self.mend})
 
     @staticmethod
     def from_json(text: str) -> "UserError":
-        """The error that `to_json` wrote; an unknown type comes back as plain `UserError`."""
+        """The error that `to_json` wrote, of the same class; a class that is not ours comes back as plain `UserError`."""
         fields = json.loads(text)
-        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
-        kind = kinds.get(fields["type"], UserError)
+        kind = _find(fields["type"], fields.get("module", __name__))
         return kind(fields["message"], place=fields["place"], mend=fields["mend"])
 
     def at(self, place: str) -> Self:
         """The same error with a place, for code that learns the place later than the fault."""
         return type(self)(self.message, place=place, mend=self.mend)
+
+
+def _find(name: str, module: str) -> type[UserError]:
+    if module.partition(".")[0] not in OUR_PACKAGES:
+        # The file may come from a process that somebody else's code runs in: what it names is not imported.
+        return UserError
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return UserError
+    return found if isinstance(found, type) and issubclass(found, UserError) else UserError
 
 
 def _rebuild(kind: type[UserError], message: str, place: str, mend: str) -> UserError:
@@ -91,16 +132,30 @@ class TrainingError(UserError):
     title = "The training stage stopped"
 
 
+class NotFiniteError(TrainingError):
+    """A loss or a gradient that is not finite; the weights are as they were before the update."""
+
+
 class RolloutError(UserError):
     """The rollout server failed, or serves something else than it should."""
 
     title = "The rollout server cannot be used"
 
 
+class ServerGoneError(RolloutError):
+    """A server that does not answer any more, or says that its engine is dead."""
+
+
 class MergeError(UserError):
     """A merged model that is not base + adapter; it is never published."""
 
     title = "The merge is refused"
+
+
+class DamagedError(UserError):
+    """A file that is not what the step that made it has written."""
+
+    title = "A file was changed or damaged"
 
 
 class TrackingError(UserError):
@@ -139,3 +194,19 @@ def disk_full(error: BaseException) -> bool:
 
 
 _FULL = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+
+
+@contextmanager
+def hidden_errors() -> Iterator[None]:
+    """An error that leaves the block is safe to log and to record: an error of a library may name a password in an address."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        hidden = hide(text)
+        if hidden == text:
+            raise
+        if isinstance(error, UserError):
+            # Its own words are safe; what led to it is not.
+            raise error from None
+        raise RuntimeError(hidden) from None

@@ -43,7 +43,7 @@ TRAINING: tuple[Metric, ...] = (
     ),
     Metric(
         "kl",
-        "mean KL divergence from the reference policy (k3 estimator)",
+        "mean KL divergence from the reference policy (k3 estimator); at beta 0 measured every kl_every_steps updates",
         "nats/token",
         "lower",
         "above 0.5: the policy has moved too far, lower the learning rate",
@@ -55,6 +55,8 @@ TRAINING: tuple[Metric, ...] = (
     Metric("loss", "policy loss; starts near 0 and may RISE while the model gets better: watch reward", plot="loss"),
     Metric("entropy", "mean entropy of the sampled tokens' distributions", "nats/token", plot="entropy"),
     Metric("grad_norm", "norm of the gradient before clipping", plot="grad_norm"),
+    Metric("loss_scale", "factor of the loss in float16; it halves when a gradient overflows and doubles after 2,000 updates"),
+    Metric("skipped_step", "1 for an update in float16 whose gradient overflowed: no weight was moved", "", "lower"),
     Metric("learning_rate", "learning rate of the update", plot="learning_rate"),
     Metric("rewards/*/mean", "mean raw score of one reward function, before its weight", "", "higher", "", "rewards"),
     Metric("rewards/*/std", "standard deviation of the raw score over the update"),

@@ -14,8 +14,8 @@ REQUESTS = frozenset({"http.client.send"})
 LIMIT_S = 600
 
 # A forked child has the libraries loaded; this process has used torch, whose threads do not survive a fork.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.trainer", "grpo_tasks.tracking.log_model", "grpo_tasks.tracking.runs"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.__main__", "grpo_tasks.tracking.log_model", "grpo_tasks.tracking.runs"])
 
 
 def count_calls(work: Callable[[], object], calls: frozenset[str], under: str = "") -> int:
@@ -42,8 +42,8 @@ def some(total: int, how_many: int, seed: int) -> list[int]:
 
 @contextmanager
 def _process(work, calls, under, number) -> Iterator[tuple]:
-    ours, theirs = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=_watched, args=(work, calls, under, number, theirs))
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_watched, args=(work, calls, under, number, theirs))
     process.start()
     try:
         yield process, ours

@@ -4,7 +4,7 @@ The tokenizer is loaded by the class its own config names, as AutoTokenizer woul
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -31,7 +31,7 @@ class TokenCounter:
     @property
     def special_tokens(self) -> list[str]:
         """The tokenizer's own markers; none of them belongs inside a message."""
-        return [str(token) for token in self.tokenizer.all_special_tokens]
+        return list(special_tokens(self.tokenizer).values())
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +72,8 @@ class TokenCounter:
         return not unknown and self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == stop
 
     def check_stops(self, rollout: RolloutConfig) -> None:
-        """Raise `ConfigError` for a stop string the tokenizer cannot produce, or a stop token id it does not have."""
+        """Raise `ConfigError` for a stop string that the tokenizer cannot produce or that would end completions inside a special
+        token, and for a stop token id that does not exist."""
         for stop in rollout.stop:
             if not self.can_produce(stop):
                 raise ConfigError(
@@ -80,12 +81,27 @@ class TokenCounter:
                     place="rollout.stop",
                     mend="choose a string made of characters it knows",
                 )
+        self._check_parts(rollout.stop)
         for token_id in rollout.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise ConfigError(
                     f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
                     place="rollout.stop_token_ids",
                     mend=f"an id from 0 to {self.vocab_size - 1}",
+                )
+
+    def _check_parts(self, stops: Sequence[str]) -> None:
+        """The search reads special tokens when a stop string contains one, and would find other stop strings inside them."""
+        special = self.special_tokens
+        if not any(contains_special(stop, special) for stop in stops):
+            return
+        for stop in stops:
+            around = next((token for token in special if stop in token and stop != token), None)
+            if around is not None:
+                raise ConfigError(
+                    f"{stop!r} is part of the special token {around!r}, and would end completions there",
+                    place="rollout.stop",
+                    mend="leave it out, or the stop strings that contain special tokens",
                 )
 
     def _count_texts(self, texts: Sequence[str]) -> list[int]:
@@ -115,6 +131,17 @@ class TokenCounter:
         common = _common_beginning(str(texts.min()), str(texts.max()))
         end = max((common.rfind(mark) + len(mark) for mark in self.special_tokens if mark in common), default=0)
         return len(common[:end].encode()) - self._count_texts([common[:end]])[0]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """What decoding without special tokens leaves out, by token id."""
+    # Not all_special_tokens: those are the ones with a role, and adding one by add_special_tokens drops others from that list.
+    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def contains_special(text: str, special: Iterable[str]) -> bool:
+    """Whether one of the special tokens stands in the text."""
+    return any(token in text for token in special)
 
 
 def load_counter(model: ModelConfig) -> TokenCounter:

@@ -3,8 +3,13 @@
 Under torchrun (several nodes) each process that it starts comes here; on one node this module starts its like itself.
 """
 
+# ruff: noqa: E402 - import_libraries comes before what imports them
 import os
 from pathlib import Path
+
+from grpo_tasks.policy.libraries import import_libraries
+
+import_libraries()
 
 from grpo_tasks.grpo.launch import launch, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer

@@ -1,6 +1,6 @@
 """The learner: micro-batches in, one optimizer step out, with the figures that are watched.
 
-    forward -> loss -> backward, pass by pass -> sum over the processes -> clip -> optimizer
+    forward -> loss -> backward, pass by pass -> sum over the processes -> (unscale) -> clip -> optimizer
 
 Owns model, optimizer and scheduler. The reference policy costs no second copy of the weights with LoRA: the base is the model
 with its adapter off, the stage's first policy a frozen second adapter.
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,7 @@ from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard, whole
 from grpo_tasks.policy.shared_prompt import UnsupportedError
 from schemas.config import ModelConfig, StageConfig
-from schemas.errors import TrainingError
+from schemas.errors import NotFiniteError, TrainingError
 from schemas.results import ModelRef
 
 REFERENCE = "reference"
@@ -38,10 +38,6 @@ MAX_LOG_RATIO = 50.0
 """Larger ones are reported as this: e^50 says enough, e^1000 is no number."""
 SELF_CHECK_TOLERANCE = 1e-3
 """Largest mean |difference| in nats between a shared and the plain layout in float32; other precisions get 50 times that."""
-
-
-class NotFiniteError(TrainingError):
-    """A loss or a gradient that is not finite; the weights are as they were before the update."""
 
 
 @dataclass(slots=True)
@@ -60,6 +56,10 @@ class UpdateFigures:
     mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
     correction: float | None = None
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None: nothing."""
+    skipped: bool = False
+    """The scaled gradient overflowed and no step was made."""
 
     def over(self, processes: Processes) -> "UpdateFigures":
         """Of all processes together: sums of the sums, the largest of the largest, the rest is the same everywhere."""
@@ -74,6 +74,10 @@ class UpdateFigures:
     def means(self) -> dict[str, float]:
         """Metrics by their names in schemas/metrics.py; those of an update that trained on nothing are left out."""
         known = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        if self.loss_scale is not None:
+            known |= {"loss_scale": self.loss_scale, "skipped_step": float(self.skipped)}
+        if self.skipped:
+            del known["grad_norm"]  # it is not finite
         if self.tokens == 0:
             return known
         per_token = {
@@ -119,7 +123,8 @@ class Learner:
     _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.stage.beta > 0:
+        # At beta 0 the KL is only looked at: a whole second model is too dear for that, an adapter is not.
+        if self.stage.beta > 0 or (self.stage.kl_every_steps > 0 and self.measures_kl):
             self._prepare_reference(next(self.model.parameters()).device)
         for model in (self.model, self._reference):
             if model is not None and self.compiled:
@@ -131,21 +136,37 @@ class Learner:
         self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         self.optimizer = make_optimizer(self.stage, self._trained)
         self.scheduler = make_scheduler(self.stage, self.optimizer, self.updates)
+        if self.scaler is not None:
+            # Its scale is made at its first use, which a process without a live group would not come to.
+            self.scaler.scale(torch.zeros((), device=self._trained[0].device))
         if self.model_config.gradient_checkpointing or not self.share_prompts or self.sharded:
             self._layout = "plain"
 
-    def update(self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None) -> UpdateFigures:
+    @property
+    def scaler(self) -> "torch.amp.GradScaler | None":
+        """What keeps gradients in float16 from becoming 0."""
+        return self.processes.accelerator.scaler
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether there is a reference policy to measure the KL from at beta 0."""
+        return isinstance(self.model, PeftModel)
+
+    def update(
+        self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None, *, measure_kl: bool = False
+    ) -> UpdateFigures:
         """One optimizer step over the passes of an update.
 
         Args:
             parts: the micro-batches; may be empty when every group is dead.
             old_logps: for each of them the log-probabilities under the policy that sampled; None when that is the present one.
+            measure_kl: measure the KL although beta is 0.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
-        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 else None)
+        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 or measure_kl else None)
         if not self.model.training:
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -186,7 +207,8 @@ class Learner:
     ) -> None:
         bonus = self.stage.entropy_coef > 0
         scores = self._forward(self.model, part.tokens, entropy_gradients=bonus)
-        reference = self._reference_logps(part.tokens) if self.stage.beta > 0 else None
+        # Without beta it does not enter the loss: the update is the same whether the KL is measured or not.
+        reference = self._reference_logps(part.tokens) if figures.kl is not None else None
         if part.idle:
             self.processes.accelerator.backward(0.0 * scores.logps.sum())
             return
@@ -195,7 +217,7 @@ class Learner:
         inputs = LossInputs(
             logps=scores.logps,
             old_logps=old,
-            ref_logps=reference,
+            ref_logps=reference if self.stage.beta > 0 else None,
             advantages=part.advantages,
             mask=part.tokens.completion_mask,
             weights=part.weights,
@@ -214,10 +236,12 @@ class Learner:
         figures.clipped_low += out.clipped_low.item()
         figures.clipped_high += out.clipped_high.item()
         figures.mismatch += difference.abs().sum().item()
-        figures.mismatch_kl += k3(difference).sum().item()
+        figures.mismatch_kl += _k3_sum(difference)
         figures.mismatch_max = max(figures.mismatch_max, difference.abs().max().item())
-        if figures.kl is not None:
+        if self.stage.beta > 0 and figures.kl is not None:
             figures.kl += out.kl_sum.item()
+        elif reference is not None and figures.kl is not None:
+            figures.kl += _k3_sum((reference - scores.logps.detach())[mask])
         if correction is not None:
             figures.correction = (figures.correction or 0.0) + (correction * mask).sum().item()
 
@@ -231,27 +255,40 @@ class Learner:
                 mend="the completions come from other weights or another tokenizer: see that the rollout engine takes over the "
                 "policy's weights, or raise max_sampling_logp_difference",
             )
+        if not math.isfinite(figures.loss):
+            self._not_finite(figures)
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if not self.sharded:
             self.processes.add_up(parameter.grad for parameter in self._trained if parameter.grad is not None)
-        scaler = self.processes.accelerator.scaler
+        scaler = self.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
-        # A scaler finds its scale by overflowing now and then, and skips those updates itself.
-        if not math.isfinite(figures.loss) or (scaler is None and not math.isfinite(figures.grad_norm)):
-            raise NotFiniteError(
-                f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
-                place=f"stage {self.stage.name}",
-                mend="lower learning_rate, or use bfloat16 instead of float16",
-            )
-        if scaler is None:
+        if scaler is not None:
+            self._scaled_step(scaler, figures)
+        elif math.isfinite(figures.grad_norm):
             self.optimizer.step()
         else:
-            scaler.step(self.optimizer)
-            scaler.update()
+            self._not_finite(figures)
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, figures: UpdateFigures) -> None:
+        """A step, or none when the scaled gradient overflowed: that is how a scaler finds its scale, no fault of the update."""
+        figures.loss_scale = scaler.get_scale()
+        scaler.step(self.optimizer)
+        scaler.update()
+        figures.skipped = scaler.get_scale() < figures.loss_scale
+        # Below 1 the gradient itself is not finite, and the scaler would skip every update to come.
+        if figures.skipped and scaler.get_scale() < 1.0:
+            self._not_finite(figures)
+
+    def _not_finite(self, figures: UpdateFigures) -> NoReturn:
+        raise NotFiniteError(
+            f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
+            place=f"stage {self.stage.name}",
+            mend="lower learning_rate, or use bfloat16 instead of float16",
+        )
 
     @torch.no_grad()
     def _entropy_threshold(self, parts: Sequence[Microbatch]) -> Float[Tensor, ""] | None:
@@ -337,3 +374,8 @@ class Learner:
                     layer.enable_adapters(enabled=True)
             if dropout:
                 self.model.train()
+
+
+def _k3_sum(log_ratio: Float[Tensor, " M"]) -> float:
+    """Sum of the k3 estimates of M tokens, finite however far the two policies are apart."""
+    return k3(log_ratio.clamp(max=MAX_LOG_RATIO)).sum().item()

@@ -6,12 +6,15 @@ computes the gradient of its share of the completions, then all of them hold the
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor
+
+from grpo_tasks.stage.stage_dir import StageSpec
 
 Item = TypeVar("Item")
 
@@ -21,6 +24,21 @@ class Processes:
     """This process among its like."""
 
     accelerator: Accelerator
+
+    @classmethod
+    def of(cls, spec: StageSpec, device: torch.device) -> "Processes":
+        """Those that were started for the stage (torchrun's environment variables); else this one alone."""
+        # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
+        half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
+        precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
+        # NCCL's own limit of 10 minutes is shorter than many a round of sampling.
+        limit = InitProcessGroupKwargs(timeout=timedelta(minutes=spec.resources.distributed_timeout_minutes))
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[limit])
+        if spec.model.lora is not None and spec.model.dtype == "float16":
+            # The adapter is float32, but its gradient comes through activations in float16, whose smallest number is 6e-8: of an
+            # update of 262,144 tokens half of the gradient became 0.
+            accelerator.scaler = torch.amp.GradScaler(device.type)
+        return cls(accelerator)
 
     @property
     def count(self) -> int:

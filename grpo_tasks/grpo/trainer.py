@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
-from grpo_tasks.grpo.learner import Learner, NotFiniteError
+from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.processes import Processes
@@ -40,10 +39,10 @@ from grpo_tasks.stage.finish import (
     target_reached,
     write_completions,
 )
-from grpo_tasks.stage.guards import WINDOW, Firing, Guards
+from grpo_tasks.stage.guards import WINDOW, Firing, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.errors import TrainingError
+from schemas.errors import NotFiniteError, TrainingError
 from schemas.results import StageResult
 
 SECONDS_PER_HOUR = 3600
@@ -66,7 +65,7 @@ class Trainer:
         self.spec = StageSpec.load(directory.spec)
         self.stage = self.spec.stage
         self.device = pick_device(self.spec.resources)
-        self.processes = Processes(_accelerator(self.spec, self.device))
+        self.processes = Processes.of(self.spec, self.device)
         self.device = self.processes.accelerator.device
         self.seed = completion_seed(self.spec.seed, self.stage.name)
         torch.manual_seed(self.seed)
@@ -91,11 +90,11 @@ class Trainer:
             sharded=self.sharded,
             compiled=resources.compile,
         )
-        self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler)
+        self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
         self.journal = Journal(self.dir.journal, writes=self.processes.writes)
         self.events = Events(self.dir.events, writes=self.processes.writes)
         self.meter = DeviceMeter(self.device)
-        self.guards = Guards(self.stage.guards)
+        self.guards = Guards(self.stage.guards, kl_every=self._kl_every)
         self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
         self._resume()
         engine = self._engine(model, servers)
@@ -140,6 +139,9 @@ class Trainer:
         began = opened - self.seconds
         if self.step == 0 and self.stage.guards.rolls_back:
             self._save()
+        blind = kl_guard_off(self.stage, measurable=self.learner.measures_kl)
+        if blind is not None:
+            self.events.tell(0, "guard_off", blind)
         while self.step < self.updates:
             at = time.perf_counter()
             if self.step % self.stage.updates_per_rollout == 0:
@@ -221,7 +223,18 @@ class Trainer:
         share = self.step % self.stage.updates_per_rollout % len(current.updates)
         old = current.old_logps[share] if current.old_logps is not None else None
         self._reseed("update")
-        return self.learner.update(current.updates[share], old).means()
+        return self.learner.update(current.updates[share], old, measure_kl=self._kl_due()).means()
+
+    @property
+    def _kl_every(self) -> int:
+        """Updates between two measurements of the KL."""
+        return 1 if self.stage.beta > 0 else max(1, self.stage.kl_every_steps)
+
+    def _kl_due(self) -> bool:
+        """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
+        if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.measures_kl:
+            return False
+        return not self.journal.window("kl", last=self.step, size=self._kl_every - 1)
 
     def _reseed(self, purpose: str) -> None:
         """Dropout draws differently on every process, and the same again after a resume."""
@@ -324,7 +337,7 @@ class Trainer:
         self.step, extra = found
         self.suite.restore(extra["suite"])
         self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
-        self.guards = Guards(self.stage.guards, **extra["guards"])
+        self.guards = Guards(self.stage.guards, **extra["guards"], kl_every=self._kl_every)
         self.events.append(self.step, "resumed", f"from the checkpoint of update {self.step}")
 
     def _finish(self, stopped: str) -> StageResult:
@@ -342,10 +355,3 @@ class Trainer:
         if self.processes.writes:
             result.save(self.dir.result)
         return result
-
-
-def _accelerator(spec: StageSpec, device: torch.device) -> Accelerator:
-    # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
-    half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
-    precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
-    return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)

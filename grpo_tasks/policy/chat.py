@@ -13,9 +13,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Text of a completion, special tokens (end of turn, padding) left out, blanks as they are."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of a completion, blanks as they are; special tokens (end of turn, padding) only when asked for."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> frozenset[int]:

@@ -4,6 +4,7 @@ Safetensors only and no remote code: weights from strangers are data, never prog
 """
 
 import ctypes
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,18 @@ def save_trained(
     and its tokenizer."""
     if isinstance(model, PeftModel):
         model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights)
+        _order_modules(directory / "adapter_config.json")
     else:
         model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
+
+
+def _order_modules(file: Path) -> None:
+    """peft writes the layers' names in the order of a set, which differs between processes: the same adapter in other bytes."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()
+    file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _peft_config(config: ModelConfig) -> LoraConfig:

@@ -22,7 +22,7 @@ class Completion:
     logprobs: list[float]
     """log-probability (nats) of each token under the distribution it was drawn from."""
     text: str
-    """Without special tokens; without the stop string when `include_stop_str_in_output` is off."""
+    """Without special tokens, except those in a stop string; without the stop string when `include_stop_str_in_output` is off."""
     finish_reason: Literal["stop", "length"]
 
     @property

@@ -1,13 +1,15 @@
 """The vLLM engines: tokens in, tokens out over HTTP, one request for all completions of a group.
 
     VllmSampler   a model that stays as it is (evaluation, lab)
-    VllmEngine    the policy in training:  sync()  weights saved -> taken over by the servers -> probed -> the ones before deleted
+    VllmEngine    the policy in training:  sync()  weights saved -> servers woken up, if asleep -> taken over by them -> probed
+                  -> the ones before deleted
 
 A server that serves another policy than the trainer's would train on the wrong model without a sound: after every swap the
 log-probabilities of a few tokens are compared with the trainer's. A server that dies is started again, takes over the policy,
 and the whole batch is asked for again; with a seed for each completion nothing is lost and nothing counted twice.
 """
 
+import gc
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,17 +33,13 @@ from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
 
 PROBE_IDS = [3 + 7 * place % 200 for place in range(12)]
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest mean difference in nats between server and trainer on the probe."""
 
 Made = TypeVar("Made")
-
-
-class ServerGoneError(RolloutError):
-    """A server that does not answer any more, or says that its engine is dead."""
 
 
 class VllmSampler:
@@ -67,7 +65,7 @@ class VllmSampler:
         self._end_ids = end_token_ids(tokenizer, generation_eos)
         self._client = httpx.Client(headers=authorization(), timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
         self._restarts = 0
-        self._merged = False
+        self._merged = self._asleep = False
         # Nobody else's adapter on a shared server has this name, nor one of an earlier try of this stage.
         self._run = f"policy-{uuid4().hex[:8]}"
         self._name: str | None = None if adapter is None else self._run
@@ -84,13 +82,14 @@ class VllmSampler:
             RolloutError: a server refuses, or died more often than it is started again.
         """
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
-        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, sampling))]
+        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, stop))]
 
     def rest(self) -> None:
         """Give the card's memory back until the next `sync`, where configured."""
         if self._config.sleep:
             for server in self._servers:
                 self._post(server, "/sleep?level=1", {})
+            self._asleep = True
 
     def close(self) -> None:
         """Unload the adapter; the servers may live on."""
@@ -100,17 +99,18 @@ class VllmSampler:
                 self._forget(self._name)
         self._client.close()
 
-    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+    def _answers(self, requests: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
         self._take_over()
         with ThreadPoolExecutor(self._config.concurrency) as pool:
             try:
-                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(sampling))
+                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(stop))
                 return [answer for group in answers for answer in group]
             except RolloutError:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _complete(self, server: VllmServer, group: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+    def _complete(self, server: VllmServer, group: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
+        sampling = stop.sampling
         body = {
             "model": self._model(server),
             "prompt": list(group[0].prompt_ids),
@@ -124,8 +124,9 @@ class VllmSampler:
             "return_token_ids": True,
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
-            "stop_token_ids": sorted(self._end_ids | sampling.stop_token_ids),
-            "skip_special_tokens": False,
+            "stop_token_ids": sorted(stop.end_ids),
+            # The server searches for stop strings in the text that it decodes: it has to be the text we search.
+            "skip_special_tokens": not stop.reads_special_tokens,
         }
         answers: list[dict[str, Any]] = self._post(server, "/v1/completions", body)["choices"]
         if len(answers) != len(group):
@@ -248,9 +249,6 @@ class VllmEngine(VllmSampler):
         Raises:
             RolloutError: a server refuses them, or serves another policy afterwards.
         """
-        if self._config.sleep and self._version:
-            for server in self._servers:
-                self._post(server, "/wake_up", {})
         # A new name and a new folder each time: under an old name the server's prefix cache answers for the old weights.
         before, self._version = self._name, self._version + 1
         self._name = f"{self._run}-{self._version:06d}"
@@ -261,14 +259,36 @@ class VllmEngine(VllmSampler):
             self._folded.sync()
             self._folded.model.save_pretrained(str(self._folder))
         self._wanted = self._probe_logps()
+        # Only now: what is above needs memory of the card, which the server takes when it wakes up.
+        self._wake_up()
         super().sync()
         if before is not None:
             self._forget(before)
 
     def close(self) -> None:
-        """Unload the last weights; the servers may live on."""
+        """Unload the last weights; the servers may live on, and do so awake."""
+        with suppress(ServerGoneError):
+            self._wake_up()
         super().close()
         shutil.rmtree(self._weights, ignore_errors=True)
+
+    def _wake_up(self) -> None:
+        """Have servers that sleep take their share of the card again.
+
+        They share it with this process, and start only when enough of it is free. So first everything goes that the next update
+        makes anew; weights and the optimizer's state stay.
+        """
+        if not self._asleep:
+            return
+        # 1. The gradients of the last update.
+        self._policy.zero_grad(set_to_none=True)
+        # 2. Activations that are held by cycles of references, such as those of checkpointed layers.
+        gc.collect()
+        # 3. What both leave behind: to other processes the blocks that torch keeps for itself are taken.
+        torch.cuda.empty_cache()
+        # 4. Now there is room.
+        self._lasting(lambda: [self._post(server, "/wake_up", {}) for server in self._servers])
+        self._asleep = False
 
     def _take_over(self) -> bool:
         late = super()._take_over()

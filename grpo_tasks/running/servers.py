@@ -226,7 +226,7 @@ QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFL
 
 def prefect_command(port: int) -> list[str]:
     """Arguments after `python -m`."""
-    return ["prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    return ["grpo_tasks.running.guarded", "--host", HOST, "--port", str(port)]
 
 
 def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
@@ -244,7 +244,7 @@ def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
 
 def mlflow_command(port: int) -> list[str]:
     """Arguments after `python -m`."""
-    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--app-name", "same-origin"]
 
 
 def mlflow_environment(postgres: str | None) -> dict[str, str]:

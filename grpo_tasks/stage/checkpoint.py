@@ -6,7 +6,6 @@ No state of a random generator: every draw has a seed of its own, made from the 
 Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.sharded import like, whole
 from schemas.errors import TrainingError
@@ -36,6 +36,8 @@ class TrainingState:
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+    scaler: torch.amp.GradScaler | None = None
+    """Of the loss, in float16."""
 
 
 def save_checkpoint(
@@ -59,6 +61,8 @@ def save_checkpoint(
         save_trained(state.model, state.tokenizer, part / "weights", weights)
         save_file(tensors, part / "optimizer.safetensors")
         content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
+        if state.scaler is not None:
+            content["scaler"] = state.scaler.state_dict()
         (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
         (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
         _sync(part)
@@ -109,17 +113,13 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any]]:
     content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     _load_weights(state.model, checkpoint / "weights")
     _load_optimizer(checkpoint, state)
     state.scheduler.load_state_dict(content["scheduler"])
+    if state.scaler is not None and "scaler" in content:
+        state.scaler.load_state_dict(content["scaler"])
     for group, rate in zip(state.optimizer.param_groups, state.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     return content["step"], content["extra"]

@@ -1,6 +1,6 @@
 """Guards: what a person would want to be told while a stage trains, and what is done about it.
 
-    look(journal, step) -> firings      off | warn | stop | rollback, one setting each (schemas/config.py GuardsConfig)
+    look(journal, step) -> firings      off | warn | stop | rollback and a threshold, for each (schemas/config.py GuardsConfig)
 
 What a guard says is a pure function of the journal, so a stage that is taken up again comes to the same decisions. Medians of ten
 updates: the k3 estimate of KL has a heavy tail, one unlikely token lifts a mean. Guards against a fall or a rise compare with the
@@ -13,7 +13,7 @@ from math import sqrt
 from statistics import fmean, median, pvariance
 
 from grpo_tasks.stage.journal import Journal
-from schemas.config import GuardAction, GuardsConfig
+from schemas.config import GuardAction, GuardConfig, GuardsConfig, StageConfig
 
 WINDOW = 10
 """Updates a guard looks back over."""
@@ -21,6 +21,8 @@ LONG_WINDOW = 50
 """Updates over which a reward has to have risen."""
 SILENCE = 50
 """Updates a guard has to be silent before it is told again."""
+MEASUREMENTS = 3
+"""Fewest measurements that the window of a metric is wide enough for, where not every update has it."""
 LEARNT = 0.9
 """Success rate from which a reward function needs no further rise."""
 
@@ -42,10 +44,16 @@ class View:
     journal: Journal
     since: int
     step: int
+    kl_every: int = 1
+    """Updates between two measurements of the KL."""
 
     def last(self, metric: str, size: int = WINDOW) -> list[float]:
         """Values of the last `size` updates; none at all while there are fewer."""
         return self._whole(metric, self.step, size)
+
+    def window(self, metric: str) -> int:
+        """Updates that the latest values of a metric are taken from; more of them where it is measured now and then."""
+        return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == "kl" else WINDOW
 
     def first(self, metric: str, size: int = WINDOW) -> list[float]:
         """Those of the first ones, where the last ones do not reach into them."""
@@ -72,7 +80,7 @@ class View:
             return []
         values = self.journal.window(metric, last=last, size=size)
         # An update whose groups are all dead has no KL and no entropy.
-        return values if 2 * len(values) >= size else []
+        return values if 2 * len(values) * (self.kl_every if metric == "kl" else 1) >= size else []
 
 
 def _error(early: Sequence[float], late: Sequence[float]) -> float:
@@ -80,56 +88,66 @@ def _error(early: Sequence[float], late: Sequence[float]) -> float:
     return sqrt(pvariance(early) / len(early) + pvariance(late) / len(late))
 
 
-def _bound(metric: str, *, below: float | None = None, above: float | None = None) -> Callable[[View], str | None]:
-    def fault(view: View) -> str | None:
-        values = view.last(metric)
-        if not values:
+Fault = Callable[[View, float], str | None]
+"""What is wrong, in words with numbers, by the threshold; None when nothing is."""
+
+
+def _above(metric: str) -> Fault:
+    def fault(view: View, threshold: float) -> str | None:
+        size = view.window(metric)
+        values = view.last(metric, size)
+        if not values or median(values) <= threshold:
             return None
-        middle = median(values)
-        if below is not None and middle < below:
-            return f"{metric} is {middle:.3g}, below {below:g} over the last {WINDOW} updates"
-        if above is not None and middle > above:
-            return f"{metric} is {middle:.3g}, above {above:g} over the last {WINDOW} updates"
-        return None
+        return f"{metric} is {median(values):.3g}, above {threshold:g} over the last {size} updates"
 
     return fault
 
 
-def _unless_learnt(fault: Callable[[View], str | None]) -> Callable[[View], str | None]:
-    return lambda view: None if view.learnt() else fault(view)
+def _below(metric: str) -> Fault:
+    def fault(view: View, threshold: float) -> str | None:
+        values = view.last(metric)
+        if not values or median(values) >= threshold:
+            return None
+        return f"{metric} is {median(values):.3g}, below {threshold:g} over the last {WINDOW} updates"
+
+    return fault
 
 
-def _against_the_start(metric: str, *, below: float | None = None, above: float | None = None) -> Callable[[View], str | None]:
-    """Bounds are factors of the first ten updates' median; the reward must not be rising meanwhile."""
+def _unless_learnt(fault: Fault) -> Fault:
+    return lambda view, threshold: None if view.learnt() else fault(view, threshold)
 
-    def fault(view: View) -> str | None:
+
+def _against_the_start(metric: str, *, falls: bool) -> Fault:
+    """The threshold is a factor of the first ten updates' median; the reward must not be rising meanwhile."""
+
+    def fault(view: View, threshold: float) -> str | None:
         early, late = view.first(metric), view.last(metric)
         if not early or not late or view.rising():
             return None
         was, now = median(early), median(late)
-        if (below is not None and now < below * was) or (above is not None and now > above * was):
+        if now < threshold * was if falls else now > threshold * was:
             return f"{metric} went from {was:.3g} to {now:.3g} while the reward did not rise"
         return None
 
     return fault
 
 
-def _flat_reward(view: View) -> str | None:
+def _flat_reward(view: View, threshold: float) -> str | None:
     half = LONG_WINDOW // 2
     early, late = view.first("reward", half), view.last("reward", half)
-    if not early or fmean(late) - fmean(early) > 2 * _error(early, late):
+    if not early or fmean(late) - fmean(early) > max(threshold, 2 * _error(early, late)):
         return None
     return f"reward is {fmean(late):.3g} over the last {half} updates, no better than the {fmean(early):.3g} it began with"
 
 
-def _format_regression(view: View) -> str | None:
+def _format_regression(view: View, threshold: float) -> str | None:
     for name in view.names("rewards/", "format/success"):
         values = view.journal.window(name, last=view.step, size=view.step - view.since)
         if len(values) < 2 * WINDOW:
             continue
         best = max(median(values[at : at + WINDOW]) for at in range(len(values) - 2 * WINDOW + 1))
         now = median(values[-WINDOW:])
-        if now < best - 0.2:
+        if now < best - threshold:
             return f"{name} fell from {best:.3g} to {now:.3g}"
     return None
 
@@ -140,36 +158,34 @@ class Guard:
 
     event: str
     """Its name, and that of its setting."""
-    fault: Callable[[View], str | None]
+    fault: Fault
     advice: str
 
 
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _unless_learnt(_bound("reward_std", below=0.01)),
+        _unless_learnt(_below("reward_std")),
         "the completions of a group earn the same; raise the temperature or num_generations, or make a reward incremental",
     ),
-    Guard("kl_blow_up", _bound("kl", above=0.5), "the policy is far from the reference; lower the learning rate or raise beta"),
+    Guard("kl_blow_up", _above("kl"), "the policy is far from the reference; lower the learning rate or raise beta"),
     Guard(
         "flat_reward", _unless_learnt(_flat_reward), "nothing is learnt; look at completions and rewards, raise the learning rate"
     ),
     Guard(
         "dead_groups",
-        _unless_learnt(_bound("frac_reward_zero_std", above=0.9)),
+        _unless_learnt(_above("frac_reward_zero_std")),
         "hardly any group teaches anything: too easy, too hard, or all alike",
     ),
-    Guard(
-        "truncation", _bound("completions/clipped_ratio", above=0.5), "most completions are cut off; raise max_completion_length"
-    ),
+    Guard("truncation", _above("completions/clipped_ratio"), "most completions are cut off; raise max_completion_length"),
     Guard(
         "entropy_collapse",
-        _against_the_start("entropy", below=0.2),
+        _against_the_start("entropy", falls=True),
         "the policy repeats itself without earning more; raise the temperature, add entropy_coef, lower the learning rate",
     ),
     Guard(
         "length_explosion",
-        _against_the_start("completions/mean_length", above=2.0),
+        _against_the_start("completions/mean_length", falls=False),
         "completions grow without earning more; add a length or repetition reward, or loss_type: dr_grpo",
     ),
     Guard(
@@ -177,7 +193,7 @@ GUARDS = (
     ),
     Guard(
         "sampler_mismatch",
-        _bound("sampling/sampling_logp_difference/mean", above=0.1),
+        _above("sampling/sampling_logp_difference/mean"),
         "the sampler is not the policy; give both one dtype, or set importance_sampling_correction",
     ),
 )
@@ -191,17 +207,31 @@ class Guards:
     since: int = 0
     """The update of the last roll back; the ones before are another policy's."""
     rollbacks: int = 0
+    kl_every: int = 1
+    """Updates between two measurements of the KL."""
 
     def look(self, journal: Journal, step: int) -> list[Firing]:
         """What fires after this update; one that wavers around its threshold fires once."""
         found = []
         for guard in GUARDS:
-            action: GuardAction = getattr(self.config, guard.event)
-            detail = None if action == "off" else guard.fault(View(journal, self.since, step))
+            rule: GuardConfig = getattr(self.config, guard.event)
+            detail = None if rule.action == "off" else self._fault(guard, journal, step)
             if detail is not None and not self._told(guard, journal, step):
-                found.append(Firing(guard.event, action, f"{detail}: {guard.advice}"))
+                found.append(Firing(guard.event, rule.action, f"{detail}: {guard.advice}"))
         return found
+
+    def _fault(self, guard: Guard, journal: Journal, step: int) -> str | None:
+        view = View(journal, self.since, step, self.kl_every)
+        return guard.fault(view, getattr(self.config, guard.event).threshold)
 
     def _told(self, guard: Guard, journal: Journal, step: int) -> bool:
         before = range(max(step - SILENCE, self.since + 1), step)
-        return any(guard.fault(View(journal, self.since, earlier)) for earlier in before)
+        return any(self._fault(guard, journal, earlier) for earlier in before)
+
+
+def kl_guard_off(stage: StageConfig, *, measurable: bool) -> str | None:
+    """Why the guard `kl_blow_up` cannot see anything in this stage; None when it can, or is meant to be off."""
+    if stage.guards.kl_blow_up.action == "off" or stage.beta > 0:
+        return None
+    why = "there is no reference policy at hand" if not measurable else "kl_every_steps is 0" if not stage.kl_every_steps else ""
+    return f"KL is not measured, because beta is 0 and {why}: the guard kl_blow_up sees nothing" if why else None

@@ -42,6 +42,8 @@ class JournalShipper:
     stage_dir: Path
     open_child: Callable[[], RunHandle]
     """Finds or makes the child run; called when there is something to send, so that a dead server stops no training."""
+    flush_interval_s: float = 5.0
+    """How often whoever follows the stage calls `ship`, in seconds."""
     _run: RunHandle | None = None
     _offset: int = 0
     _last_step: int | None = None

@@ -123,7 +123,8 @@ def _draw(axes: Axes, title: str, series: list[Series], *, breaks: list[int]) ->
         for steps, values in _pieces(one, breaks):
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
         for steps, values in _pieces(one, breaks):
-            axes.plot(steps, _smooth(values), color=colour, linewidth=1.8)
+            # A line of one point would not be seen.
+            axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker="o" if len(steps) == 1 else None)
         axes.plot([], [], color=colour, label=one.label)
     axes.set_title(_TITLES.get(title, title), loc="left", fontsize=10, fontweight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -22,7 +22,7 @@ OURS_ALONE = {
     "skip_dead_groups",
 }
 """Settings that TRL's rollouts and batches leave no place for."""
-HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards"} | {
+HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards", "kl_every_steps"} | {
     "eval_steps",
     "num_eval_prompts",
     "load_best_model_at_end",
@@ -65,6 +65,7 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
         "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,
+        "ddp_timeout": round(60 * spec.resources.distributed_timeout_minutes),
         "save_strategy": "steps",
         "log_completions": False,
     }

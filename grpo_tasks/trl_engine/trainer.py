@@ -20,7 +20,7 @@ from grpo_tasks.rewards.compose import RewardSuite, Scores
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
-from grpo_tasks.stage.guards import Guards
+from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
@@ -50,6 +50,9 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     )
     trainer.suite, trainer.rows = suite, rows
     trainer.add_callback(_Recorder(trainer, directory, spec, journal, events))
+    blind = kl_guard_off(spec.stage, measurable=False)
+    if blind is not None:
+        events.tell(0, "guard_off", blind)
     began = time.perf_counter()
     if last is not None:
         events.append(int(last.rpartition("-")[2]), "resumed", f"from {last}")

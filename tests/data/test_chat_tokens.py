@@ -153,3 +153,25 @@ print(sorted({"torch", "prefect", "mlflow", "datasets"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def searching(counter: TokenCounter) -> TokenCounter:
+    """With a special token of its own."""
+    tokenizer = copy.deepcopy(counter.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<search>"]})
+    return TokenCounter(tokenizer)
+
+
+def test_a_special_token_that_was_added_passes_and_takes_no_other_from_the_markers(
+    counter: TokenCounter, searching: TokenCounter
+) -> None:
+    searching.check_stops(RolloutConfig(stop=["<search>", "</a><search>\n", "</answer>"]))
+    assert set(searching.special_tokens) == {*counter.special_tokens, "<search>"}
+    assert "<|im_start|>" in counter.special_tokens
+
+
+def test_a_stop_string_inside_a_special_token_is_refused_where_special_tokens_are_read(searching: TokenCounter) -> None:
+    searching.check_stops(RolloutConfig(stop=["search", "im_end"]))
+    with pytest.raises(ConfigError, match=r"'im_end' is part of the special token '<\|im_end\|>'"):
+        searching.check_stops(RolloutConfig(stop=["<search>", "im_end"]))

@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from grpo_tasks.policy.batch import pad, token_batch
+from grpo_tasks.policy.load import load_base, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
+from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from schemas.config import RolloutConfig
+from grpo_tasks.rollout.stop import StopRule
+from schemas.config import ModelConfig, RolloutConfig
+from tests.rollout.stops import ORDINARY, SPECIAL, assert_stops, reference, stop_requests, stop_settings
 
 
 @pytest.fixture
@@ -98,3 +103,38 @@ def test_new_weights_are_sampled_from_only_after_a_sync(engine, policy, requests
     assert [c.token_ids for c in engine.generate(requests, sampling())] == before
     engine.sync()
     assert [c.token_ids for c in engine.generate(requests, sampling())] != before
+
+
+@pytest.fixture(scope="module")
+def widened_engine(widened):
+    base = load_base(widened, ModelConfig(), device=torch.device("cpu"))
+    tokenizer = load_tokenizer(widened)
+    engine, requests = LocalEngine(base, tokenizer), stop_requests(tokenizer, count=24)
+    return engine, tokenizer, requests, engine.generate(requests, sampling())
+
+
+@pytest.mark.parametrize("case", range(15))
+def test_stop_strings_with_added_tokens_mean_what_the_reference_says(widened_engine, case):
+    engine, tokenizer, requests, free = widened_engine
+    cases = stop_settings(tokenizer, free)
+    assert len(cases) == 15
+    assert_stops(engine, tokenizer, requests, free, sampling(**cases[case]))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_text_of_any_tokens_with_any_stop_string_is_the_references(widened_engine, data):
+    _, tokenizer, _, _ = widened_engine
+    special, ordinary = tokenizer.convert_tokens_to_ids([SPECIAL, ORDINARY])
+    letters = tokenizer("a 7é\n</b>", add_special_tokens=False)["input_ids"]
+    tokens = st.sampled_from([special, ordinary, tokenizer.eos_token_id, *letters])
+    ids = data.draw(st.lists(tokens, min_size=1, max_size=12))
+    stops = data.draw(st.lists(st.sampled_from(["a", " 7", SPECIAL, f"a{SPECIAL}", f"{SPECIAL}{ORDINARY}", "é"]), max_size=3))
+    wanted = sampling(stop=stops, include_stop_str_in_output=data.draw(st.booleans()))
+    assume(not (any(SPECIAL in stop for stop in stops) and "a" in stops))  # part of the special token: refused
+    rule = StopRule(tokenizer, frozenset(), wanted)
+    free = Completion(ids, [0.0] * len(ids), "", "length")
+    cut, text, reason = reference(tokenizer, free, wanted)
+    ended = next((count for count in range(1, len(ids) + 1) if rule.ended(ids[:count])), None)
+    assert (ended is None) == (reason == "length")
+    assert (ended or len(ids), rule.text(cut)) == (len(cut), text)

@@ -21,7 +21,7 @@ import torch
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import completion_text, prompt_ids
-from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
+from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
@@ -33,6 +33,7 @@ from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConf
 from schemas.errors import RolloutError
 from schemas.paths import resolve
 from schemas.results import ModelRef
+from tests.rollout.stops import assert_stops, stop_requests, stop_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("GRPO_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -326,23 +327,6 @@ def test_a_server_whose_starter_or_keeper_is_killed_ends_with_everything_it_star
 
 
 @pytest.fixture(scope="module")
-def widened(tmp_path_factory, tokenizer):
-    """The embedded model with a token <search> of its own, as somebody makes it who adds one."""
-    folder = tmp_path_factory.mktemp("widened")
-    model = load_base(ModelRef(path="embedded:base"), ModelConfig(), device=torch.device("cpu"))
-    tokenizer = load_tokenizer(ModelRef(path="embedded:base"))
-    tokenizer.add_tokens(["<search>"])
-    torch.manual_seed(3)
-    embedded = model.resize_token_embeddings(len(tokenizer), mean_resizing=False).weight
-    with torch.no_grad():
-        # As likely as a digit, so that it comes up.
-        embedded[tokenizer.convert_tokens_to_ids("<search>")] = embedded[tokenizer.convert_tokens_to_ids("7")]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return ModelRef(path=str(folder))
-
-
-@pytest.fixture(scope="module")
 def mortal(tmp_path_factory, widened):
     """A server that tests kill, with a model of more tokens than the embedded one."""
     what = replace(served(), model=Path(widened.path))
@@ -354,25 +338,26 @@ def policy_of(ref):
     return moved(trainable_policy(ref, ModelConfig(), device=torch.device("cpu"), seed=1), 0.02)
 
 
-def test_a_token_that_was_added_is_sampled_stopped_at_and_scored_alike(mortal, widened, tmp_path):
+def test_stop_strings_with_added_tokens_mean_the_same_on_a_server(mortal, widened, tmp_path):
     policy, tokenizer = policy_of(widened), load_tokenizer(widened)
-    search = tokenizer.convert_tokens_to_ids("<search>")
-    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "What is 17 + 57? <search>"}])
-    assert search in prompt
     engine = engine_on(mortal, policy, tokenizer, tmp_path)
     engine.sync()
-    requests = [Request(prompt, completion_seed(4, k)) for k in range(64)]
-    drawn = engine.generate(requests, sampling(stop=["<search>"]))
-    engine.close()
-    ended = [completion for completion in drawn if search in completion.token_ids]
-    assert ended
-    for completion in ended:
-        assert completion.token_ids.index(search) == len(completion.token_ids) - 1
-        assert (completion.finish_reason, completion.text.endswith("<search>")) == ("stop", True)
-    batch = token_batch([prompt], [c.token_ids for c in drawn], [0] * 64, device=torch.device("cpu"))
+    requests = stop_requests(tokenizer, count=48)
+    free = engine.generate(requests, sampling(temperature=1.0))
+    for settings in stop_settings(tokenizer, free):
+        assert_stops(engine, tokenizer, requests, free, sampling(temperature=1.0, **settings))
+    # Added tokens are scored by the trainer as they were sampled, those of the prompt included.
+    batch = token_batch([requests[0].prompt_ids], [c.token_ids for c in free], [0] * len(free), device=torch.device("cpu"))
     scores = completion_logprobs(policy.eval(), batch, temperature=1.0)
-    given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
+    given = torch.tensor([logp for completion in free for logp in completion.logprobs])
     torch.testing.assert_close(scores.logps[batch.completion_mask].detach(), given, rtol=0, atol=1e-4)
+    greedy = [replace(request, seed=0) for request in requests[:1]]
+    for settings in stop_settings(tokenizer, free):
+        ours, theirs = (
+            one.generate(greedy, sampling(temperature=0.0, **settings)) for one in (LocalEngine(policy, tokenizer), engine)
+        )
+        assert [(c.token_ids, c.text, c.finish_reason) for c in ours] == [(c.token_ids, c.text, c.finish_reason) for c in theirs]
+    engine.close()
 
 
 def kill_once(server, engine, monkeypatch, after):

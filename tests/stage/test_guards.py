@@ -1,13 +1,22 @@
 """Guards on journals written here; on stages that really train, see tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
 
+import io
+import math
+import re
+
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from rich.console import Console
 
-from grpo_tasks.stage.guards import GUARDS, Guards
+from flows.show import show_fields
+from grpo_tasks.stage.guards import GUARDS, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Journal
-from schemas.config import GuardsConfig
+from grpo_tasks.tracking.params import flatten
+from schemas.config import GuardsConfig, StageConfig
 
 HEALTHY = {
     "reward": 1.0,
@@ -33,9 +42,10 @@ FAULTS = {
 }
 
 
-def written(tmp_path, metrics_of, steps=120):
+def written(tmp_path, metrics_of, steps=120, guards=None, kl_every=1):
     """What fires at which update."""
-    journal, guards, noise = Journal(tmp_path / "metrics.jsonl"), Guards(GuardsConfig()), np.random.default_rng(3)
+    journal, noise = Journal(tmp_path / "metrics.jsonl"), np.random.default_rng(3)
+    guards = Guards(GuardsConfig(**guards or {}), kl_every=kl_every)
     fired = {}
     for step in range(1, steps + 1):
         metrics = metrics_of(step)
@@ -88,6 +98,124 @@ def test_every_guard_has_its_setting():
         "max_rollbacks",
         "rollback_learning_rate",
     }
+
+
+THRESHOLDS = {
+    "reward_std_collapse": (0.0005, 0.5),
+    "kl_blow_up": (1.2, 0.01),
+    "dead_groups": (0.99, 0.1),
+    "truncation": (0.8, 0.05),
+    "entropy_collapse": (0.01, 0.9),
+    "length_explosion": (4.0, 1.5),
+    "format_regression": (0.5, 0.01),
+    "sampler_mismatch": (0.5, 0.001),
+}
+"""For each guard one at which its fault is none, and one at which a healthy stage or a smaller fault is one."""
+
+
+@pytest.mark.parametrize("event", FAULTS)
+def test_a_threshold_is_the_one_that_is_set(tmp_path, event):
+    lax, strict = THRESHOLDS[event]
+    trouble = lambda step: HEALTHY | (FAULTS[event] if step > 25 else {})  # noqa: E731
+    assert event not in {found for found, _ in written(tmp_path, trouble, steps=45, guards={event: {"threshold": lax}})}
+    (tmp_path / "strict").mkdir()
+    # A tenth of the trouble is enough for a strict one.
+    name, bad = next(iter(FAULTS[event].items()))
+    small = {name: HEALTHY[name] + 0.1 * (bad - HEALTHY[name])}
+    if event == "length_explosion":
+        small = {name: 1.7 * HEALTHY[name]}
+    fired = written(
+        tmp_path / "strict",
+        lambda step: HEALTHY | (small if step > 25 else {}),
+        steps=45,
+        guards={event: {"action": "stop", "threshold": strict}},
+    )
+    assert {firing.action for (found, _), firing in fired.items() if found == event} == {"stop"}
+
+
+def test_a_reward_that_rises_less_than_the_threshold_is_flat(tmp_path):
+    rising = lambda step: HEALTHY | {"reward": 1.0 + 0.004 * step}  # noqa: E731
+    assert not written(tmp_path, rising)
+    (tmp_path / "more").mkdir()
+    assert {event for event, _ in written(tmp_path / "more", rising, guards={"flat_reward": {"threshold": 0.9}})} == {
+        "flat_reward"
+    }
+
+
+@pytest.mark.parametrize("every", [2, 10, 25])
+def test_a_kl_that_is_measured_now_and_then_is_judged_by_three_measurements(tmp_path, every):
+    def sparse(step):
+        metrics = HEALTHY | {"kl": 0.9 if step > 2 * every else 0.02}
+        return metrics if step % every == 1 else {name: value for name, value in metrics.items() if name != "kl"}
+
+    fired = written(tmp_path, sparse, steps=8 * every, guards={"flat_reward": "off"}, kl_every=every)
+    [(event, step)] = fired
+    assert event == "kl_blow_up"
+    assert 2 * every < step <= max(10, 5 * every)
+    [firing] = fired.values()
+    assert f"over the last {max(10, 3 * every)} updates" in firing.detail
+
+
+def test_one_measurement_that_stands_out_is_no_blow_up(tmp_path):
+    def sparse(step):
+        return HEALTHY | ({"kl": 5.0} if step == 41 else {}) if step % 10 == 1 else {"reward": 1.0, "reward_std": 0.3}
+
+    assert not written(tmp_path, sparse, guards={"flat_reward": "off", "reward_std_collapse": "off"}, kl_every=10)
+
+
+def test_the_kl_guard_says_when_it_is_blind():
+    def blind(measurable=True, **stage):
+        return kl_guard_off(StageConfig(name="s", rewards=["format"], **stage), measurable=measurable)
+
+    assert blind() is None
+    assert blind(beta=0.1, measurable=False, kl_every_steps=0) is None
+    assert blind(kl_every_steps=0, guards={"kl_blow_up": "off"}) is None
+    assert "kl_every_steps is 0" in blind(kl_every_steps=0)
+    assert "no reference policy" in blind(measurable=False)
+
+
+@pytest.mark.parametrize("name", [guard.event for guard in GUARDS])
+@pytest.mark.parametrize("threshold", [-0.1, math.nan, math.inf, "much", None])
+def test_a_senseless_threshold_is_refused(name, threshold):
+    with pytest.raises(ValidationError, match="threshold"):
+        GuardsConfig(**{name: {"threshold": threshold}})
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    [("kl_blow_up", 0), ("truncation", 1.0), ("dead_groups", 1.5), ("length_explosion", 1.0), ("entropy_collapse", 1.0)],
+)
+def test_a_threshold_that_always_or_never_fires_is_refused(name, threshold):
+    with pytest.raises(ValidationError, match=f"{name}.threshold"):
+        GuardsConfig(**{name: {"threshold": threshold}})
+
+
+def test_the_action_alone_and_with_a_threshold_are_both_taken_and_written_back():
+    config = GuardsConfig(kl_blow_up="stop", truncation={"threshold": 0.3}, dead_groups=False)
+    assert (config.kl_blow_up.action, config.kl_blow_up.threshold) == ("stop", 0.5)
+    assert (config.truncation.action, config.truncation.threshold) == ("warn", 0.3)
+    assert config.dead_groups.action == "off"
+    assert GuardsConfig.model_validate_json(config.model_dump_json()) == config
+    assert not config.rolls_back
+    assert GuardsConfig(kl_blow_up={"action": "rollback", "threshold": 0.3}).rolls_back
+    assert GuardsConfig(not_finite="rollback").rolls_back
+
+
+@pytest.mark.parametrize("given", ["stop", {"action": "stop"}, {"threshold": 0.3}, {"action": "stop", "threshold": 0.3}])
+def test_prefects_check_of_parameters_takes_what_the_config_takes(given):
+    # Prefect checks a deployment's parameters against the schema by this library.
+    jsonschema.validate({"kl_blow_up": given}, GuardsConfig.model_json_schema())
+    assert GuardsConfig(kl_blow_up=given).kl_blow_up.action in ("stop", "warn")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"kl_blow_up": {"treshold": 0.3}}, GuardsConfig.model_json_schema())
+
+
+def test_thresholds_are_parameters_and_fields_of_their_own():
+    params = flatten(GuardsConfig(kl_blow_up={"action": "stop", "threshold": 0.3}))
+    assert (params["kl_blow_up.action"], params["kl_blow_up.threshold"], params["truncation.threshold"]) == ("stop", "0.3", "0.5")
+    console = Console(file=io.StringIO(), width=200)
+    show_fields(console)
+    assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats a token", console.file.getvalue())
 
 
 ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.image import imread
 
 from grpo_tasks.tracking import plots
-from grpo_tasks.tracking.lines import read_journal
+from grpo_tasks.tracking.lines import JournalLine, read_journal
 from schemas.metrics import TRAINING
 
 from .conftest import write_journal
@@ -79,3 +79,13 @@ def test_smoothing_keeps_the_length_the_mean_of_a_constant_and_the_range(size):
     assert smooth.shape == values.shape
     assert values.min() - 1e-9 <= smooth.min() <= smooth.max() <= values.max() + 1e-9
     np.testing.assert_allclose(plots._smooth(np.full(size, 3.0)), 3.0)
+
+
+def test_one_measurement_alone_is_seen(tmp_path):
+    lines = [JournalLine(step, step, {"reward": 1.0} | ({"kl": 0.2} if step == 11 else {})) for step in range(1, 21)]
+    for name, some in (("with", lines), ("without", [])):
+        plots._draw_title("kl", plots._group(some).get("kl", [plots.Series("kl")]), tmp_path / name)
+    seen, empty = (imread(tmp_path / name / "kl.png")[60:-60, 100:-60, :3] for name in ("with", "without"))
+    blue = np.array([0x00, 0x72, 0xB2]) / 255
+    assert (np.abs(seen - blue).max(-1) < 0.05).sum() > 20
+    assert (np.abs(empty - blue).max(-1) < 0.05).sum() == 0

@@ -1,0 +1,138 @@
+"""float16 under an adapter: the loss is scaled, so that the gradient of an update of many tokens is not lost."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config import RunConfig
+from schemas.errors import NotFiniteError
+from tests.grpo.conftest import journal
+
+HALF = {"dtype": "float16"}
+SHORT = {"model": HALF, "length": 16, "skip_dead_groups": False}
+"""A CPU is slow in float16; groups of short completions are mostly dead."""
+MANY_TOKENS = 262_144
+
+
+def opened(stages, name, **settings):
+    """A trainer before its first update, and what it would train on."""
+    directory = stages.write(name, **{"max_grad_norm": 0.0, "stage_rewards": ["incremental_format"]} | settings)
+    spec = StageSpec.load(directory.spec)
+    return stages.trainer(directory, RewardSuite(spec.rewards, spec.stage.rewards))
+
+
+def gradient(trainer, parts):
+    """Of the adapter's second matrices (the first have none at the start), by an update of as many tokens as said above."""
+    tokens = sum(int(part.tokens.completion_mask.sum()) for part in parts)
+    # As one part of an update of so many tokens: the weights are what its loss would give these.
+    small = [replace(part, weights=part.weights * tokens / MANY_TOKENS) for part in parts]
+    trainer.learner.update(small, None)
+    found = [p.grad.flatten() for name, p in trainer.learner.model.named_parameters() if "lora_B" in name]
+    return torch.cat(found).double()
+
+
+def test_the_gradient_of_an_update_of_many_tokens_is_that_of_float32(stages):
+    exact = opened(stages, "exact")
+    with exact.suite:
+        [parts] = exact._cut(exact._collect(0)).updates
+    wanted = gradient(exact, parts)
+    scaled = opened(stages, "scaled", model=HALF)
+    unscaled = opened(stages, "unscaled", model=HALF)
+    unscaled.processes.accelerator.scaler = None
+    errors = {
+        name: float((gradient(one, parts) - wanted).norm() / wanted.norm()) for name, one in [("s", scaled), ("u", unscaled)]
+    }
+    assert errors["s"] < 0.02
+    assert errors["u"] > 0.1
+
+
+def test_a_stage_in_float16_learns_and_journals_its_scale(stages):
+    result, directory = stages.train("half", **SHORT, max_steps=2)
+    lines = journal(directory)
+    assert [line["loss_scale"] for line in lines] == [65536.0] * 2
+    assert {line["skipped_step"] for line in lines} == {0.0}
+    assert result.steps == 2
+    _, plain = stages.train("plain", **SHORT | {"model": {}}, max_steps=1)
+    assert not {"loss_scale", "skipped_step"} & journal(plain)[0].keys()
+    assert lines[0]["grad_norm"] == pytest.approx(journal(plain)[0]["grad_norm"], rel=0.05)
+
+
+def poisoned(trainer, updates):
+    """Let the gradients of these updates overflow, as a scale that is too high makes them."""
+    accumulate, calls = type(trainer.learner)._accumulate, []
+
+    def overflow(learner, *arguments):
+        accumulate(learner, *arguments)
+        if trainer.step + 1 in updates:
+            calls.append(1)
+            learner._trained[0].grad.fill_(float("inf"))
+
+    return overflow
+
+
+def run(stages, directory, monkeypatch, *, overflows, until=None, scale=None):
+    from grpo_tasks.grpo.learner import Learner
+
+    spec = StageSpec.load(directory.spec)
+    with monkeypatch.context() as patch, RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = stages.trainer(directory, suite)
+        patch.setattr(Learner, "_accumulate", poisoned(trainer, overflows))
+        trainer.updates = until or trainer.updates
+        if scale is not None:
+            trainer.learner.scaler.update(scale)
+        return trainer.train()
+
+
+def test_an_overflow_skips_the_step_halves_the_scale_and_survives_a_resume(stages, monkeypatch):
+    settings = SHORT | {"max_steps": 5, "save_steps": 2, "lr_scheduler_type": "constant"}
+    whole = stages.write("whole", **settings)
+    wanted = run(stages, whole, monkeypatch, overflows=(2, 4))
+    lines = journal(whole)
+    assert [line["skipped_step"] for line in lines] == [0, 1, 0, 1, 0]
+    assert [line["loss_scale"] for line in lines] == [65536, 65536, 32768, 32768, 16384]
+    assert ["grad_norm" in line for line in lines] == [True, False, True, False, True]
+    stopped = stages.write("stopped", **settings)
+    run(stages, stopped, monkeypatch, overflows=(2, 4), until=4)
+    stopped.result.unlink()
+    again = run(stages, stopped, monkeypatch, overflows=(2, 4))
+    assert (again.resumed, again.sha256) == (1, wanted.sha256)
+    assert [line["loss_scale"] for line in journal(stopped)] == [line["loss_scale"] for line in lines]
+
+
+def test_a_gradient_that_is_never_finite_stops_the_stage_in_the_end(stages, monkeypatch):
+    directory = stages.write("broken", **SHORT, max_steps=40)
+    with pytest.raises(NotFiniteError, match="gradient norm"):
+        run(stages, directory, monkeypatch, overflows=range(1, 41), scale=2.0)
+    assert [line.get("loss_scale") for line in journal(directory)] == [2.0, None]
+
+
+def test_a_loss_that_is_not_finite_can_be_rolled_back_in_float16(stages, monkeypatch):
+    from grpo_tasks.grpo import learner as module
+
+    policy_loss, calls = module.policy_loss, []
+
+    def broken(*arguments):
+        calls.append(1)
+        out = policy_loss(*arguments)
+        return replace(out, loss=out.loss * float("nan")) if len(calls) == 2 else out
+
+    monkeypatch.setattr(module, "policy_loss", broken)
+    result, directory = stages.train("back", **SHORT, max_steps=4, save_steps=1, guards={"not_finite": "rollback"})
+    assert result.steps == 4
+    assert "loss" not in journal(directory)[1]
+
+
+def test_float16_is_refused_where_gradients_cannot_be_scaled():
+    tree = {
+        "data": {"train": [{"path": "embedded:arithmetic_train.jsonl"}]},
+        "stages": [{"name": "s", "rewards": ["format"]}],
+        "model": HALF,
+        "resources": {"fsdp": True, "num_processes": 2},
+    }
+    with pytest.raises(
+        ValueError, match=r"float16 scales its gradients, which resources\.fsdp cannot; mend: model\.dtype: bfloat16"
+    ):
+        RunConfig.model_validate(tree)
