@@ -1,6 +1,5 @@
 """One definition of a completion's reward, and one builder of the batch that functions see."""
 
-
 import numpy as np
 import torch
 from hypothesis import given
