@@ -305,6 +305,13 @@ class RewardsConfig(Section):
     memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)
     """Most memory in GB (1e9 bytes) that the process of the reward functions and all it starts may use together; a model that a
     function loads counts. Measured every 0.05 s as resident memory, shared pages once. Never more than 80 % of the machine's."""
+    module_dir: Path | None = None
+    """Folder with the modules of your own functions, searched after the installed packages and the working directory; relative
+    to the working directory. Empty: the config file's folder, when such a module lies there."""
+
+    def module_dirs(self) -> list[Path]:
+        """Folders in which the modules of own functions are looked for, after the installed packages."""
+        return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
 
     def resolve(self, name: str) -> RewardConfig | None:
         """The full settings of one reward, function and weight filled in; None when nothing is known by that name."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.config import RunConfig, TrackingConfig
 from schemas.errors import ConfigError, shorten
-from schemas.paths import why_not_a_file
+from schemas.paths import module_file, why_not_a_file
 from schemas.yaml_text import MAX_CHARS, parse_yaml
 
 _SHOWN = 120
@@ -34,7 +34,30 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     tree = read_tree(source)
     for override in overrides or []:
         _override(tree, override)
-    return check_config(tree, place=str(find_config(source)))
+    path = find_config(source)
+    return _with_modules(check_config(tree, place=str(path)), path)
+
+
+def _with_modules(config: RunConfig, path: Path) -> RunConfig:
+    """The config with `rewards.module_dir` filled in where modules of its own functions lie beside its file."""
+    folder, here = path.resolve().parent, Path.cwd()
+    if config.rewards.module_dir is not None or folder == here:
+        return config
+    functions = [reward.function or "" for reward in config.rewards.functions.values()]
+    modules = sorted({function.partition(":")[0] for function in functions if ":" in function})
+    beside = {module: file for module in modules if (file := module_file(module, folder)) is not None}
+    for module, file in beside.items():
+        other = module_file(module, here)
+        if other is not None and other.read_bytes() != file.read_bytes():
+            raise ConfigError(
+                f"two different modules are called {module}: {other} and {file}",
+                place=f"{path}: rewards.functions",
+                mend="rename or remove one of them, or start the command in the folder of the config",
+            )
+    if not beside:
+        return config
+    found = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"module_dir": found})})
 
 
 def read_tree(source: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:

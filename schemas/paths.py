@@ -18,6 +18,12 @@ def resolve(path: str) -> str:
     return str(_DEMO / path.removeprefix(EMBEDDED)) if path.startswith(EMBEDDED) else path
 
 
+def module_file(module: str, folder: Path) -> Path | None:
+    """The file of the module `a.b` in a folder, a/b.py or a/b/__init__.py; None when there is none."""
+    path = folder.joinpath(*module.split("."))
+    return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
+
+
 def is_local(path: str) -> bool:
     """Whether the path names something on this disk (otherwise it is taken for a hub id)."""
     # Unlike Path.exists, this takes a name that is too long or not readable for what it is: nothing on this disk.

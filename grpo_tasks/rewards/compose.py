@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
 from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values, reward_error
+from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config import RewardConfig, RewardsConfig
 from schemas.errors import RewardError
@@ -48,7 +49,7 @@ class Scores:
     full: NDArray[np.float64]
     """[F], the score that counts as success."""
     totals: NDArray[np.float64]
-    """[N], weighted sums over the functions that apply; NaN where none does."""
+    """[N], weighted sums over the functions that apply (totals.py); NaN where none does."""
     notes: list[Note]
     tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     """Scores token by token, by number of the function and of the completion, where there are such."""
@@ -139,9 +140,8 @@ class RewardSuite:
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
             notes.append(Note(name, config.on_error, error))
         weights = self.weights
-        totals = np.where(np.isnan(raw).all(axis=1), np.nan, np.nansum(raw * weights, axis=1))
         full = np.array([full_score(config) for config in self.configs])
-        return Scores(self.names, raw, weights, full, totals, notes, tokens)
+        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens)
 
     def adapt(self, scores: Scores) -> None:
         """Tell the adaptive weights how an update's completions did; call once after every update."""

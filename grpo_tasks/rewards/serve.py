@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +39,6 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with suppress(EOFError):
         request = _loads(read_frame(descriptor))
-        # At the end of the path: a file beside the data must not stand in for an installed library.
-        sys.path.extend(str(folder) for folder in dict.fromkeys([Path.cwd(), *map(Path, request["folders"])]))
         try:
             functions = _load(request)
         except UserError as error:
@@ -55,6 +52,8 @@ def main() -> None:
 
 def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
     rewards = RewardsConfig.model_validate(request["rewards"])
+    # At the end of the path: a file beside the data must not stand in for an installed library.
+    sys.path.extend(str(folder.resolve()) for folder in rewards.module_dirs())
     functions = {}
     for name in request["names"]:
         reward = rewards.resolve(name)

@@ -127,7 +127,7 @@ class RewardWorker:
                 # Ctrl-C is answered by the parent alone.
                 start_new_session=True,
             )
-        message = {"rewards": self.rewards.model_dump(mode="json"), "names": self.names, "folders": _folders(self.rewards)}
+        message = {"rewards": self.rewards.model_dump(mode="json"), "names": self.names}
 
         def read(payload: bytes, request: str) -> UserError | None:
             return read_loaded(payload, request, self.names)
@@ -199,10 +199,6 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
                     one.kill()
         process.kill()
         process.wait()
-
-
-def _folders(rewards: RewardsConfig) -> list[str]:
-    return []
 
 
 def _as_json(batch: ScoreBatch) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the old result. Here the rooms count too, without their comments and docstrings.
 import ast
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
-from schemas.config import DataSource, ModelConfig, RewardConfig
+from schemas.config import DataSource, ModelConfig, RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results import ModelRef, StepResult
@@ -98,6 +98,8 @@ def _record(value: BaseModel) -> Any:
     if isinstance(value, ModelRef):
         return model_contents(value)
     fields = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    # Where a module was found says nothing about what it does.
+    fields.pop("module_dir", None)
     return fields | {"contents": _contents(value)}
 
 
@@ -108,9 +110,16 @@ def _contents(value: BaseModel) -> str:
         if path.exists():
             return path_sha256(path)
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
-    if isinstance(value, RewardConfig) and value.function and ":" in value.function:
-        return modules_sha256(value.function.partition(":")[0])
+    if isinstance(value, RewardConfig):
+        return _code(value, None)
+    if isinstance(value, RewardsConfig):
+        return " ".join(_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
+
+
+def _code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:
+    module, colon, _ = (reward.function or "").partition(":")
+    return modules_sha256(module, folders) if colon else ""
 
 
 def model_contents(ref: ModelRef) -> dict[str, str]:

@@ -14,7 +14,9 @@ import pytest
 
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config import RewardsConfig
 from schemas.errors import ConfigError, RewardError
+from schemas.load import load_config
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a hang is waited for; long elsewhere, for busy machines."""
@@ -275,6 +277,44 @@ def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, 
     own_module("raise RuntimeError('shadowed')", name="json")
     with RewardWorker(rewards_config(), ["format"]) as worker:
         assert isinstance(worker.call("format", make_batch("a"), 30.0), Values)
+
+
+CONFIG = """
+data: {train: [{path: train.jsonl}]}
+rewards: {functions: {mine: {function: 'beside:mine'}}}
+stages: [{name: s, rewards: [mine]}]
+"""
+
+
+@pytest.fixture
+def config_elsewhere(tmp_path, monkeypatch):
+    """A config with its module in a folder that is not the working directory."""
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "my.yaml").write_text(CONFIG)
+    (folder / "beside.py").write_text("import beside_it\ndef mine(completions, **_): return [beside_it.SCORE] * len(completions)")
+    (folder / "beside_it.py").write_text("SCORE = 0.5")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return folder / "my.yaml"
+
+
+def test_a_module_beside_the_config_is_found_wherever_the_command_is_started(config_elsewhere, make_batch):
+    config = load_config(config_elsewhere)
+    for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
+        with RewardWorker(rewards, ["mine"]) as worker:
+            outcome = worker.call("mine", make_batch("a"), 30.0)
+        assert isinstance(outcome, Values)
+        assert outcome.scores == [0.5]
+
+
+def test_two_different_modules_of_one_name_are_refused(config_elsewhere):
+    here = Path("beside.py")
+    here.write_text((config_elsewhere.parent / "beside.py").read_text())
+    load_config(config_elsewhere)
+    here.write_text("def mine(completions, **_): return [9.0] * len(completions)")
+    with pytest.raises(ConfigError, match="two different modules are called beside"):
+        load_config(config_elsewhere)
 
 
 def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
