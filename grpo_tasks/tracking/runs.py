@@ -85,7 +85,7 @@ class TrackedRun:
         experiment_id = _experiment(self.store, config.experiment)
         tags = {KEY_TAG: key, "grpo.name": config.name}
         # Two that look at once would both find nothing and make two runs of one key.
-        with self.store.alone(f"open-{key}", who=f"the run {config.name}"):
+        with self.store.alone("open-run", who=f"the run {config.name}"):
             found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
             run = found or self.store.ask(
                 lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
@@ -149,7 +149,7 @@ class TrackedRun:
         name = f"{stage}.{key}"
         if name not in self._children:
             tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
-            with self.store.alone(f"open-{self.run_id}-{name}", who=f"the run {self.config.name}"):
+            with self.store.alone("open-run", who=f"the run {self.config.name}"):
                 run = _find(self.store, self.experiment_id, tags)
                 if run is None:
                     self.handle.wake()
