@@ -147,3 +147,10 @@ def test_the_written_config_is_the_one_that_ran(place, small):
     run = place.parent("small")
     path = place.client.download_artifacts(run.info.run_id, "config.yaml", str(place.root))
     assert yaml.safe_load(Path(path).read_text())["seed"] == 7
+
+
+@pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
+def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
+    told = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+    assert "MLFLOW_TRACKING_URI" in told
+    assert "planted" not in told
