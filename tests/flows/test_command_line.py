@@ -170,3 +170,10 @@ def test_a_reward_of_the_users_own_takes_part_in_training_and_a_change_of_it_tra
     output = place.grpo("run", "small.yaml")
     assert "validate_data: unchanged, skipped" in output
     assert "train_stage-format: done" in output
+
+
+@pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
+def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
+    told = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+    assert "MLFLOW_TRACKING_URI" in told
+    assert "planted" not in told
