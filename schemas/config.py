@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -457,6 +457,8 @@ GuardAction = Literal["off", "warn", "stop", "rollback"]
 class GuardConfig(Section):
     """A guard: the action alone (`kl_blow_up: stop`), or with the threshold (`kl_blow_up: {action: stop, threshold: 0.3}`)."""
 
+    model_config = ConfigDict(title="Action and threshold")
+
     action: GuardAction = "warn"
     """off, warn (an event in log, Prefect and MLflow), stop, or rollback (to the last good checkpoint, with a smaller learning
     rate)."""
@@ -469,12 +471,14 @@ class GuardConfig(Section):
         off = isinstance(given, Mapping) and given.get("action") is False
         return {**given, "action": "off"} if off else given
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """A box of both settings, or the action alone: whatever starts a deployment is checked against it."""
-        schema = handler.resolve_ref_schema(super().__get_pydantic_json_schema__(core_schema, handler))
+
+class _OrActionAlone:
+    """Says in the schema of a field that the action alone will do: what starts a deployment is checked against the schema."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        # In the field, not in the guard's own definition: there Prefect's form would show a box for raw JSON.
         action = {"title": "Action alone", "type": "string", "enum": list(get_args(GuardAction))}
-        return {"title": schema["title"], "anyOf": [schema | {"title": "Action and threshold"}, action]}
+        return {"anyOf": [handler(core_schema), action]}
 
 
 class KlBlowUp(GuardConfig):
@@ -554,24 +558,24 @@ class GuardsConfig(Section):
 
     not_finite: Literal["stop", "rollback"] = "stop"
     """A loss or a gradient that is not finite; the update is never made."""
-    kl_blow_up: KlBlowUp = Field(default_factory=KlBlowUp, title="KL blow up")
+    kl_blow_up: Annotated[KlBlowUp, _OrActionAlone()] = Field(default_factory=KlBlowUp, title="KL blow up")
     """KL from the reference above the threshold."""
-    reward_std_collapse: RewardStdCollapse = Field(default_factory=RewardStdCollapse)
+    reward_std_collapse: Annotated[RewardStdCollapse, _OrActionAlone()] = Field(default_factory=RewardStdCollapse)
     """reward_std below the threshold, while some function succeeds less than 9 times in 10."""
-    flat_reward: FlatReward = Field(default_factory=FlatReward)
+    flat_reward: Annotated[FlatReward, _OrActionAlone()] = Field(default_factory=FlatReward)
     """The reward of the last 25 updates is no better than that of the first 25, while some function succeeds less than 9 times
     in 10."""
-    dead_groups: DeadGroups = Field(default_factory=DeadGroups)
+    dead_groups: Annotated[DeadGroups, _OrActionAlone()] = Field(default_factory=DeadGroups)
     """More dead groups than the threshold, while some function succeeds less than 9 times in 10."""
-    truncation: Truncation = Field(default_factory=Truncation)
+    truncation: Annotated[Truncation, _OrActionAlone()] = Field(default_factory=Truncation)
     """More completions cut off than the threshold."""
-    entropy_collapse: EntropyCollapse = Field(default_factory=EntropyCollapse)
+    entropy_collapse: Annotated[EntropyCollapse, _OrActionAlone()] = Field(default_factory=EntropyCollapse)
     """Entropy below the threshold times that of the first 10 updates, without more reward."""
-    length_explosion: LengthExplosion = Field(default_factory=LengthExplosion)
+    length_explosion: Annotated[LengthExplosion, _OrActionAlone()] = Field(default_factory=LengthExplosion)
     """Completions longer than the threshold times those of the first 10 updates, without more reward."""
-    format_regression: FormatRegression = Field(default_factory=FormatRegression)
+    format_regression: Annotated[FormatRegression, _OrActionAlone()] = Field(default_factory=FormatRegression)
     """Success of a format reward further below the best 10 updates of the stage than the threshold."""
-    sampler_mismatch: SamplerMismatch = Field(default_factory=SamplerMismatch)
+    sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
     """Sampler and trainer differ by more than the threshold."""
     max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
     """Times a stage is rolled back before it stops."""
