@@ -5,6 +5,7 @@ previous    the champion before             (promotion itself: models.py)
 """
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -22,6 +23,8 @@ CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
 ORIGIN = "grpo.json"
 """File beside a downloaded model: its lineage."""
+_VERSION = re.compile("[0-9]{1,9}")
+"""SQLite stores no longer number."""
 
 
 def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
@@ -35,6 +38,8 @@ def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
     name, alias, number = parse_reference(reference)
 
     def work(client: MlflowClient) -> ModelVersion | None:
+        if number and not _VERSION.fullmatch(number):
+            return None
         try:
             return client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias)
         except MlflowException as fault:
