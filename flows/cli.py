@@ -151,24 +151,28 @@ def _without_password(address: str | None) -> str | None:
 
 TrackingUri = Annotated[
     str | None,
-    typer.Option("--tracking-uri", callback=_without_password, help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db."),
+    typer.Option(
+        "--tracking-uri",
+        callback=_without_password,
+        help="Where MLflow is; without it MLFLOW_TRACKING_URI, without that sqlite:///mlflow.db.",
+    ),
 ]
 
 
 @app.command()
 def rollback(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Registered model.")],
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Instead of the alias `previous`.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Restore this version instead of `previous`.")] = None,
     reason: Annotated[str, typer.Option(help="Kept as a tag of the version that is rolled back.")] = "",
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Make the champion before the present one the champion again."""
+    """Restore the previous champion."""
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.registry import rollback as roll_back
 
         left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
-        out.print(f"{name}: version {now} is the champion again, version {left} is `previous`")
+        out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
 
 
 @app.command()
@@ -177,7 +181,7 @@ def download(
     into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
+    """Fetch a registered model and check every file; after an interruption only the missing files are fetched."""
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
@@ -284,7 +288,7 @@ def fields() -> None:
 
 PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; if it is taken, the next free one.", min=1, max=65535)]
 MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; if it is taken, the next free one.", min=1, max=65535)]
-Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1)]
+Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1, max=256)]
 Postgres = Annotated[
     str | None,
     typer.Option(envvar="GRPO_POSTGRES", metavar="URL", help="postgresql://USER:PASSWORD@HOST:PORT instead of SQLite files."),
@@ -346,7 +350,7 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
 
 @app.command()
 def deployments() -> None:
-    """Write deploy/prefect.yaml anew from flows/deployments.py."""
+    """Regenerate deploy/prefect.yaml from flows/deployments.py."""
     from flows.deployments import write_prefect_yaml
 
     out.print(f"written: {write_prefect_yaml()}")

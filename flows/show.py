@@ -101,7 +101,7 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
     """The end of a pipeline run: figures, decision, where everything is."""
     show_evaluations(console, result.evaluations)
     publication = result.publication
-    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion stays"
+    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the alias champion has not moved"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     console.print(f"report: {result.report}", soft_wrap=True)
     console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")

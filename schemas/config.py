@@ -425,7 +425,8 @@ class RolloutConfig(Section):
     """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
     text with it."""
     include_stop_str_in_output: bool = True
-    """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
+    """Keep the stop string in the completion's text; off: the text that rewards and evaluation see ends before it. Its tokens are
+    part of the completion, and are trained on, either way."""
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
     """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
     max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
