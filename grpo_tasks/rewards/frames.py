@@ -14,6 +14,8 @@ MAX_TEXT = 4_000
 """Most characters of any text in an answer."""
 HOW = "?"
 """Order to the supervisor: the worker's socket is closed, say how it ended. Any other names the call that begins, or is empty."""
+READY = b"."
+"""The supervisor's answer to an order that names a call: what is printed from now on belongs to it."""
 
 # Held here because a reward may replace os.read and os.write in its process (gevent does).
 _read: Callable[[int, int], bytes] = os.read

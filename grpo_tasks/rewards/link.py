@@ -12,10 +12,12 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from grpo_tasks.rewards.frames import HEADER, HOW, MARK, frame
+from grpo_tasks.rewards.frames import HEADER, HOW, MARK, READY, frame
 
 REPORT_S = 5.0
 """Longest wait for the report of a worker that has ended: all that it started is ended first."""
+READY_S = 0.5
+"""Longest wait for the supervisor before a call; without it a little of what is printed is put to the call before."""
 CHUNK_BYTES = 2**20
 
 
@@ -46,6 +48,12 @@ class Link:
                 one.shutdown(socket.SHUT_RDWR)
         for one in (self.data, self.control, *self.far):
             one.close()
+
+    def begin(self, label: str, deadline: float) -> None:
+        """Tell the supervisor that a call begins; wait, not for long, until it has put away what was printed before."""
+        self.order(label)
+        select.select([self.control], [], [], max(0.0, min(READY_S, deadline - time.monotonic())))
+        self._ended()
 
     def order(self, label: str) -> None:
         """Tell the supervisor that a call begins (its label), or that it has ended (empty)."""
@@ -106,7 +114,7 @@ class Link:
                 part = self.control.recv(CHUNK_BYTES)
                 if not part:
                     return {}
-                text += part
+                text = (text + part).lstrip(READY)
             report: dict[str, Any] = json.loads(text)
             return report
         return {}
@@ -136,8 +144,22 @@ class Link:
         if not ready:
             raise TimeoutError
         # The answer counts, even where the worker ended right after it.
-        if self.data.fileno() not in ready:
+        if self.data.fileno() in ready:
+            return
+        if self._ended():
             raise WorkerEndedError
+        self._wait(event, deadline)
+
+    def _ended(self) -> bool:
+        """Whether the supervisor reports the end, or is gone; what else it says is put away."""
+        try:
+            while self.control.recv(1, socket.MSG_PEEK) == READY:
+                self.control.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
 
 def _size(arrived: bytearray, max_bytes: int) -> float:

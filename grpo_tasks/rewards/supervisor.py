@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.rewards.frames import HOW
+from grpo_tasks.rewards.frames import HOW, READY
 from schemas.child import PARENT, adopt_orphans
 
 LOOK_S = 0.05
@@ -176,6 +176,9 @@ class Supervisor:
             self._drain(2**20)
             self.log.next_call(line)
             self.busy = bool(line)
+            if line:
+                with suppress(OSError):
+                    self.control.send(READY)
         return bool(orders)
 
     def _drain(self, most: int) -> None:

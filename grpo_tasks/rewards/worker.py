@@ -150,8 +150,8 @@ class RewardWorker:
         assert self._link is not None
         request = secrets.token_hex(8)
         payload = json.dumps({"request": request, **message}).encode()
-        self._link.order(label)
         deadline = time.monotonic() + limit_s
+        self._link.begin(label, deadline)
         try:
             self._link.send(payload, deadline)
             answer = read(self._link.receive(most_bytes, deadline), request)

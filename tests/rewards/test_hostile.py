@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from grpo_tasks.rewards.contract import Fault, Values
 from grpo_tasks.rewards.frames import HEADER, MARK, frame
+from grpo_tasks.rewards.lab import probe_rewards_of
 from grpo_tasks.rewards.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.replies import max_bytes, read_loaded, read_scores
 from grpo_tasks.rewards.supervisor import MAX_BYTES, MAX_LINES, Output
@@ -382,6 +383,19 @@ def test_a_million_lines_neither_block_the_function_nor_fill_the_log(worker_of, 
     assert lines[:MAX_LINES] == [f"line {number}" for number in range(MAX_LINES)]
     assert [line.partition(" (")[0] for line in lines if line.startswith("...")] == [told, told]
     assert len(lines) == 2 * (MAX_LINES + 1)
+
+
+def test_what_a_function_prints_in_the_lab_reaches_the_steps_log_alone(
+    own_module, run_config, make_row, capfd, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    own_module(FUNCTIONS)
+    config = run_config(
+        {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}
+    )
+    probe_rewards_of(config, [make_row()], log=tmp_path / "log.txt")
+    assert capfd.readouterr() == ("", "")
+    assert "by print\n" in (tmp_path / "log.txt").read_text()
 
 
 @given(st.lists(st.binary(max_size=60).map(lambda data: data * 100), max_size=8))

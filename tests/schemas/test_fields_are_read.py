@@ -17,6 +17,7 @@ from schemas.section import Section
 ROOT = Path(__file__).resolve().parent.parent.parent
 THROUGH = {
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
+    ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
