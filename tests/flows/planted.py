@@ -81,7 +81,8 @@ def finished_run(place: Place) -> None:
 
 def plant(place: Place, kinds: tuple[Kind, ...], number: int) -> list[Outcome]:
     """Flip a byte in a file of each kind, run the command once, and look at what has become of the files."""
-    paths = {kind: sorted(place.root.glob(kind.pattern))[-1] for kind in kinds}
+    # What a damaged stage has left aside is used by nobody.
+    paths = {kind: max(path for path in place.root.glob(kind.pattern) if ".damaged-" not in str(path)) for kind in kinds}
     before = {kind: path.read_bytes() for kind, path in paths.items()}
     published = _published(place)
     for path in paths.values():
