@@ -1,5 +1,6 @@
 """A talk with a model in the terminal."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +32,7 @@ def talk(
 
 def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
     """Folder of the model and the system message it was trained with."""
-    if (Path(name) / "config.json").exists():
+    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - takes a name of any length
         origin = Path(name) / ORIGIN
         return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
     version = find_version(name, tracking)

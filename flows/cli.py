@@ -12,18 +12,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 
-from schemas.errors import OrchestratorError, UserError
-from schemas.load import load_config
+from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
+from schemas.load import load_config, tracking_at
 from schemas.secret import has_password, hide, hide_output
 
 if TYPE_CHECKING:
     from grpo_tasks.running.servers import Stack
+    from schemas.config import RunConfig
 
 app = typer.Typer(
     help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
@@ -49,7 +51,7 @@ def run(
 ) -> None:
     """The whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         if dry_run:
             from flows.show import show_plan
 
@@ -66,7 +68,7 @@ def run(
 def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Read the data and judge every row."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_data
         from flows.single import validate_flow
@@ -78,7 +80,7 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """The reward lab alone: try every reward function of every stage before any training."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_lab
         from flows.single import rewards_flow
@@ -95,7 +97,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the config's held-out prompts."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_evaluations
         from flows.single import evaluate_flow
@@ -112,7 +114,7 @@ def merge(
 ) -> None:
     """Merge an adapter into the config's base model and prove that nothing changed."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_merge
         from flows.single import merge_flow
@@ -149,25 +151,28 @@ def _without_password(address: str | None) -> str | None:
 
 TrackingUri = Annotated[
     str | None,
-    typer.Option("--tracking-uri", callback=_without_password, help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db."),
+    typer.Option(
+        "--tracking-uri",
+        callback=_without_password,
+        help="Where MLflow is; without it MLFLOW_TRACKING_URI, without that sqlite:///mlflow.db.",
+    ),
 ]
 
 
 @app.command()
 def rollback(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Registered model.")],
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Instead of the alias `previous`.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Restore this version instead of `previous`.")] = None,
     reason: Annotated[str, typer.Option(help="Kept as a tag of the version that is rolled back.")] = "",
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Make the champion before the present one the champion again."""
+    """Restore the previous champion."""
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.registry import rollback as roll_back
-        from schemas.config import TrackingConfig
 
-        left, now = roll_back(name, to=to, reason=reason, tracking=TrackingConfig(tracking_uri=tracking_uri))
-        out.print(f"{name}: version {now} is the champion again, version {left} is `previous`")
+        left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
+        out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
 
 
 @app.command()
@@ -176,14 +181,13 @@ def download(
     into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
+    """Fetch a registered model and check every file; after an interruption only the missing files are fetched."""
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
         from grpo_tasks.tracking.registry import find_version, lineage_of
-        from schemas.config import TrackingConfig
 
-        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        tracking = tracking_at(tracking_uri)
         version = find_version(model, tracking)
         folder = fetch_version(version, tracking, into)
         lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
@@ -208,10 +212,9 @@ def chat(
         prepare_environment()
         from flows.chat import talk
         from grpo_tasks.policy.ask import Manner
-        from schemas.config import TrackingConfig
 
         manner = Manner(temperature, top_p, max_new_tokens, greedy)
-        talk(out, model, question, system=system, manner=manner, tracking=TrackingConfig(tracking_uri=tracking_uri))
+        talk(out, model, question, system=system, manner=manner, tracking=tracking_at(tracking_uri))
 
 
 @app.command()
@@ -221,9 +224,8 @@ def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
         prepare_environment()
         from flows.show import show_lineage
         from grpo_tasks.tracking.registry import lineage_of
-        from schemas.config import TrackingConfig
 
-        show_lineage(out, lineage_of(model, TrackingConfig(tracking_uri=tracking_uri)))
+        show_lineage(out, lineage_of(model, tracking_at(tracking_uri)))
 
 
 @app.command()
@@ -239,9 +241,8 @@ def compare(
         from flows.show import show_comparison
         from grpo_tasks.reporting.compare import compare_runs, write_comparison
         from grpo_tasks.tracking.past_runs import load_past_run
-        from schemas.config import TrackingConfig
 
-        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        tracking = tracking_at(tracking_uri)
         found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
         show_comparison(out, found)
         out.print(f"page: {write_comparison(found, into.resolve())}", soft_wrap=True)
@@ -285,9 +286,9 @@ def fields() -> None:
     show_fields(out)
 
 
-PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; the next free one is taken.")]
-MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; the next free one is taken.")]
-Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1)]
+PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; if it is taken, the next free one.", min=1, max=65535)]
+MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; if it is taken, the next free one.", min=1, max=65535)]
+Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1, max=256)]
 Postgres = Annotated[
     str | None,
     typer.Option(envvar="GRPO_POSTGRES", metavar="URL", help="postgresql://USER:PASSWORD@HOST:PORT instead of SQLite files."),
@@ -333,10 +334,13 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
     """Bring everything up and say where it is."""
     prepare_environment()
     from flows.deployments import FILE
-    from grpo_tasks.running.servers import Stack, create_databases
+    from grpo_tasks.running.servers import Stack, create_databases, mlflow_environment
+    from grpo_tasks.tracking.store import prepare
 
     if postgres:
         create_databases(postgres)
+    # A server migrates its database in place; killed meanwhile, it leaves half of one. It finds a whole one instead.
+    prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
     stack = Stack(Path.cwd(), tell=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
     at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=FILE, workers=workers)
     out.print(f"Prefect UI  {at.prefect}", highlight=False)
@@ -346,7 +350,7 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
 
 @app.command()
 def deployments() -> None:
-    """Write deploy/prefect.yaml anew from flows/deployments.py."""
+    """Regenerate deploy/prefect.yaml from flows/deployments.py."""
     from flows.deployments import write_prefect_yaml
 
     out.print(f"written: {write_prefect_yaml()}")
@@ -360,6 +364,15 @@ def serve() -> None:
         from flows.serving import serve_all
 
         serve_all()
+
+
+def checked_config(source: str, override: list[str] | None) -> "RunConfig":
+    """The config, once its inputs are there: refused here, before Prefect takes seconds to start."""
+    from flows.checks import check_inputs
+
+    settings = load_config(source, override)
+    check_inputs(settings)
+    return settings
 
 
 def prepare_environment() -> None:
@@ -381,9 +394,27 @@ def prepare_environment() -> None:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     hide_output()
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        with suppress(KeyError):
+            _check_address(name, os.environ[name])
+    _check_working_directory()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_traceback)
         logging.getLogger(name).addFilter(_without_secrets)
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(f"{address} is no address: {error}", place=name, mend=f"correct it, or unset {name}") from error
+
+
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError("the working directory does not exist any more", mend="change to a folder that does") from error
 
 
 def prepare_flow() -> None:
@@ -428,7 +459,8 @@ def _look_for_prefect(address: str | None) -> None:
 
 def _without_traceback(record: logging.LogRecord) -> bool:
     # An error of the user's says where and what to do; the way it took through our code helps nobody.
-    if record.exc_info and isinstance(record.exc_info[1], UserError):
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UserError) or refused_by_system(error) is not None:
         record.exc_info = record.exc_text = None
     return True
 
@@ -446,8 +478,17 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
-        Console(stderr=True, highlight=False, markup=False).print(panel)
-        sys.exit(error.exit_code)
+        _show_and_exit(error)
+    except OSError as error:
+        refused = refused_by_system(error)
+        if refused is None:
+            raise
+        _show_and_exit(refused)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _show_and_exit(error: UserError) -> NoReturn:
+    panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
+    Console(stderr=True, highlight=False, markup=False).print(panel)
+    sys.exit(error.exit_code)

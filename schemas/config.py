@@ -22,8 +22,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -31,9 +32,19 @@ from schemas.metrics import TRAINING
 from schemas.secret import has_password, secrets_in
 from schemas.section import Section
 
+
+def _url(address: str) -> str:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ValueError(f"not an address: {error}; mend: http://HOST:PORT") from error
+    return address
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
 """A path, a hub id or a URL."""
+Url = Annotated[Address, AfterValidator(_url)]
 MlflowName = Annotated[str, StringConstraints(pattern=r"^[^/:@\x00-\x1f]{1,200}$")]
 """MLflow refuses the other characters and longer names, but only when the model is published."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
@@ -338,7 +349,7 @@ class VllmConfig(Section):
         ),
     }
 
-    base_urls: list[Address] = Field(default_factory=list)
+    base_urls: list[Url] = Field(default_factory=list)
     """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
     ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder. A key they
     ask for is taken from VLLM_API_KEY."""
@@ -414,7 +425,8 @@ class RolloutConfig(Section):
     """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
     text with it."""
     include_stop_str_in_output: bool = True
-    """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
+    """Keep the stop string in the completion's text; off: the text that rewards and evaluation see ends before it. Its tokens are
+    part of the completion, and are trained on, either way."""
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
     """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
     max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
@@ -446,6 +458,8 @@ GuardAction = Literal["off", "warn", "stop", "rollback"]
 class GuardConfig(Section):
     """A guard: the action alone (`kl_blow_up: stop`), or with the threshold (`kl_blow_up: {action: stop, threshold: 0.3}`)."""
 
+    model_config = ConfigDict(title="Action and threshold")
+
     action: GuardAction = "warn"
     """off, warn (an event in log, Prefect and MLflow), stop, or rollback (to the last good checkpoint, with a smaller learning
     rate)."""
@@ -458,12 +472,14 @@ class GuardConfig(Section):
         off = isinstance(given, Mapping) and given.get("action") is False
         return {**given, "action": "off"} if off else given
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """A box of both settings, or the action alone: whatever starts a deployment is checked against it."""
-        schema = handler.resolve_ref_schema(super().__get_pydantic_json_schema__(core_schema, handler))
+
+class _OrActionAlone:
+    """Says in the schema of a field that the action alone will do: what starts a deployment is checked against the schema."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        # In the field, not in the guard's own definition: there Prefect's form would show a box for raw JSON.
         action = {"title": "Action alone", "type": "string", "enum": list(get_args(GuardAction))}
-        return {"title": schema["title"], "anyOf": [schema | {"title": "Action and threshold"}, action]}
+        return {"anyOf": [handler(core_schema), action]}
 
 
 class KlBlowUp(GuardConfig):
@@ -543,24 +559,24 @@ class GuardsConfig(Section):
 
     not_finite: Literal["stop", "rollback"] = "stop"
     """A loss or a gradient that is not finite; the update is never made."""
-    kl_blow_up: KlBlowUp = Field(default_factory=KlBlowUp, title="KL blow up")
+    kl_blow_up: Annotated[KlBlowUp, _OrActionAlone()] = Field(default_factory=KlBlowUp, title="KL blow up")
     """KL from the reference above the threshold."""
-    reward_std_collapse: RewardStdCollapse = Field(default_factory=RewardStdCollapse)
+    reward_std_collapse: Annotated[RewardStdCollapse, _OrActionAlone()] = Field(default_factory=RewardStdCollapse)
     """reward_std below the threshold, while some function succeeds less than 9 times in 10."""
-    flat_reward: FlatReward = Field(default_factory=FlatReward)
+    flat_reward: Annotated[FlatReward, _OrActionAlone()] = Field(default_factory=FlatReward)
     """The reward of the last 25 updates is no better than that of the first 25, while some function succeeds less than 9 times
     in 10."""
-    dead_groups: DeadGroups = Field(default_factory=DeadGroups)
+    dead_groups: Annotated[DeadGroups, _OrActionAlone()] = Field(default_factory=DeadGroups)
     """More dead groups than the threshold, while some function succeeds less than 9 times in 10."""
-    truncation: Truncation = Field(default_factory=Truncation)
+    truncation: Annotated[Truncation, _OrActionAlone()] = Field(default_factory=Truncation)
     """More completions cut off than the threshold."""
-    entropy_collapse: EntropyCollapse = Field(default_factory=EntropyCollapse)
+    entropy_collapse: Annotated[EntropyCollapse, _OrActionAlone()] = Field(default_factory=EntropyCollapse)
     """Entropy below the threshold times that of the first 10 updates, without more reward."""
-    length_explosion: LengthExplosion = Field(default_factory=LengthExplosion)
+    length_explosion: Annotated[LengthExplosion, _OrActionAlone()] = Field(default_factory=LengthExplosion)
     """Completions longer than the threshold times those of the first 10 updates, without more reward."""
-    format_regression: FormatRegression = Field(default_factory=FormatRegression)
+    format_regression: Annotated[FormatRegression, _OrActionAlone()] = Field(default_factory=FormatRegression)
     """Success of a format reward further below the best 10 updates of the stage than the threshold."""
-    sampler_mismatch: SamplerMismatch = Field(default_factory=SamplerMismatch)
+    sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
     """Sampler and trainer differ by more than the threshold."""
     max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
     """Times a stage is rolled back before it stops."""
@@ -892,7 +908,7 @@ class PromotionConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    tracking_uri: Address | None = None
+    tracking_uri: Url | None = None
     """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory. Never
     with a password, because all of this is recorded: an address that has one belongs into MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None

@@ -9,6 +9,7 @@ same words as one that does not. Our own broken promises are `assert`s, not erro
 import errno
 import importlib
 import json
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,3 +211,29 @@ def hidden_errors() -> Iterator[None]:
             # Its own words are safe; what led to it is not.
             raise error from None
         raise RuntimeError(hidden) from None
+
+
+def refused_by_system(error: BaseException | None) -> UserError | None:
+    """An error of ours for a path that the operating system will not read, write or follow; None for any other error.
+
+    Only refusals that a person can lift: a file in the place of a folder, permissions, a read-only or broken disk. That something
+    is not there (ENOENT) may as well be a fault of this program, and keeps its traceback.
+    """
+    if not isinstance(error, OSError) or error.errno not in _LIFTED or not isinstance(error.filename, str | bytes | os.PathLike):
+        return None
+    path = os.fsdecode(error.filename)
+    return UserError(f"the system refuses {path}: {error.strerror}", place=path, mend=_LIFTED[error.errno])
+
+
+_LIFTED = {
+    errno.EACCES: "check the permissions of the path and of the folders above it",
+    errno.EPERM: "check the permissions of the path and of the folders above it",
+    errno.EROFS: "the disk is mounted read-only: name a path on another one",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or name another path",
+    errno.EEXIST: "something stands there already: move it away, or name another path",
+    errno.EISDIR: "a folder stands where a file is needed: move it away, or name another path",
+    errno.ELOOP: "the path is a link that leads back to itself: remove it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENXIO: "it is a device or a pipe: name a file",
+    errno.EIO: "the disk does not answer: check it",
+}

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from schemas.config import RunConfig
+from schemas.config import RunConfig, TrackingConfig
 from schemas.errors import ConfigError, shorten
 from schemas.paths import module_file, why_not_a_file
 from schemas.yaml_text import MAX_CHARS, parse_yaml
@@ -111,6 +111,18 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
     except ValidationError as error:
         faults = [_say(dict(fault)) for fault in error.errors()]
         raise ConfigError("\n".join(faults), place=place) from error
+
+
+def tracking_at(uri: str | None) -> TrackingConfig:
+    """The settings of a tracking store at this address; none: the environment's.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    try:
+        return TrackingConfig(tracking_uri=uri)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_say(dict(fault)) for fault in error.errors()), place="--tracking-uri") from error
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "***"
 _SHORTEST = 6
@@ -181,7 +181,9 @@ def _parts_of_address(value: str) -> set[str]:
     """The secrets of a variable that is an address, such as MLFLOW_TRACKING_URI."""
     found = _ADDRESS.search(value)
     parts = _user_of(found, doubt=True) if found else None
-    return ({parts[1]} if parts else set()) | {each[3] for each in _PARAMETER.finditer(value) if is_secret_name(each[2])}
+    return ({parts[1], unquote(parts[1])} if parts else set()) | {
+        each[3] for each in _PARAMETER.finditer(value) if is_secret_name(each[2])
+    }
 
 
 def _written(value: str) -> set[str]:

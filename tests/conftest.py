@@ -69,5 +69,13 @@ def prompts(tokenizer):
     return [prompt_ids(tokenizer, [{"role": "user", "content": question}]) for question in questions]
 
 
+def pytest_configure(config):
+    # A process of `-n 2` runs tests of every room, so it needs them anyway; a single file may not.
+    if hasattr(config, "workerinput"):
+        from grpo_tasks.policy.libraries import import_libraries
+
+        import_libraries()
+
+
 def pytest_addoption(parser):
     parser.addoption("--golden", action="store_true", help="write the golden curve anew")

@@ -1,4 +1,4 @@
-"""kill -9 just before the n-th call that matters, in a process of its own: what no timer hits."""
+"""kill -9 just before the n-th call that matters, in a process of its own: what no timer hits. And work by several at once."""
 
 import multiprocessing
 import os
@@ -16,6 +16,11 @@ LIMIT_S = 600
 # A forked child has the libraries loaded; this process has used torch, whose threads do not survive a fork.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.__main__", "grpo_tasks.tracking.log_model", "grpo_tasks.tracking.runs"])
+
+
+def preload_only(*modules: str) -> None:
+    """For tests whose children need less than all; has an effect when they are the first of their process."""
+    _PROCESSES.set_forkserver_preload(list(modules))
 
 
 def count_calls(work: Callable[[], object], calls: frozenset[str], under: str = "") -> int:
@@ -38,6 +43,23 @@ def some(total: int, how_many: int, seed: int) -> list[int]:
     """Numbers of calls to be killed at: spread over all of them, otherwise at random."""
     draw, width = random.Random(seed), total / how_many
     return sorted({1 + int(width * part + draw.random() * width) for part in range(how_many)})
+
+
+def at_once(processes: int, work: Callable[[], object]) -> list[int | None]:
+    """Do the work in so many processes that begin at the same moment; their exit codes."""
+    barrier = _PROCESSES.Barrier(processes)
+    started = [_PROCESSES.Process(target=_together, args=(work, barrier)) for _ in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(LIMIT_S)
+        process.kill()
+    return [process.exitcode for process in started]
+
+
+def _together(work, barrier):
+    barrier.wait(LIMIT_S)
+    work()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from grpo_tasks.data.seen import Seen
 from grpo_tasks.data.side_by_side import BIG, num_processes, read_parts_side_by_side
 from schemas.config import DataConfig, DataSource
 from schemas.errors import DataError
-from schemas.paths import resolve
+from schemas.paths import is_local, resolve, why_not_a_file
 from schemas.results import SourceFile
 
 ROWS = "rows.parquet"
@@ -76,7 +76,7 @@ def source_kind(source: DataSource) -> str:
     kind = _FORMATS.get(path.suffix.lower())
     if kind:
         return kind
-    if path.exists():
+    if is_local(source.path):
         raise DataError(
             f"the ending {path.suffix!r} does not tell the format",
             place=source.path,
@@ -135,11 +135,12 @@ def _digested(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Re
 
 
 def _check_file(path: Path, source: DataSource) -> None:
-    if not path.is_file():
-        names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    reason = why_not_a_file(path)
+    if reason:
+        names = [file.name for file in path.parent.iterdir()] if reason == "no such file" and path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         mend = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"
-        raise DataError("it is a folder, not a file" if path.is_dir() else "no such file", place=source.path, mend=mend)
+        raise DataError(reason, place=source.path, mend=mend)
     if path.stat().st_size == 0:
         raise DataError("the file is empty", place=source.path, mend="give it rows or take it out of the config")
     try:

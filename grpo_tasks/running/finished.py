@@ -8,11 +8,8 @@ A trained stage is worth hours, so it is treated with care: with its journal int
 which is verified on its own; otherwise its folder is set aside under another name before the stage starts anew.
 """
 
-import fcntl
 import shutil
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +23,6 @@ from schemas.results import StepResult
 
 Made = TypeVar("Made", bound=StepResult)
 
-POLL_S = 0.5
 REMADE = ("final", "checkpoints", "spec.json")
 """What a stage writes again when it continues from a checkpoint."""
 DAMAGED = "damaged.txt"
@@ -107,26 +103,3 @@ def _results_in(values: list[Any]) -> Iterator[StepResult]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _results_in(list(value))
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Have a step's folder alone: of two runs that want the same step, one waits and finds it finished.
-
-    The lock is the kernel's and ends with its process, however that ends.
-    """
-    locks = folder.parent.parent / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / f"{folder.parent.name}-{folder.name}").open("w") as file:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    get_run_logger().info("another run is at work on the same step; waiting for it (%s)", folder)
-                waiting = True
-                # Not a blocking lock: a run that is cancelled must wake up.
-                time.sleep(POLL_S)
-        yield

@@ -10,7 +10,7 @@ import argparse
 import os
 from importlib import import_module
 
-from grpo_tasks.running.same_origin import LOOPBACK, SameOrigin, further_hosts
+from grpo_tasks.guard.same_origin import LOOPBACK, SameOrigin, further_hosts
 
 
 def mlflow_app() -> SameOrigin:

@@ -121,7 +121,11 @@ class Stack:
 
     def addresses(self) -> Addresses:
         """Where the running stack answers."""
-        return Addresses(**json.loads((self.folder / ADDRESSES).read_text(encoding="utf-8")))
+        file = self.folder / ADDRESSES
+        try:
+            return Addresses(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"the addresses are damaged: {error}", place=str(file), mend="grpo down, then grpo up") from error
 
     def check(self) -> None:
         """Raise `UserError` when a part has ended by itself."""
@@ -215,7 +219,16 @@ class Stack:
 
     def _recorded(self) -> list[Part]:
         state = self.folder / STATE
-        return [Part(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))] if state.exists() else []
+        if not state.exists():
+            return []
+        try:
+            return [Part(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"the record of what runs here is damaged: {error}",
+                place=str(state),
+                mend="end what still runs by hand (ps shows prefect and mlflow), then remove that file",
+            ) from error
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name.lower().replace(' ', '-')}.log"

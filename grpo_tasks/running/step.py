@@ -11,7 +11,8 @@ result.json carries a seal and the manifest of its files (finished.py). A step t
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -23,15 +24,18 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
 
 from grpo_tasks.content.manifest import take_manifest
-from grpo_tasks.running.finished import alone, clear, finished_result, require_unchanged
+from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.child import RESULT
 from schemas.config import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
+from schemas.lock import alone
 from schemas.results import StepResult
 from schemas.secret import hide
 
+LOCKS = ".locks"
+"""Folder beside the steps' folders."""
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
 
@@ -90,7 +94,7 @@ def step(
         made_by: Any = inspect.signature(body, eval_str=True).return_annotation
 
         def work_of(work: Work, label: str, inputs: dict[str, Any], made: list[Made]) -> State[None]:
-            with alone(work.directory):
+            with _alone(work, label):
                 kept = finished_result(made_by, work.directory) if cached and not work.run.fresh else None
                 if kept is not None:
                     made.append(kept)
@@ -131,6 +135,19 @@ def step(
         return cast(Callable[Concatenate[Run, Inputs], Made], call)
 
     return decorate
+
+
+@contextmanager
+def _alone(work: Work, label: str) -> Iterator[None]:
+    """Be the only process at this folder: the second of two that want the same step waits, and finds it done."""
+    log = get_run_logger()
+
+    def waiting(holder: str) -> None:
+        log.info("%s: waiting for %s, which is at the same step (%s)", label, holder, work.directory)
+
+    lock = work.directory.parent.parent / LOCKS / f"{work.directory.parent.name}-{work.directory.name}"
+    with alone(lock, who="another run", waiting=waiting):
+        yield
 
 
 def _settle(state: State[Any], made: list[Made], run: Run, work: Work, label: str) -> Made:

@@ -5,6 +5,7 @@ previous    the champion before             (promotion itself: models.py)
 """
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -20,6 +21,8 @@ from schemas.results import Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
+_VERSION = re.compile("[0-9]{1,9}")
+"""SQLite stores no longer number."""
 
 
 def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
@@ -33,6 +36,8 @@ def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
     name, alias, number = parse_reference(reference)
 
     def work(client: MlflowClient) -> ModelVersion | None:
+        if number and not _VERSION.fullmatch(number):
+            return None
         try:
             return client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias)
         except MlflowException as fault:

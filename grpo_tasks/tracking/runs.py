@@ -83,9 +83,13 @@ class TrackedRun:
         self._stages: list[StageResult] = []
         self._data_digest = ""
         experiment_id = _experiment(self.store, config.experiment)
-        found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
         tags = {KEY_TAG: key, "grpo.name": config.name}
-        run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name))
+        # Two that look at once would both find nothing and make two runs of one key.
+        with self.store.alone("open-run", who=f"the run {config.name}"):
+            found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
+            run = found or self.store.ask(
+                lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
+            )
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
         if not found:
             self.handle.wake()
@@ -145,10 +149,11 @@ class TrackedRun:
         name = f"{stage}.{key}"
         if name not in self._children:
             tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
-            run = _find(self.store, self.experiment_id, tags)
-            if run is None:
-                self.handle.wake()
-                run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
+            with self.store.alone("open-run", who=f"the run {self.config.name}"):
+                run = _find(self.store, self.experiment_id, tags)
+                if run is None:
+                    self.handle.wake()
+                    run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
             handle = RunHandle(self.store, run)
             params = flatten(self.config.stage(stage)) | {"seed": str(self.config.seed)}
             handle.once(f"config.{_digest(params)}", lambda: handle.params(params))

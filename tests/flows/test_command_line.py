@@ -1,12 +1,16 @@
 """What a user gets who types something wrong, has bad data or a bad reward: a clear word before any training."""
 
+import logging
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from schemas.errors import ModelError
+from flows.cli import app, errors_told
+from schemas.errors import ConfigError, ModelError
 from schemas.load import load_config
 from tests.flows.place import SMALL, Place
 
@@ -49,6 +53,119 @@ def test_an_unknown_preset_names_the_nearest(place):
 
 def test_a_setting_in_scientific_notation_is_a_number(place):
     assert "learning rate 2e-05" in place.grpo("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=2e-5")
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory):
+    """A working directory full of what is not what its name says; the store in it is made once."""
+    folder = tmp_path_factory.mktemp("hostile")
+    os.mkfifo(folder / "fifo.jsonl")
+    (folder / "loop.jsonl").symlink_to("loop.jsonl")
+    (folder / "zero.jsonl").symlink_to("/dev/zero")
+    (folder / "folder.jsonl").mkdir()
+    (folder / "file").write_text("x" * 5_000)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_bytes(b"\xff{")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "up").mkdir()
+    (folder / "up" / ".grpo").mkdir()
+    (folder / "up" / ".grpo" / "stack.json").write_bytes(b"[{\xff")
+    return folder
+
+
+LONG = "x" * 50_000
+HOSTILE = {
+    **{
+        f"data is {name}": (["run", "demo", "--dry-run", "--set", f"data.train.0.path={name}"], "data.train.0.path")
+        for name in ("fifo.jsonl", "loop.jsonl", "zero.jsonl", "folder.jsonl", "/dev/stdin", "/", "file/x.jsonl", LONG)
+    },
+    **{
+        f"model is {name}": (["validate", "demo", "--set", f"model.path={name}"], "model.path")
+        for name in ("file", "fifo.jsonl", "loop.jsonl", "folder.jsonl", "/", "./nowhere", "a/b/c", LONG)
+    },
+    **{
+        f"config is {name}": ([command, *rest, name], "configuration")
+        for name in ("fifo.jsonl", "loop.jsonl", "folder.jsonl", "file", "nowhere", LONG)
+        for command, rest in (("run", ()), ("rewards", ()), ("trace", ("row",)), ("evaluate", ("m",)), ("merge", ("m",)))
+    },
+    "trace of nothing": (["trace", LONG, "demo"], "comes first"),
+    "chat with a broken model": (["chat", "broken", "hi"], "the model cannot be loaded"),
+    "chat with a model without weights": (["chat", "empty", "hi"], "the model cannot be loaded"),
+    "chat with a long name": (["chat", LONG, "hi"], "no such model"),
+    "a store that is a folder": (["lineage", "m", "--tracking-uri", "sqlite:///broken"], "cannot be opened"),
+    "a store below a file": (["lineage", "m", "--tracking-uri", "sqlite:///file/x.db"], "cannot be opened"),
+    "a store that is no database": (["lineage", "m", "--tracking-uri", "sqlite:///file"], "not a database"),
+    "a store at no address": (["lineage", "m", "--tracking-uri", "http://[::1"], "not an address"),
+    "a store with a long name": (["lineage", "m", "--tracking-uri", LONG], "at most 2000"),
+    "lineage of nothing": (["lineage", "m@"], "no such model"),
+    "rollback of a long name": (["rollback", LONG, "--reason", LONG], "no "),
+    "download of a number that is none": (["download", "m/99999999999999999999", "into"], "no such model"),
+    "compare two that are not there": (["compare", LONG, "\x01"], "no "),
+    "a port beyond the last": (["up", "--prefect-port", "70000"], "65535"),
+    "an address that is no database": (["up", "--postgres", LONG], "not the address"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case[:50])
+def test_hostile_input_gets_a_short_message_and_never_a_traceback(hostile_folder, monkeypatch, case):
+    arguments, says = HOSTILE[case]
+    monkeypatch.chdir(hostile_folder)
+    monkeypatch.setenv("COLUMNS", "150")
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    # Loggers made by an earlier case hold the stream that the runner gave it.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    outcome = CliRunner().invoke(app, arguments)
+    assert isinstance(outcome.exception, SystemExit), outcome.exception
+    assert outcome.exit_code != 0
+    assert "Traceback" not in outcome.output
+    assert says in " ".join(outcome.output.replace("│", " ").split())
+    if arguments[0] != "up":
+        # typer itself repeats the arguments that it refuses.
+        assert len(outcome.output) < 6_000
+
+
+def test_a_damaged_record_of_servers_is_named(hostile_folder, monkeypatch):
+    monkeypatch.chdir(hostile_folder / "up")
+    outcome = CliRunner().invoke(app, ["down"])
+    assert outcome.exit_code == 1
+    assert "stack.json" in outcome.output
+    assert "damaged" in outcome.output
+
+
+@pytest.mark.parametrize("folder", ["file", "file/deeper", "/proc/runs", "loop.jsonl", "x" * 300])
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
+    from flows.checks import check_output
+
+    monkeypatch.chdir(hostile_folder)
+    config = load_config("demo", [f"resources.output_dir={folder}"])
+    with pytest.raises(ConfigError, match="cannot write to") as refused:
+        check_output(config)
+    assert refused.value.place == "resources.output_dir"
+
+
+def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_nothing(tmp_path, monkeypatch):
+    from flows.checks import check_output
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "taken").touch()
+    with pytest.raises(ConfigError, match="cannot write to runs/taken"):
+        check_output(load_config("demo", ["name=taken"]))
+    check_output(load_config("demo", ["name=free"]))
+    assert list((tmp_path / "runs" / "free").iterdir()) == []
+
+
+def test_what_the_system_refuses_is_shown_as_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
+    with pytest.raises(SystemExit), errors_told():
+        Path("/proc/version/x").mkdir()
+    told = capsys.readouterr().err
+    assert "/proc/version/x" in told
+    assert "move it away" in told
+    with pytest.raises(FileNotFoundError), errors_told():
+        Path("/nowhere/x").read_text()
 
 
 def test_doctor_and_fields_tell_what_there_is(place):
@@ -170,3 +287,10 @@ def test_a_reward_of_the_users_own_takes_part_in_training_and_a_change_of_it_tra
     output = place.grpo("run", "small.yaml")
     assert "validate_data: unchanged, skipped" in output
     assert "train_stage-format: done" in output
+
+
+@pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
+def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
+    told = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+    assert "MLFLOW_TRACKING_URI" in told
+    assert "planted" not in told

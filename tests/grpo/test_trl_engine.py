@@ -68,6 +68,8 @@ def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
     result = StageResult.load(directory.result)
     assert (result.steps, result.resumed) == (4, 1)
     assert [json.loads(line)["step"] for line in directory.journal.read_text().splitlines()] == [1, 2, 3, 4]
+    # TRL measures no KL at beta 0; that its guard is blind is said once, not again after the resume.
+    assert [json.loads(line)["event"] for line in directory.events.read_text().splitlines()].count("guard_off") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """A step is finished when its folder says so: sealed result, every file as in the manifest. Everything else runs again."""
 
 import json
-import multiprocessing
-import threading
 
 import pytest
 from prefect.logging import disable_run_logger
 
 from grpo_tasks.content.manifest import take_manifest
-from grpo_tasks.running.finished import alone, clear, finished_result, require_unchanged
+from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
 from schemas.errors import DamagedError
 from schemas.results import ModelRef, PreparedData, StageResult
@@ -183,34 +181,3 @@ def test_an_adapter_that_is_not_what_its_stage_wrote_is_refused_and_another_one_
     assert key() != first
     with pytest.raises(DamagedError, match="SHA-256 differs"):
         key(sha256=right)
-
-
-def hold(folder, taken, let_go):
-    with disable_run_logger(), alone(folder):
-        taken.set()
-        let_go.wait()
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_of_two_runs_that_want_the_same_step_one_waits_and_a_killed_one_keeps_nobody_waiting(folder, killed):
-    context = multiprocessing.get_context("spawn")
-    taken, let_go, have_it = context.Event(), context.Event(), threading.Event()
-    other = context.Process(target=hold, args=(folder, taken, let_go))
-    other.start()
-
-    def wait_for_it():
-        with disable_run_logger(), alone(folder):
-            have_it.set()
-
-    second = threading.Thread(target=wait_for_it)
-    try:
-        assert taken.wait(120)
-        second.start()
-        assert not have_it.wait(1.0)
-        (other.kill if killed else let_go.set)()
-        assert have_it.wait(120)
-    finally:
-        let_go.set()
-        other.kill()
-        other.join()
-        second.join()

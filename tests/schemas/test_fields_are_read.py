@@ -11,6 +11,7 @@ from mypy.types import Instance, UnionType, get_proper_type
 
 import schemas.config
 from grpo_tasks.stage.guards import GUARDS
+from schemas.config import GuardsConfig
 from schemas.section import Section
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,8 +25,10 @@ THROUGH = {
     ("TrackingConfig", "registered_model"): ("RunConfig", "registered_model"),
 }
 """Fields that are read through a method or property of schemas/config.py, which is what the pipeline reads."""
-BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS}
-"""`Guards.look` reads the settings of all guards as getattr(config, guard.event)."""
+BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS} | {
+    (type(getattr(GuardsConfig(), guard.event)).__name__, field) for guard in GUARDS for field in ("action", "threshold")
+}
+"""`Guards.look` reads action and threshold of all guards as getattr(config, guard.event)."""
 
 
 def sections():

@@ -4,13 +4,16 @@ import html
 import json
 import os
 import re
+import subprocess
+import sys
+import traceback
 from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import ConfigError, TrackingError
+from schemas.errors import ConfigError, TrackingError, hidden_errors
 from schemas.load import load_config
 from schemas.secret import has_password, hide, is_secret_name, secrets_in
 
@@ -162,6 +165,55 @@ def test_short_and_other_values_are_left_alone(monkeypatch):
 @given(st.text(alphabet="ab:/@. ", max_size=60))
 def test_hiding_twice_changes_nothing_more(text):
     assert hide(hide(text)) == hide(text)
+
+
+def test_what_a_process_prints_holds_no_secret():
+    code = """
+import os, sys
+from schemas.secret import hide_output
+hide_output(); hide_output()
+print("said", os.environ["HF_KEY"], file=sys.stdout)
+print("said", os.environ["HF_KEY"], file=sys.stderr)
+raise ValueError("http://me:planted@host and " + os.environ["HF_KEY"])
+"""
+    environment = os.environ | {"HF_KEY": "hf planted key"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "said ***\n"
+    assert done.stderr.startswith("said ***\n")
+    assert done.stderr.endswith("ValueError: http://me:***@host and ***\n")
+    assert "planted" not in done.stdout + done.stderr
+
+
+def library():
+    try:
+        raise OSError("http://me:planted@host does not answer")
+    except OSError as error:
+        raise ConnectionError("cannot connect") from error
+
+
+def ours():
+    try:
+        library()
+    except OSError as error:
+        raise TrackingError("MLflow cannot be reached") from error
+
+
+def plain():
+    raise ConnectionError("plain")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        (library, RuntimeError, r"OSError: http://me:\*\*\*@host(?s:.*)ConnectionError: cannot connect"),
+        (ours, TrackingError, "MLflow cannot be reached"),
+        (plain, ConnectionError, "plain"),
+    ],
+)
+def test_an_error_is_let_out_without_the_secrets_that_led_to_it(fault, kind, says):
+    with pytest.raises(kind, match=says) as raised, hidden_errors():
+        fault()
+    assert "planted" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_errors_hold_no_secret(monkeypatch):

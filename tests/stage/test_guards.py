@@ -210,6 +210,16 @@ def test_prefects_check_of_parameters_takes_what_the_config_takes(given):
         jsonschema.validate({"kl_blow_up": {"treshold": 0.3}}, GuardsConfig.model_json_schema())
 
 
+def test_a_form_shows_a_guard_as_a_choice_between_a_box_and_the_action_alone():
+    # The choice stands in the field itself and leads to a definition with fields: of anything else Prefect's form makes raw JSON.
+    schema = GuardsConfig.model_json_schema()
+    for guard in GUARDS:
+        box, alone = schema["properties"][guard.event]["anyOf"]
+        definition = schema["$defs"][box["$ref"].rpartition("/")[2]]
+        assert [field["type"] for field in definition["properties"].values()] == ["string", "number"]
+        assert alone["enum"] == ["off", "warn", "stop", "rollback"]
+
+
 def test_thresholds_are_parameters_and_fields_of_their_own():
     params = flatten(GuardsConfig(kl_blow_up={"action": "stop", "threshold": 0.3}))
     assert (params["kl_blow_up.action"], params["kl_blow_up.threshold"], params["truncation.threshold"]) == ("stop", "0.3", "0.5")
