@@ -99,6 +99,10 @@ def _raised(error: BaseException) -> Fault:
     mend = ""
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         mend = "let the function take **kwargs: it is given every column of the data, as in TRL"
+    if isinstance(error, TypeError) and "required" in str(error) and "argument" in str(error):
+        mend = (
+            "give the data a column of that name (the one that data.answer_column names is passed as answer), or set it in params"
+        )
     return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(_words(error)))}", source=source, mend=mend)
 
 

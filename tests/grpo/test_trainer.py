@@ -3,6 +3,7 @@
 import polars as pl
 import pytest
 
+from grpo_tasks.grpo.__main__ import main
 from grpo_tasks.rewards.compose import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
@@ -154,3 +155,17 @@ def test_half_precision_trains_and_the_sampler_stays_near_the_trainer(train, dty
     _, directory = train(model={"dtype": dtype})
     for line in journal(directory):
         assert line["sampling/sampling_logp_difference/mean"] < 0.05
+
+
+def test_what_a_reward_prints_while_training_reaches_the_log_of_the_stage_alone(stages, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loud.py").write_text(
+        "def loud(completions, trainer_state, **columns):\n"
+        "    print('update', trainer_state.global_step, 'of', trainer_state.max_steps)\n"
+        "    return [float(len(chat[0]['content'])) for chat in completions]\n"
+    )
+    functions = {"functions": {"loud": {"function": "loud:loud"}}}
+    directory = stages.write("loud", rewards=functions, stage_rewards=["loud"], max_steps=2)
+    main(directory.root)
+    assert "update" not in "".join(capfd.readouterr())
+    assert directory.log.read_text() == "update 1 of 2\nupdate 2 of 2\n"

@@ -325,6 +325,17 @@ def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
     assert outcome.scores == [1.0, 0.0]
 
 
+def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it_is_missing(rewards_config, make_batch):
+    config = rewards_config(accuracy={"function": "trl.rewards.accuracy_rewards:accuracy_reward"})
+    with RewardWorker(config, ["accuracy"]) as worker:
+        outcome = worker.call("accuracy", make_batch(r"\boxed{42}", r"\boxed{41}", solution="$42$"), 60.0)
+        missing = worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0)
+    assert isinstance(outcome, Values)
+    assert outcome.scores == [1.0, 0.0]
+    assert isinstance(missing, Fault)
+    assert "data.answer_column" in missing.mend
+
+
 def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
     with RewardWorker(rewards_config(), ["format"]) as worker:
         outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
