@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long ui lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-ci test-long ui lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +16,10 @@ demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no
 test: $(READY) ## all tests but the long ones (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
 
-test-long: $(READY) ## the long ones: servers day after day, kills, browsers, vLLM, more demos (50 minutes)
+test-ci: $(READY) ## one of each kind of the long ones: a demo by vLLM, a browser, kills, a day of operation (10 minutes)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" $(ARGS)
+
+test-long: $(READY) ## all long ones: servers day after day, kills, browsers, vLLM, more demos (50 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
@@ -33,7 +36,7 @@ types: $(READY) ## mypy
 audit: $(READY) ## known vulnerabilities in the installed packages (asks the network; says so where it cannot)
 	.ci/audit $(BIN)
 
-check: lint types test test-long ## lint, types, all tests
+check: lint types test test-ci ## what CI runs: lint, types, test, test-ci
 
 bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, learning (7 minutes); .bench/results.json
 	$(BIN)/python -m tests.benchmarks

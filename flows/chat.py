@@ -1,12 +1,13 @@
 """A talk with a model in the terminal."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
 
 from grpo_tasks.policy.ask import Chat, Manner
-from grpo_tasks.tracking.downloads import fetch_version
-from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
+from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+from grpo_tasks.tracking.registry import find_version, lineage_of
 from schemas.config import TrackingConfig
 from schemas.results import Lineage
 
@@ -31,7 +32,7 @@ def talk(
 
 def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
     """Folder of the model and the system message it was trained with."""
-    if (Path(name) / "config.json").exists():
+    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - takes a name of any length
         origin = Path(name) / ORIGIN
         return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
     version = find_version(name, tracking)

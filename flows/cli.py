@@ -5,23 +5,27 @@ Help, a dry run and a refused config answer at once, so everything heavy is impo
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 
-from schemas.errors import OrchestratorError, UserError
-from schemas.load import load_config
+from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
+from schemas.load import load_config, tracking_at
+from schemas.secret import has_password, hide, hide_output
 
 if TYPE_CHECKING:
     from grpo_tasks.running.servers import Stack
+    from schemas.config import RunConfig
 
 app = typer.Typer(
     help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
@@ -47,7 +51,7 @@ def run(
 ) -> None:
     """The whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         if dry_run:
             from flows.show import show_plan
 
@@ -64,7 +68,7 @@ def run(
 def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Read the data and judge every row."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_data
         from flows.single import validate_flow
@@ -76,7 +80,7 @@ def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """The reward lab alone: try every reward function of every stage before any training."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_lab
         from flows.single import rewards_flow
@@ -93,7 +97,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the config's held-out prompts."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_evaluations
         from flows.single import evaluate_flow
@@ -110,7 +114,7 @@ def merge(
 ) -> None:
     """Merge an adapter into the config's base model and prove that nothing changed."""
     with errors_told():
-        settings = load_config(config, override)
+        settings = checked_config(config, override)
         prepare_flow()
         from flows.show import show_merge
         from flows.single import merge_flow
@@ -134,8 +138,20 @@ def trace(
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for its champion.")]
+
+
+def _without_password(address: str | None) -> str | None:
+    # Prefect records it, and everybody on the machine can read a command line.
+    if address and has_password(address):
+        raise typer.BadParameter(
+            "it holds a password; export MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return address
+
+
 TrackingUri = Annotated[
-    str | None, typer.Option("--tracking-uri", help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db.")
+    str | None,
+    typer.Option("--tracking-uri", callback=_without_password, help="Where MLflow is; else MLFLOW_TRACKING_URI, else mlflow.db."),
 ]
 
 
@@ -150,9 +166,8 @@ def rollback(
     with errors_told():
         prepare_environment()
         from grpo_tasks.tracking.registry import rollback as roll_back
-        from schemas.config import TrackingConfig
 
-        left, now = roll_back(name, to=to, reason=reason, tracking=TrackingConfig(tracking_uri=tracking_uri))
+        left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
         out.print(f"{name}: version {now} is the champion again, version {left} is `previous`")
 
 
@@ -165,11 +180,10 @@ def download(
     """Fetch a registered model; every file is checked, a download that broke off is gone on with."""
     with errors_told():
         prepare_environment()
-        from grpo_tasks.tracking.downloads import fetch_version
-        from grpo_tasks.tracking.registry import ORIGIN, find_version, lineage_of
-        from schemas.config import TrackingConfig
+        from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+        from grpo_tasks.tracking.registry import find_version, lineage_of
 
-        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        tracking = tracking_at(tracking_uri)
         version = find_version(model, tracking)
         folder = fetch_version(version, tracking, into)
         lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
@@ -194,10 +208,9 @@ def chat(
         prepare_environment()
         from flows.chat import talk
         from grpo_tasks.policy.ask import Manner
-        from schemas.config import TrackingConfig
 
         manner = Manner(temperature, top_p, max_new_tokens, greedy)
-        talk(out, model, question, system=system, manner=manner, tracking=TrackingConfig(tracking_uri=tracking_uri))
+        talk(out, model, question, system=system, manner=manner, tracking=tracking_at(tracking_uri))
 
 
 @app.command()
@@ -207,9 +220,8 @@ def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
         prepare_environment()
         from flows.show import show_lineage
         from grpo_tasks.tracking.registry import lineage_of
-        from schemas.config import TrackingConfig
 
-        show_lineage(out, lineage_of(model, TrackingConfig(tracking_uri=tracking_uri)))
+        show_lineage(out, lineage_of(model, tracking_at(tracking_uri)))
 
 
 @app.command()
@@ -225,9 +237,8 @@ def compare(
         from flows.show import show_comparison
         from grpo_tasks.reporting.compare import compare_runs, write_comparison
         from grpo_tasks.tracking.past_runs import load_past_run
-        from schemas.config import TrackingConfig
 
-        tracking = TrackingConfig(tracking_uri=tracking_uri)
+        tracking = tracking_at(tracking_uri)
         found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
         show_comparison(out, found)
         out.print(f"page: {write_comparison(found, into.resolve())}", soft_wrap=True)
@@ -271,8 +282,8 @@ def fields() -> None:
     show_fields(out)
 
 
-PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; the next free one is taken.")]
-MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; the next free one is taken.")]
+PrefectPort = Annotated[int, typer.Option(help="Port of the Prefect UI; if it is taken, the next free one.", min=1, max=65535)]
+MlflowPort = Annotated[int, typer.Option(help="Port of the MLflow UI; if it is taken, the next free one.", min=1, max=65535)]
 Workers = Annotated[int, typer.Option(help="Worker processes that run what the UI triggers.", min=1)]
 Postgres = Annotated[
     str | None,
@@ -319,10 +330,13 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
     """Bring everything up and say where it is."""
     prepare_environment()
     from flows.deployments import FILE
-    from grpo_tasks.running.servers import Stack, create_databases
+    from grpo_tasks.running.servers import Stack, create_databases, mlflow_environment
+    from grpo_tasks.tracking.store import prepare
 
     if postgres:
         create_databases(postgres)
+    # A server migrates its database in place; killed meanwhile, it leaves half of one. It finds a whole one instead.
+    prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
     stack = Stack(Path.cwd(), tell=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
     at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=FILE, workers=workers)
     out.print(f"Prefect UI  {at.prefect}", highlight=False)
@@ -348,6 +362,15 @@ def serve() -> None:
         serve_all()
 
 
+def checked_config(source: str, override: list[str] | None) -> "RunConfig":
+    """The config, once its inputs are there: refused here, before Prefect takes seconds to start."""
+    from flows.checks import check_inputs
+
+    settings = load_config(source, override)
+    check_inputs(settings)
+    return settings
+
+
 def prepare_environment() -> None:
     """Settings of the libraries underneath, where the user has made none: no telemetry, no chatter, patience."""
     defaults = {
@@ -366,14 +389,50 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    hide_output()
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        with suppress(KeyError):
+            _check_address(name, os.environ[name])
+    _check_working_directory()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_traceback)
+        logging.getLogger(name).addFilter(_without_secrets)
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(f"{address} is no address: {error}", place=name, mend=f"correct it, or unset {name}") from error
+
+
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError("the working directory does not exist any more", mend="change to a folder that does") from error
 
 
 def prepare_flow() -> None:
     """The same, and the Prefect server that is configured answers."""
     prepare_environment()
     _look_for_prefect(os.environ.get("PREFECT_API_URL"))
+    _lock_temporary_server()
+
+
+def _lock_temporary_server() -> None:
+    """Give the server that Prefect starts for a flow without one a password that only this command and its children know.
+
+    Without it every web page could write to that server's database, from which a later worker takes what it runs.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    # A profile may name a server where the environment names none.
+    if get_current_settings().api.url is None:
+        password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
+        os.environ["PREFECT_API_AUTH_STRING"] = password
+        refresh_global_settings_context()
 
 
 def _look_for_prefect(address: str | None) -> None:
@@ -396,8 +455,16 @@ def _look_for_prefect(address: str | None) -> None:
 
 def _without_traceback(record: logging.LogRecord) -> bool:
     # An error of the user's says where and what to do; the way it took through our code helps nobody.
-    if record.exc_info and isinstance(record.exc_info[1], UserError):
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UserError) or refused_by_system(error) is not None:
         record.exc_info = record.exc_text = None
+    return True
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if (hidden := hide(message)) != message:
+        record.msg, record.args = hidden, None
     return True
 
 
@@ -407,8 +474,17 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
-        Console(stderr=True, highlight=False, markup=False).print(panel)
-        sys.exit(error.exit_code)
+        _show_and_exit(error)
+    except OSError as error:
+        refused = refused_by_system(error)
+        if refused is None:
+            raise
+        _show_and_exit(refused)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _show_and_exit(error: UserError) -> NoReturn:
+    panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
+    Console(stderr=True, highlight=False, markup=False).print(panel)
+    sys.exit(error.exit_code)

@@ -22,9 +22,8 @@ def checked_data(run: FlowRun) -> DataReport:
     """Rows read and judged."""
     config = run.config
     rows = prepare_data(run, config.data)
-    inputs = JudgeInputs(
-        data=config.data, validation=config.validation, rewards=RewardsConfig(tags=config.rewards.tags), seed=config.seed
-    )
+    answers = RewardsConfig(tags=config.rewards.tags, equality=config.rewards.equality)
+    inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=answers, seed=config.seed)
     return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout)
 
 

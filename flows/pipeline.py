@@ -6,6 +6,7 @@ from flows.parts import checked_data, evaluated, first_model, probed, rivals_of,
 from flows.session import session
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
+from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.write_report import write_report
 from schemas.config import RunConfig
 from schemas.results import PipelineResult, PublishedFacts
@@ -15,6 +16,7 @@ from schemas.results import PipelineResult, PublishedFacts
 def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
     """The whole chain. Steps whose inputs have not changed are skipped, unless `fresh`."""
     with session(config, flow="pipeline", fresh=fresh) as run:
+        check_champion(config.registered_model, config.tracking)
         data = checked_data(run)
         lab = probed(run, data)
         model = first_model(config)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import yaml
 from prefect import flow, get_run_logger
 
 from flows.parts import checked_data, first_model, trained
@@ -11,22 +10,25 @@ from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
 from schemas.config import RunConfig, TrackingConfig
 from schemas.errors import ConfigError
-from schemas.load import check_config
+from schemas.load import check_config, tracking_at
 from schemas.results import DataReport, Lineage, Reproduction
+from schemas.yaml_text import parse_yaml
 
 
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:
     """The config that made a version, with another folder to write to."""
-    tree = yaml.safe_load(recorded_config(lineage, tracking))
-    tree["resources"]["output_dir"] = str(output_dir)
-    tree["tracking"]["tracking_uri"] = tracking.tracking_uri
-    return check_config(tree, place=f"config.yaml of run {lineage.run_id}")
+    place = f"config.yaml of run {lineage.run_id}"
+    tree = parse_yaml(recorded_config(lineage, tracking), place=place)
+    recorded = check_config(tree, place=place)
+    resources = recorded.resources.model_copy(update={"output_dir": output_dir})
+    where = recorded.tracking.model_copy(update={"tracking_uri": tracking.tracking_uri})
+    return recorded.model_copy(update={"resources": resources, "tracking": where})
 
 
 @flow(name="grpo-reproduce", description="Make a registered model again from what is recorded, and compare the adapter.")
 def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_uri: str | None = None) -> Reproduction:
     """`model`: NAME@ALIAS or NAME/VERSION; publishes nothing."""
-    tracking = TrackingConfig(tracking_uri=tracking_uri)
+    tracking = tracking_at(tracking_uri)
     lineage = lineage_of(model, tracking)
     config = config_of(lineage, tracking, output_dir)
     if output_dir.exists() and any(output_dir.iterdir()):

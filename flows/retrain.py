@@ -1,5 +1,6 @@
 """Retraining: does nothing when nothing changed, otherwise trains, compares and decides. And the watch for new data."""
 
+import re
 from typing import Literal
 
 from prefect import flow, get_run_logger
@@ -7,11 +8,12 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.variables import Variable
 
+from flows.checks import check_inputs
 from flows.pipeline import grpo_pipeline
 from flows.session import pipeline_key
-from flows.show import check_files
 from flows.single import validate_flow
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
 from grpo_tasks.tracking.registry import find_tagged, tag_version
 from schemas.config import RunConfig
@@ -30,7 +32,7 @@ def retrain_flow(
     start_from: Literal["base", "champion"] = "base",
     force: bool = False,
 ) -> RetrainResult:
-    """Retrain a registered model.
+    """Retrain a registered model. One run at a time for each model: the next one waits and says for whom.
 
     Args:
         source: YAML file (relative to the working directory) or name of a preset.
@@ -39,6 +41,17 @@ def retrain_flow(
         force: train although nothing changed.
     """
     config = load_config(source, overrides)
+    # A schedule and an event may both start it: the second waits here, and then finds what the first has made.
+    with hold(_limit_of(config)):
+        return _retrained(config, start_from, force)
+
+
+def _limit_of(config: RunConfig) -> str:
+    """Name of Prefect's concurrency limit for a registered model; some characters are not allowed in one."""
+    return "retrain-" + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
+
+
+def _retrained(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
     if known is not None and not force:
@@ -73,7 +86,7 @@ def _told(config: RunConfig, result: RetrainResult) -> RetrainResult:
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
     """Compare the content of the data with what it was at the last look; True when it is new."""
     config = load_config(source, overrides)
-    check_files(config)
+    check_inputs(config)
     digest = content_key("watch", (), {"data": config.data})
     name = "grpo_data_" + "".join(letter if letter.isalnum() else "_" for letter in config.name.lower())
     before = Variable.get(name)

@@ -6,15 +6,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect import get_run_logger
 from prefect.runtime import flow_run
 
+from flows.checks import check_inputs, check_output
 from flows.ends import cancellable, noted
 from grpo_tasks.running.child import no_room
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config import ResourcesConfig, RunConfig
-from schemas.errors import ConfigError, TrackingError, UserError, disk_full
+from schemas.errors import ConfigError, TrackingError, UserError, disk_full, hidden_errors
+from schemas.lock import alone
 from schemas.results import StepResult
 from schemas.secret import hide
 
@@ -80,15 +84,32 @@ class FlowRun:
 def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
     """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
     _require_installed(config)
+    check_inputs(config)
+    check_output(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with (
         _full_disk_told(config.resources.output_dir),
+        hidden_errors(),
+        _in_company(config, fresh),
         noted(config.resources.output_dir / config.name / ".running", flow_run.id),
         cancellable(flow_run.id),
         open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,
     ):
         yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+
+
+@contextmanager
+def _in_company(config: RunConfig, fresh: bool) -> Iterator[None]:
+    """Runs of one folder share finished steps; one that does every step again takes them away, and so waits to be alone."""
+    log = get_run_logger()
+    lock = config.resources.output_dir / config.name / LOCKS / "folder"
+
+    def waiting(holder: str) -> None:
+        log.info("waiting for %s, which works in the same folder %s", holder, lock.parent.parent)
+
+    with alone(lock, who=f"the run {config.name}", shared=not fresh, waiting=waiting):
+        yield
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What the command line shows: plans and results as tables. Light to import: a dry run must answer at once."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -10,8 +9,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from schemas.config import RunConfig, StageConfig
-from schemas.errors import ConfigError
-from schemas.paths import EMBEDDED, resolve
 from schemas.results import DataReport, EvalReport, LabReport, Lineage, MergeProof, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
@@ -25,8 +22,7 @@ FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "tr
 
 
 def show_plan(console: Console, config: RunConfig) -> None:
-    """What a run would do; raises `ConfigError` for files that are not there."""
-    check_files(config)
+    """What a run would do."""
     table = Table(title=f"{config.name}: nothing was run", title_justify="left")
     for heading in ("step", "what"):
         table.add_column(heading, overflow="fold")
@@ -42,18 +38,6 @@ def show_plan(console: Console, config: RunConfig) -> None:
     table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
     table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}")
     console.print(table)
-
-
-def check_files(config: RunConfig) -> None:
-    """Refuse a config whose data files are missing, before anything heavy is loaded."""
-    for side in ("train", "eval"):
-        for index, source in enumerate(getattr(config.data, side)):
-            path = Path(resolve(source.path))
-            looks_like_a_file = source.format in ("jsonl", "csv", "parquet") or path.suffix or source.path.startswith(EMBEDDED)
-            if looks_like_a_file and source.format != "hub" and not path.exists():
-                raise ConfigError(
-                    f"no such file: {path}", place=f"data.{side}.{index}.path", mend="paths are relative to where grpo is called"
-                )
 
 
 def stage_in_words(stage: StageConfig) -> str:

@@ -1,10 +1,12 @@
 """Beside the pipeline: each step as a flow of its own, and the pipeline from a preset."""
 
+import os
 import shutil
 from pathlib import Path
 
 from prefect import flow
 
+from flows.checks import check_model
 from flows.parts import checked_data, evaluated, first_model, probed, rivals_of, trained
 from flows.pipeline import grpo_pipeline
 from flows.session import session
@@ -94,8 +96,7 @@ def _adapter(folder: Path, config: RunConfig) -> ModelRef:
 def named_model(name: str, config: RunConfig) -> ModelRef:
     """What a user means by a name: an adapter folder goes on the config's base; anything else is a model."""
     path = Path(name)
-    if (path / "adapter_config.json").exists():
+    if os.path.exists(path / "adapter_config.json"):  # noqa: PTH110 - takes a name of any length
         return first_model(config).model_copy(update={"adapter": path.resolve()})
-    if not is_local(name) and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise ModelError("no such model", place=name, mend="a model folder, an adapter folder, a hub id, or models:/NAME@ALIAS")
-    return ModelRef(path=str(path.resolve()) if path.exists() else name)
+    check_model(name, "MODEL")
+    return ModelRef(path=str(path.resolve()) if is_local(name) else name)

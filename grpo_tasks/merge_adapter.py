@@ -27,7 +27,7 @@ def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelCo
         key=work.key,
         directory=work.directory,
         seconds=time.perf_counter() - began,
-        model=ModelRef(path=str(work.directory / "model")),
+        model=ModelRef(path=str(work.directory / "model"), sha256=figures.sha256),
         **figures.model_dump(),
     )
 

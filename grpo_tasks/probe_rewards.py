@@ -12,7 +12,7 @@ from grpo_tasks.rewards.report import report_markdown
 from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.running.child import run_module
 from grpo_tasks.running.step import Work, step
-from schemas.child import SPEC
+from schemas.child import LOG, SPEC
 from schemas.config import LabInputs, ModelConfig, RolloutConfig
 from schemas.results import DataReport, LabReport, ModelRef
 
@@ -44,7 +44,7 @@ def probe_rewards(
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)
     groups = _groups(work.directory / "samples.parquet")
-    findings = probe_rewards_of(inputs, read_prompts(data.train), groups)
+    findings = probe_rewards_of(inputs, read_prompts(data.train), groups, log=work.directory / LOG)
     findings.probes.write_parquet(work.directory / "probes.parquet")
     markdown = report_markdown(findings.checks, findings.forecasts)
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")

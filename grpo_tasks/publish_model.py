@@ -32,16 +32,18 @@ def publish_model(
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = find_regressions(final, standard, promotion)
-    decision = publish(
-        work.run.tracked,
-        proof,
-        tests=tests,
-        champion=champion,
-        evaluation=final,
-        regressions=regressions,
-        origin=work.run.origin,
-        log=partial(_log, work.directory),
-    )
+    # Whoever is the champion when the alias moves must be the one that `publish` has just looked at.
+    with work.run.tracked.store.alone(f"publish-{name}", who=f"the run {work.run.config.name}"):
+        decision = publish(
+            work.run.tracked,
+            proof,
+            tests=tests,
+            champion=champion,
+            evaluation=final,
+            regressions=regressions,
+            origin=work.run.origin,
+            log=partial(_log, work.directory),
+        )
     work.artifact("publication", _markdown(name, decision, tests, regressions, promotion))
     return Publication(
         key=work.key,

@@ -39,7 +39,7 @@ def train_stage(
     )
     spec.save(directory.spec)
     shipper = work.run.follow(work.directory)
-    with StageProgress(stage, directory, ship=shipper.ship) as progress:
+    with StageProgress(stage, directory, ship=shipper.ship, ship_every_s=shipper.flush_interval_s) as progress:
         run_module(MODULES[stage.engine], work.directory, tick=progress.tick)
     work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
     return StageResult.load(directory.result)

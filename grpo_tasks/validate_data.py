@@ -5,17 +5,17 @@ import time
 import polars as pl
 from prefect import get_run_logger
 
-from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS
 from grpo_tasks.data.quarantine import enforce
 from grpo_tasks.data.report import REPORT, Origin, report_data, stop_warnings
+from grpo_tasks.rewards.truths import find_unusable
 from grpo_tasks.running.step import Work, step
 from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
 from schemas.results import DataReport, PreparedData
 
 
-@step(rooms=("data",))
+@step(rooms=("data", "rewards"))
 def validate_data(
     work: Work,
     rows: PreparedData,
@@ -24,7 +24,10 @@ def validate_data(
     model: ModelConfig,
     rollout: RolloutConfig,
 ) -> DataReport:
-    """Every rule on every row; stops, after the report is written, when too many rows are bad."""
+    """Every rule on every row; stops, after the report is written, when too many rows are bad or no answer can be right."""
+    # Imports transformers, which a run that skips this step does not need.
+    from grpo_tasks.data.chat_tokens import load_counter
+
     began = time.perf_counter()
     counter = load_counter(model)
     counter.check_stops(rollout)
@@ -35,10 +38,12 @@ def validate_data(
         markers=counter.special_tokens,
     )
     origin = Origin(work.key, work.directory, time.perf_counter() - began, rows.sources)
-    warnings = stop_warnings(verdict, rollout)
+    truths = find_unusable(verdict.accepted, inputs.rewards.equality)
+    warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         get_run_logger().warning(warning)
     report = report_data(verdict, origin, warnings)
     work.artifact("validation", (work.directory / REPORT).read_text(encoding="utf-8"))
     enforce(verdict, inputs.validation)
+    truths.enforce()
     return report

@@ -10,10 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from schemas.errors import UserError, disk_full
+from schemas.secret import hide_output
 
 SPEC = "spec.json"
 ERROR = "error.json"
 RESULT = "result.json"
+LOG = "log.txt"
+"""What the child and the reward functions print."""
 DISK_FULL = 28
 """Exit code of a child that had no room to write down what went wrong."""
 PARENT = "GRPO_PARENT_PID"
@@ -26,6 +29,7 @@ def run_child(work: Callable[[Path], None]) -> None:
         sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
     directory = Path(sys.argv[1])
     die_with_parent()
+    hide_output()
     (directory / ERROR).unlink(missing_ok=True)
     try:
         try:
@@ -51,3 +55,11 @@ def die_with_parent() -> None:
     # The parent may have died before the call above; then nobody is left to send the signal.
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends (Linux; elsewhere nothing happens)."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)

@@ -17,20 +17,55 @@ can only be known with the data or the tokenizer at hand is checked by the valid
 the nearest right key is `schemas/load.py`.
 """
 
+import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from schemas.secret import has_password
+from schemas.metrics import TRAINING
+from schemas.secret import has_password, secrets_in
 from schemas.section import Section
 
+
+def _url(address: str) -> str:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ValueError(f"not an address: {error}; mend: http://HOST:PORT") from error
+    return address
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
+"""A path, a hub id or a URL."""
+Url = Annotated[Address, AfterValidator(_url)]
+MlflowName = Annotated[str, StringConstraints(pattern=r"^[^/:@\x00-\x1f]{1,200}$")]
+"""MLflow refuses the other characters and longer names, but only when the model is published."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
 TagName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}$")]
+
+# Upper bounds: generous to any real run, and far below where a slip of the finger (10**12 updates, bytes instead of tokens) fills
+# the memory, overflows a timer or trains for a thousand years.
+MOST_UPDATES = 10_000_000
+"""A year of updates of three seconds."""
+MOST_COMPLETIONS = 1_000_000
+"""At once, in one batch, round or group."""
+MOST_TOKENS = 10_000_000
+"""The longest contexts of 2026 hold this many."""
+MOST_ROWS = 1_000_000_000
+"""Rows of a table, or tokens of a batch."""
+MOST_PROCESSES = 4_096
+"""Processes or threads on one machine."""
+MOST_TIMES = 1_000
+"""Repetitions."""
+LONGEST_S = 1_000_000.0
+"""Eleven days in seconds; the system's own timers overflow at 24."""
 
 BUILTIN_REWARDS: dict[str, float] = {
     "format": 1.0,
@@ -42,6 +77,25 @@ BUILTIN_REWARDS: dict[str, float] = {
     "soft_overlong": 1.0,
 }
 """Built-in reward functions and their default weights; a test holds it equal to `grpo_tasks.rewards.builtin`."""
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """Values that JSON has a word for: they travel to other processes, to MLflow and to Prefect's form as JSON."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _plain(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _plain(item, f"{name}.{index}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, not a finite number; mend: leave it out or give a number")
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        raise ValueError(f"{name} is a {type(value).__name__}, which JSON has no word for; mend: quote it: '{str(value)[:40]}'")
+    return value
+
+
+FreeSettings = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Settings that somebody else checks."""
 
 
 class LoraConfig(Section):
@@ -57,7 +111,7 @@ class LoraConfig(Section):
 
     r: int = Field(16, ge=1, le=512, title="Rank")
     """Rank of the update matrices."""
-    lora_alpha: int = Field(32, ge=1)
+    lora_alpha: int = Field(32, ge=1, le=100_000)
     """Scale: the update is multiplied by lora_alpha / r. Twice the rank is customary."""
     lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability on the adapter's input while training."""
@@ -80,7 +134,7 @@ class ModelConfig(Section):
         ),
     }
 
-    path: str = "embedded:base"
+    path: Address = "embedded:base"
     """Local directory or hub id of a causal language model; embedded:base is the tiny model inside this project."""
     revision: str | None = None
     """Hub revision (branch, tag or commit); none for local directories."""
@@ -119,7 +173,7 @@ class DataSource(Section):
         ),
     }
 
-    path: str
+    path: Address
     """JSONL, CSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE."""
     format: Literal["auto", "jsonl", "csv", "parquet", "hub"] = "auto"
     """How to read it; auto goes by the ending of the name, and takes what has none and does not exist as a hub id."""
@@ -129,7 +183,7 @@ class DataSource(Section):
     """Split of a hub data set."""
     revision: str | None = None
     """Revision of a hub data set (branch, tag or commit)."""
-    max_rows: int | None = Field(None, ge=1)
+    max_rows: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Take only the first so many rows; none takes all."""
 
 
@@ -170,11 +224,11 @@ class ValidationConfig(Section):
 
     max_invalid_fraction: Fraction = 0.01
     """Share of rows that may be quarantined before the run stops."""
-    max_prompt_length: int = Field(512, ge=1)
+    max_prompt_length: int = Field(512, ge=1, le=MOST_TOKENS)
     """Longest prompt in tokens after the chat template; longer ones are quarantined, never cut."""
-    min_train_rows: int = Field(1, ge=1)
+    min_train_rows: int = Field(1, ge=1, le=MOST_ROWS)
     """Fewest good training rows to go on with."""
-    min_eval_rows: int = Field(1, ge=1)
+    min_eval_rows: int = Field(1, ge=1, le=MOST_ROWS)
     """Fewest good held-out rows to go on with."""
     ignore_rules: list[str] = Field(default_factory=list)
     """Names of row rules that are not applied (see the validation report for the names)."""
@@ -204,7 +258,7 @@ class AdaptiveWeightConfig(Section):
     """Smallest weight, as a multiple of the configured one."""
     max_scale: float = Field(4.0, ge=1.0)
     """Largest weight, as a multiple of the configured one."""
-    every_steps: int = Field(10, ge=1)
+    every_steps: int = Field(10, ge=1, le=MOST_UPDATES)
     """Updates between two adjustments; the success rate is taken over them."""
 
 
@@ -224,9 +278,9 @@ class RewardConfig(Section):
     """Built-in name or package.module:function; empty: the entry's own name."""
     weight: float | None = None
     """Factor of its score in the sum; empty: the built-in's default, or 1."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: FreeSettings = Field(default_factory=dict)
     """Extra keyword arguments of the function."""
-    time_limit_s: float = Field(30.0, gt=0.0)
+    time_limit_s: float = Field(30.0, gt=0.0, le=LONGEST_S)
     """Longest time in seconds for one call with a whole batch of completions."""
     on_error: Literal["raise", "zero", "skip"] = "raise"
     """After an exception, a hang or a broken result: raise stops the run, zero scores the batch 0, skip leaves the
@@ -248,6 +302,16 @@ class RewardsConfig(Section):
     letter of a multiple choice."""
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
     """Reward functions by name. Built-in ones need no entry unless a setting is changed."""
+    memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)
+    """Most memory in GB (1e9 bytes) that the process of the reward functions and all it starts may use together; a model that a
+    function loads counts. Measured every 0.05 s as resident memory, shared pages once. Never more than 80 % of the machine's."""
+    module_dir: Path | None = None
+    """Folder with the modules of your own functions, searched after the installed packages and the working directory; relative
+    to the working directory. Empty: the config file's folder, when such a module lies there."""
+
+    def module_dirs(self) -> list[Path]:
+        """Folders in which the modules of own functions are looked for, after the installed packages."""
+        return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
 
     def resolve(self, name: str) -> RewardConfig | None:
         """The full settings of one reward, function and weight filled in; None when nothing is known by that name."""
@@ -285,14 +349,14 @@ class VllmConfig(Section):
         ),
     }
 
-    base_urls: list[str] = Field(default_factory=list)
+    base_urls: list[Url] = Field(default_factory=list)
     """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
     ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder. A key they
     ask for is taken from VLLM_API_KEY."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers take over the policy at each update. adapter: the adapter is swapped. merged: whole weights are written and
     read, which full fine-tuning always does. auto: adapter, but merged where our own server decodes on a CPU."""
-    python: str = ".venv-vllm/bin/python"
+    python: Address = ".venv-vllm/bin/python"
     """Python of the environment that vLLM is installed in (make vllm)."""
     gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
     """Share of the card's memory that the server takes."""
@@ -301,25 +365,25 @@ class VllmConfig(Section):
     overlap: bool = False
     """Sample the next batch while the policy trains on this one: it then comes from a policy one batch older, which
     importance_sampling_correction puts right. A checkpoint waits for no batch: the one after it is sampled anew."""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Servers started here; requests are spread over them."""
     devices: list[str] = Field(default_factory=list)
     """Cards of the servers, one entry a replica, such as "1", or "2,3" with tensor_parallel_size 2; empty: the trainer's."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Cards that one server spreads the model over."""
-    max_model_len: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Longest prompt and completion together in tokens; empty: what the model allows."""
     extra_args: list[str] = Field(default_factory=list)
     """Further flags of the server's command line."""
-    start_timeout_s: float = Field(600.0, gt=0.0)
+    start_timeout_s: float = Field(600.0, gt=0.0, le=LONGEST_S)
     """Longest time in seconds until the server is up."""
-    request_timeout_s: float = Field(300.0, gt=0.0)
+    request_timeout_s: float = Field(300.0, gt=0.0, le=LONGEST_S)
     """Longest time in seconds for one completion."""
-    concurrency: int = Field(64, ge=1)
+    concurrency: int = Field(64, ge=1, le=MOST_COMPLETIONS)
     """Requests under way at once."""
-    retries: int = Field(3, ge=0)
+    retries: int = Field(3, ge=0, le=MOST_TIMES)
     """Times a request is repeated after a fault of the connection."""
-    max_restarts: int = Field(2, ge=0)
+    max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
     """Times that servers which died are started again before the stage stops."""
 
     @model_validator(mode="after")
@@ -349,22 +413,22 @@ class RolloutConfig(Section):
     """local: our own decoding loop in the trainer's process. vllm: a vLLM server in an environment of its own."""
     vllm: VllmConfig = Field(default_factory=VllmConfig, title="vLLM")
     """Settings of engine vllm."""
-    max_completion_length: int = Field(256, ge=1)
+    max_completion_length: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longest completion in tokens."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, gt=0.0, le=100.0)
     """Sampling temperature while training; the policy's log-probabilities are taken at the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: keep the smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MOST_TOKENS)
     """Keep only the k likeliest tokens; 0 keeps all."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
     text with it."""
     include_stop_str_in_output: bool = True
     """Keep the stop string in the completion's text and tokens; off: text and tokens end before it."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
     """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
-    max_batch_size: int = Field(256, ge=1)
+    max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
     """Most completions decoded at once; more only costs memory."""
 
     @model_validator(mode="after")
@@ -377,13 +441,13 @@ class RolloutConfig(Section):
 class EarlyStopConfig(Section):
     """Ends a stage when a metric has reached its target."""
 
-    metric: str = "reward"
-    """Name of a training metric (see schemas/metrics.py)."""
+    metric: Annotated[str, StringConstraints(max_length=200)] = "reward"
+    """Name of a training metric, such as reward, kl or rewards/NAME/mean (see schemas/metrics.py)."""
     target: float
     """The stage ends once the mean of the metric is at least this (at most this, for metrics where lower is better)."""
-    window: int = Field(10, ge=1)
+    window: int = Field(10, ge=1, le=MOST_UPDATES)
     """Updates the mean is taken over."""
-    min_steps: int = Field(1, ge=1)
+    min_steps: int = Field(1, ge=1, le=MOST_UPDATES)
     """Fewest updates before the stage may end."""
 
 
@@ -513,7 +577,7 @@ class GuardsConfig(Section):
     """Success of a format reward further below the best 10 updates of the stage than the threshold."""
     sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
     """Sampler and trainer differ by more than the threshold."""
-    max_rollbacks: int = Field(2, ge=0)
+    max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
     """Times a stage is rolled back before it stops."""
     rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)
     """Factor of the learning rate after each roll back."""
@@ -523,6 +587,9 @@ class GuardsConfig(Section):
         """Whether any guard does."""
         actions = [guard.action for _, guard in self if isinstance(guard, GuardConfig)]
         return "rollback" in [self.not_finite, *actions]
+
+
+_METRICS = [metric.name for metric in TRAINING]
 
 
 class StageConfig(Section):
@@ -596,34 +663,34 @@ class StageConfig(Section):
     """Names of the reward functions of this stage."""
     engine: Literal["native", "trl"] = "native"
     """What trains the stage: our own engine, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
-    trl: dict[str, Any] = Field(default_factory=dict, title="TRL options")
+    trl: FreeSettings = Field(default_factory=dict, title="TRL options")
     """Further options of TRL's GRPOConfig, for engine trl only; they win over the settings here."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates; empty: by num_train_epochs."""
-    num_train_epochs: float = Field(1.0, gt=0.0)
+    num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
     """Passes over the training prompts; max_steps, when given, wins."""
-    num_generations: int = Field(8, ge=2)
+    num_generations: int = Field(8, ge=2, le=MOST_COMPLETIONS)
     """Completions per prompt (the group, G)."""
-    per_device_train_batch_size: int = Field(8, ge=1)
+    per_device_train_batch_size: int = Field(8, ge=1, le=MOST_COMPLETIONS)
     """Completions per forward and backward pass."""
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per update; batch size times this is the number of completions of an update."""
-    max_tokens_per_microbatch: int | None = Field(None, ge=1)
+    max_tokens_per_microbatch: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Tokens of prompts and completions, padding included, that go through the model at once. Completions are then sorted by
     length and cut into passes of this size, whatever per_device_train_batch_size says; the update is the same."""
-    max_refills: int = Field(0, ge=0)
+    max_refills: int = Field(0, ge=0, le=MOST_TIMES)
     """Times dead groups are replaced by groups of further prompts before an update (dynamic sampling, arXiv:2503.14476)."""
-    steps_per_generation: int | None = Field(None, ge=1)
+    steps_per_generation: int | None = Field(None, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes fed by one round of sampling; a multiple of gradient_accumulation_steps. Empty: equal to it."""
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: int = Field(1, ge=1, le=MOST_TIMES)
     """Times each round of completions is trained on; above 1 the clipped ratio comes into play."""
-    learning_rate: float = Field(1e-6, gt=0.0)
+    learning_rate: float = Field(1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: Fraction = 0.0
     """Share of the updates over which the learning rate rises from 0; warmup_steps, when above 0, wins."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST_UPDATES)
     """Number of updates over which the learning rate rises from 0."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
     """Optimizer; the 8-bit ones need bitsandbytes."""
@@ -689,23 +756,23 @@ class StageConfig(Section):
     max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
     """Mean difference in nats between the sampler's and the trainer's log-probabilities above which the stage stops: the
     completions then come from another model. Empty: never."""
-    logging_steps: int = Field(1, ge=1)
-    """Updates between two lines of the progress log; the journal gets every update."""
-    save_steps: int = Field(50, ge=1)
+    logging_steps: int = Field(10, ge=1, le=MOST_UPDATES)
+    """Updates between two lines of the progress log. The journal and MLflow get every update all the same."""
+    save_steps: int = Field(50, ge=1, le=MOST_UPDATES)
     """Updates between two checkpoints; the last update always has one."""
-    save_total_limit: int = Field(2, ge=1)
+    save_total_limit: int = Field(2, ge=1, le=MOST_COMPLETIONS)
     """Checkpoints kept."""
-    log_completions_steps: int = Field(20, ge=1)
+    log_completions_steps: int = Field(20, ge=1, le=MOST_UPDATES)
     """Updates between two tables of sampled completions."""
-    eval_steps: int | None = Field(None, ge=1)
+    eval_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Updates between two looks at held-out prompts: one completion each, scored by the stage's rewards (eval_reward). The last
     update has one too. Empty: none."""
-    num_eval_prompts: int = Field(64, ge=1)
+    num_eval_prompts: int = Field(64, ge=1, le=MOST_ROWS)
     """Held-out prompts looked at; taken from the other end of them than those of the evaluation."""
     load_best_model_at_end: bool = True
     """With eval_steps: the stage's result is the policy of the highest eval_reward, not the last one (but for a stage that ended
     at its early_stop target)."""
-    early_stopping_patience: int | None = Field(None, ge=1)
+    early_stopping_patience: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """End the stage after so many looks without a higher eval_reward; empty: never."""
     early_stop: EarlyStopConfig | None = None
     """End the stage early when a target is reached; none trains all updates."""
@@ -721,6 +788,10 @@ class StageConfig(Section):
                 f"{self.gradient_accumulation_steps} = {completions} completions an update, which is not a multiple of "
                 f"num_generations {self.num_generations}; mend: {_nearest_batch(self)}"
             )
+        if completions > MOST_COMPLETIONS:
+            raise ValueError(f"{completions:,} completions an update; mend: at most {MOST_COMPLETIONS:,}, by smaller batches")
+        if self.early_stop is not None:
+            self._check_metric(self.early_stop.metric)
         if self.steps_per_generation and self.steps_per_generation % self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation {self.steps_per_generation} is not a multiple of gradient_accumulation_steps "
@@ -744,6 +815,14 @@ class StageConfig(Section):
         if twice:
             raise ValueError(f"reward {twice[0]} is listed twice; mend: list it once and raise its weight")
         return self
+
+    def _check_metric(self, metric: str) -> None:
+        known = [name.replace("*", reward) for name in _METRICS for reward in (self.rewards if "*" in name else [""])]
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"early_stop.metric: {metric[:80]} is no metric of this stage; did you mean {near}?")
+        if metric.startswith("eval_") and self.eval_steps is None:
+            raise ValueError(f"early_stop.metric: {metric} is measured on held-out prompts only; mend: eval_steps: 20, say")
 
     @property
     def completions_per_update(self) -> int:
@@ -779,11 +858,11 @@ class EvaluationConfig(Section):
 
     engine: Literal["local", "vllm"] | None = None
     """What samples; empty: as in training (rollout.engine)."""
-    max_prompts: int | None = Field(256, ge=1)
+    max_prompts: int | None = Field(256, ge=1, le=MOST_ROWS)
     """Held-out prompts used, the first by hash of the row; empty: all."""
-    num_samples: int = Field(4, ge=1)
+    num_samples: int = Field(4, ge=1, le=MOST_COMPLETIONS)
     """Sampled completions per prompt (k of pass@k)."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, gt=0.0, le=100.0)
     """Sampling temperature of the evaluation."""
     greedy: bool = True
     """Also decode each prompt greedily, once."""
@@ -796,11 +875,11 @@ class EvaluationConfig(Section):
 class LabConfig(Section):
     """The reward lab: what is tried before any training."""
 
-    num_rows: int = Field(32, ge=1)
+    num_rows: int = Field(32, ge=1, le=MOST_ROWS)
     """Training rows from which probe completions are made."""
-    num_prompts: int = Field(16, ge=1)
+    num_prompts: int = Field(16, ge=1, le=MOST_ROWS)
     """Training prompts for which the base model samples a group."""
-    max_seconds_per_completion: float = Field(0.1, gt=0.0)
+    max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
     """Longest time in seconds a built-in or own reward may take for one completion; ten times that for one of 1 MB."""
     min_signal: Fraction = 0.05
     """Smallest share of groups whose completions earn different rewards, on samples of the base model, first stage."""
@@ -828,16 +907,16 @@ class PromotionConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    tracking_uri: str | None = None
+    tracking_uri: Url | None = None
     """Where MLflow is; empty: the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory. Never
     with a password, because all of this is recorded: an address that has one belongs into MLFLOW_TRACKING_URI."""
-    experiment: str | None = None
+    experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None
     """Experiment name; empty: the run's name."""
-    registered_model: str | None = None
+    registered_model: MlflowName | None = None
     """Name in the model registry; empty: the run's name."""
-    flush_interval_s: float = Field(5.0, gt=0.0)
-    """Seconds between two shipments of the training journal."""
-    patience_s: float = Field(600.0, ge=0.0)
+    flush_interval_s: float = Field(5.0, gt=0.0, le=LONGEST_S)
+    """Seconds between two shipments of the training journal to MLflow; the end of a stage ships what is left."""
+    patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for a server that goes away in the middle of a run. Training never waits for it."""
 
 
@@ -864,9 +943,9 @@ class ResourcesConfig(Section):
     gpu_slot: str = "auto"
     """Slot a run holds while it uses the card, so that no two share one: auto has one per card (none on a CPU), shared never
     waits, anything else is the name of a global concurrency limit in Prefect."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """CPU threads of torch; empty: all cores."""
-    num_processes: int = Field(1, ge=1)
+    num_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes on this machine that train a stage together, one per card. They share the work of each update, which stays
     per_device_train_batch_size x gradient_accumulation_steps completions: raise gradient_accumulation_steps with them."""
     fsdp: bool = False
@@ -885,7 +964,7 @@ class ResourcesConfig(Section):
     """Decode models of Llama's shape in fewer and larger kernels."""
     deterministic: bool = True
     """Use deterministic kernels, so that the same seed gives the same bytes (always so on CPU)."""
-    max_hours: float | None = Field(None, gt=0.0)
+    max_hours: float | None = Field(None, gt=0.0, le=100_000)
     """Longest time in hours that a stage trains in one go: it then writes a checkpoint and stops, and the same command goes on
     from there. Empty: no limit."""
     output_dir: Path = Path("runs")
@@ -977,6 +1056,10 @@ class RunConfig(Section):
                     f"rollout.vllm.extra_args: {flag} is not for a server started here, which listens on 127.0.0.1 alone; mend: "
                     "leave it out; a key comes from VLLM_API_KEY, a server for others is started by hand and named in base_urls"
                 )
+        for place in secrets_in(self.model_dump()):
+            raise ValueError(
+                f"{place} holds a password, token or key, and a config is recorded; mend: read it from the environment"
+            )
 
     def _check_overlap(self) -> None:
         if self.resources.num_processes > 1:
@@ -1040,7 +1123,7 @@ class JudgeInputs(Section):
     validation: ValidationConfig
     """Limits and rules."""
     rewards: RewardsConfig
-    """For the tag names, which no ground truth may contain."""
+    """For the tag names, which no ground truth may contain, and the equality, which each must fit."""
     seed: int
     """Of the split."""
 

@@ -1,6 +1,7 @@
 """Every error a user can meet, on one page.
 
-Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`).
+Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`). What a user typed
+may be of any length; an error never repeats more of it than a person would read.
 They cross process borders as JSON (`to_json`, `from_json`), so a step that runs in a child process fails with the
 same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
 """
@@ -8,9 +9,34 @@ same words as one that does not. Our own broken promises are `assert`s, not erro
 import errno
 import importlib
 import json
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from schemas.secret import hide
+
+MAX_LINE = 2_000
+"""Characters of one line of an error; a longer line loses its middle."""
+MAX_LINES = 60
+"""Lines of an error; a longer one loses its end."""
+
+
+def shorten(text: str, limit: int = MAX_LINE) -> str:
+    """The text with the middle of overlong lines and the end of overlong lists left out; both say how much."""
+    lines = text.split("\n")
+    # One line less than allowed, so that shortening twice changes nothing: errors cross process borders.
+    kept = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1:,} more lines"]
+    return "\n".join(_shorten_line(line, limit) for line in kept)
+
+
+def _shorten_line(line: str, limit: int) -> str:
+    if len(line) <= limit:
+        return line
+    head, tail = limit // 2, limit // 4
+    return f"{line[:head]} ...[{len(line) - head - tail:,} characters left out]... {line[-tail:]}"
+
 
 OUR_PACKAGES = ("schemas", "grpo_tasks", "flows")
 """Packages whose modules may define errors of the family."""
@@ -23,7 +49,7 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
-        self.message, self.place, self.mend = hide(message), hide(place), hide(mend)
+        self.message, self.place, self.mend = (shorten(hide(text)) for text in (message, place, mend))
         super().__init__(self.message)
 
     def __str__(self) -> str:
@@ -127,6 +153,12 @@ class MergeError(UserError):
     title = "The merge is refused"
 
 
+class DamagedError(UserError):
+    """A file that is not what the step that made it has written."""
+
+    title = "A file was changed or damaged"
+
+
 class TrackingError(UserError):
     """The tracking server refused something or cannot be reached."""
 
@@ -163,3 +195,45 @@ def disk_full(error: BaseException) -> bool:
 
 
 _FULL = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+
+
+@contextmanager
+def hidden_errors() -> Iterator[None]:
+    """An error that leaves the block is safe to log and to record: an error of a library may name a password in an address."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        hidden = hide(text)
+        if hidden == text:
+            raise
+        if isinstance(error, UserError):
+            # Its own words are safe; what led to it is not.
+            raise error from None
+        raise RuntimeError(hidden) from None
+
+
+def refused_by_system(error: BaseException | None) -> UserError | None:
+    """An error of ours for a path that the operating system will not read, write or follow; None for any other error.
+
+    Only refusals that a person can lift: a file in the place of a folder, permissions, a read-only or broken disk. That something
+    is not there (ENOENT) may as well be a fault of this program, and keeps its traceback.
+    """
+    if not isinstance(error, OSError) or error.errno not in _LIFTED or not isinstance(error.filename, str | bytes | os.PathLike):
+        return None
+    path = os.fsdecode(error.filename)
+    return UserError(f"the system refuses {path}: {error.strerror}", place=path, mend=_LIFTED[error.errno])
+
+
+_LIFTED = {
+    errno.EACCES: "check the permissions of the path and of the folders above it",
+    errno.EPERM: "check the permissions of the path and of the folders above it",
+    errno.EROFS: "the disk is mounted read-only: name a path on another one",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or name another path",
+    errno.EEXIST: "something stands there already: move it away, or name another path",
+    errno.EISDIR: "a folder stands where a file is needed: move it away, or name another path",
+    errno.ELOOP: "the path is a link that leads back to itself: remove it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENXIO: "it is a device or a pipe: name a file",
+    errno.EIO: "the disk does not answer: check it",
+}

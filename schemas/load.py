@@ -5,15 +5,19 @@ key, lists replaced. Overrides are `a.b.0.c=value`, the value read as YAML.
 """
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from schemas.config import RunConfig
-from schemas.errors import ConfigError
+from schemas.config import RunConfig, TrackingConfig
+from schemas.errors import ConfigError, shorten
+from schemas.paths import module_file, why_not_a_file
+from schemas.yaml_text import MAX_CHARS, parse_yaml
 
+_SHOWN = 120
+"""Characters of a refused value that an error repeats."""
 PRESETS = Path(__file__).resolve().parent.parent / "deploy" / "presets"
 
 
@@ -30,25 +34,66 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     tree = read_tree(source)
     for override in overrides or []:
         _override(tree, override)
-    return check_config(tree, place=str(find_config(source)))
+    path = find_config(source)
+    return _with_modules(check_config(tree, place=str(path)), path)
+
+
+def _with_modules(config: RunConfig, path: Path) -> RunConfig:
+    """The config with `rewards.module_dir` filled in where modules of its own functions lie beside its file."""
+    folder, here = path.resolve().parent, Path.cwd()
+    if config.rewards.module_dir is not None or folder == here:
+        return config
+    functions = [reward.function or "" for reward in config.rewards.functions.values()]
+    modules = sorted({function.partition(":")[0] for function in functions if ":" in function})
+    beside = {module: file for module in modules if (file := module_file(module, folder)) is not None}
+    for module, file in beside.items():
+        other = module_file(module, here)
+        if other is not None and other.read_bytes() != file.read_bytes():
+            raise ConfigError(
+                f"two different modules are called {module}: {other} and {file}",
+                place=f"{path}: rewards.functions",
+                mend="rename or remove one of them, or start the command in the folder of the config",
+            )
+    if not beside:
+        return config
+    found = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"module_dir": found})})
 
 
 def read_tree(source: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """What a file and those it extends say, not checked; `above`: the files that led here."""
     path = find_config(source)
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not readable as YAML: {error}", place=str(path), mend="mend the line it names") from error
+    tree = parse_yaml(_text_of(path), place=str(path))
     if not isinstance(tree, dict):
         raise ConfigError("the file holds no mapping of settings", place=str(path), mend="start from a preset in deploy/presets")
     below = tree.pop("extends", None)
     if below is None:
         return tree
-    if not isinstance(below, str) or path in above:
+    above = (*above, path.resolve())
+    below_path = find_config(below, beside=path.parent) if isinstance(below, str) else None
+    if below_path is None or below_path.resolve() in above:
         raise ConfigError(f"extends: {below}", place=str(path), mend="name one preset or file that does not lead back here")
-    beside = path.parent / below
-    return _merged(read_tree(beside if beside.is_file() else below, (*above, path)), tree)
+    return _merged(read_tree(below_path, above), tree)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CHARS + 1)
+        if len(content) > MAX_CHARS:
+            raise ConfigError(
+                f"the file has {path.stat().st_size:,} bytes; at most {MAX_CHARS:,} make a config",
+                place=str(path),
+                mend="name a YAML config; rows belong into files under data",
+            )
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"byte {content[error.start]:#04x} is not UTF-8", place=f"{path}:{line}", mend="save the file as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", place=str(path), mend="check the disk") from error
 
 
 def _merged(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -68,22 +113,45 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
         raise ConfigError("\n".join(faults), place=place) from error
 
 
-def find_config(source: str | Path) -> Path:
-    """The file behind a path or a preset's name; raises `ConfigError` naming the presets there are."""
-    for candidate in (Path(source), PRESETS / f"{source}.yaml"):
-        if candidate.is_file():
+def tracking_at(uri: str | None) -> TrackingConfig:
+    """The settings of a tracking store at this address; none: the environment's.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    try:
+        return TrackingConfig(tracking_uri=uri)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_say(dict(fault)) for fault in error.errors()), place="--tracking-uri") from error
+
+
+def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
+    """The file behind a path or a preset's name; `beside`: a folder to look into first.
+
+    Raises:
+        ConfigError: there is none, with the presets there are; or what is there is no file to read.
+    """
+    candidates = [*([beside / source] if beside else []), Path(source), PRESETS / f"{source}.yaml"]
+    reasons = {candidate: why_not_a_file(candidate) for candidate in candidates}
+    for candidate, reason in reasons.items():
+        if not reason:
             return candidate
+    for candidate, reason in reasons.items():
+        if os.path.lexists(candidate):
+            raise ConfigError(reason, place=str(candidate), mend="name a YAML file or a preset")
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     near = difflib.get_close_matches(Path(source).stem, names, n=1)
     mend = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names)}"
-    raise ConfigError(f"no such configuration: {source}", mend=mend)
+    raise ConfigError(f"no such configuration: {shorten(str(source), _SHOWN)}", mend=mend)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"--set {override} has no value", mend="--set stages.0.learning_rate=1e-5")
+        raise ConfigError(f"--set {shorten(override, _SHOWN)} has no value", mend="--set stages.0.learning_rate=1e-5")
     keys = dotted.split(".")
+    if not all(keys):
+        raise ConfigError(f"{dotted} has an empty part between its dots", place="--set", mend="--set stages.0.learning_rate=1e-5")
     node: Any = tree
     for depth, key in enumerate(keys[:-1]):
         following = _child(node, key, dotted)
@@ -93,26 +161,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(following, dict | list):
             raise ConfigError(f"{'.'.join(keys[: depth + 1])} is a value, nothing below it can be set", place=f"--set {override}")
         node = following
-    _assign(node, keys[-1], _value(text), dotted)
-
-
-def _value(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not readable as a value: {text}", place="--set", mend="quote it") from error
-    # YAML 1.1 reads 1e-5 (no dot) as a string; everybody means the number.
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    _assign(node, keys[-1], parse_yaml(text, place="--set"), dotted)
 
 
 def _index(node: list[Any], key: str, dotted: str) -> int:
-    if not key.isdecimal() or int(key) >= len(node):
-        raise ConfigError(f"{key} is no index of a list of {len(node)}", place=f"--set {dotted}", mend=f"0 to {len(node) - 1}")
+    if key not in map(str, range(len(node))):
+        indices = f"0 to {len(node) - 1}" if node else "set the whole list: KEY=[...]"
+        raise ConfigError(f"{key} is no index of a list of {len(node)}", place=f"--set {dotted}", mend=indices)
     return int(key)
 
 
@@ -127,6 +182,10 @@ def _assign(node: dict[str, Any] | list[Any], key: str, value: Any, dotted: str)
         node[key] = value
 
 
+_MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
+"""Our words for faults whose own say too little."""
+
+
 def _say(fault: dict[str, Any]) -> str:
     location = [part for part in fault["loc"] if part != "literal['all-linear']"]
     place = ".".join(str(part) for part in location) or "configuration"
@@ -134,9 +193,9 @@ def _say(fault: dict[str, Any]) -> str:
         near = difflib.get_close_matches(str(location[-1]), _keys_at(location[:-1]), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_at(location[:-1]))}"
         return f"{place}: unknown key; {hint}"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = _MESSAGES.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
-    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) or given is None else ""
+    shown = f" (given: {shorten(repr(given), _SHOWN)})" if isinstance(given, str | int | float | bool) or given is None else ""
     return f"{place}: {message}{shown}"
 
 

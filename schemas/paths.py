@@ -5,6 +5,8 @@ OUTPUT_DIR/NAME/                     one run configuration's folder
   train_stage/format-KEY/            a stage directory (see grpo_tasks/stage)
 """
 
+import os
+import stat
 from pathlib import Path
 
 EMBEDDED = "embedded:"
@@ -16,6 +18,27 @@ def resolve(path: str) -> str:
     return str(_DEMO / path.removeprefix(EMBEDDED)) if path.startswith(EMBEDDED) else path
 
 
+def module_file(module: str, folder: Path) -> Path | None:
+    """The file of the module `a.b` in a folder, a/b.py or a/b/__init__.py; None when there is none."""
+    path = folder.joinpath(*module.split("."))
+    return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
+
+
 def is_local(path: str) -> bool:
     """Whether the path names something on this disk (otherwise it is taken for a hub id)."""
-    return Path(resolve(path)).exists()
+    # Unlike Path.exists, this takes a name that is too long or not readable for what it is: nothing on this disk.
+    return os.path.exists(resolve(path))  # noqa: PTH110
+
+
+def why_not_a_file(path: Path) -> str:
+    """Why a path names no file that can be read to its end; empty when it does. Opens nothing, so a FIFO blocks nobody."""
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link to a file that does not exist" if path.is_symlink() else "no such file"
+    except (OSError, ValueError) as error:  # a loop of links, a name too long, a folder that may not be entered, a NUL
+        return f"the path cannot be followed: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISREG(kind):
+        return "" if os.access(path, os.R_OK) else "the file may not be read: check its permissions"
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe (FIFO)", stat.S_IFSOCK: "a socket"}
+    return f"it is {names.get(stat.S_IFMT(kind), 'a device')}, not a file"

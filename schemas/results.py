@@ -4,12 +4,15 @@ A result says where its files are (`directory`) and by which content it was made
 from the same inputs by the same code; times are told but are no part of the key.
 """
 
+import hashlib
+import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from schemas.config import ModelConfig
+from schemas.errors import DamagedError
 
 
 class Result(BaseModel):
@@ -29,8 +32,20 @@ class Result(BaseModel):
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
 
+class OutputFile(Result):
+    """One file that a step has left."""
+
+    path: str
+    """Relative to the step's folder, with slashes."""
+    bytes: int
+    sha256: str
+
+
 class StepResult(Result):
-    """What every step returns."""
+    """What every step returns. Saved with the manifest of the step's files and a seal, it says that the step is finished."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ()
+    """Files and folders of the step that later steps read; their contents count in the keys of those steps."""
 
     key: str
     """Content key of the step: a hash of its inputs and of the code it reaches."""
@@ -38,6 +53,48 @@ class StepResult(Result):
     """Folder with the step's files."""
     seconds: float
     """How long the step took."""
+    manifest: tuple[OutputFile, ...] = ()
+    """Every output file; empty until the step has ended."""
+    seal: str = ""
+    """SHA-256 over everything else here; empty until the step has ended."""
+
+    def sealed(self, manifest: tuple[OutputFile, ...]) -> Self:
+        """The result of a finished step: with its manifest, and a seal that proves the file it is saved to."""
+        whole = self.model_copy(update={"manifest": manifest, "seal": ""})
+        return whole.model_copy(update={"seal": whole._digest()})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            DamagedError: the file is not what was written.
+        """
+        try:
+            result = super().load(path)
+        except ValueError as error:
+            raise DamagedError("the result cannot be read", place=str(path)) from error
+        if result.seal and result.seal != result._digest():
+            raise DamagedError("the result is not what the step wrote (its seal differs)", place=str(path))
+        return result
+
+    def moved_to(self, directory: Path) -> Self:
+        """The same result after its folder was moved: every path inside the folder follows."""
+        old, new = str(self.directory), str(directory)
+
+        def follow(value: object) -> object:
+            if isinstance(value, dict):
+                return {name: follow(item) for name, item in value.items()}
+            if isinstance(value, list):
+                return [follow(item) for item in value]
+            inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/"))
+            return new + str(value)[len(old) :] if inside else value
+
+        moved = type(self).model_validate(follow(json.loads(self.model_dump_json())))
+        return moved.sealed(moved.manifest) if self.seal else moved
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
 
 
 class SourceFile(Result):
@@ -53,6 +110,8 @@ class SourceFile(Result):
 
 class PreparedData(StepResult):
     """Every row as read, in one shape (`rows.parquet`, see schemas/tables.py RAW)."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("rows.parquet",)
 
     sources: list[SourceFile]
     rows: int
@@ -78,6 +137,8 @@ class TokenLengths(Result):
 
 class DataReport(StepResult):
     """Verdict on the data. Files: train.parquet, eval.parquet (schemas/tables.py PROMPTS), quarantine.parquet, report.md."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("train.parquet", "eval.parquet")
 
     rows: int
     """Rows read."""
@@ -152,10 +213,14 @@ class ModelRef(Result):
     revision: str | None = None
     adapter: Path | None = None
     """PEFT adapter directory put on top of the base."""
+    sha256: str | None = None
+    """What the adapter's folder must hash to, or the model's where there is no adapter. Compared before each use."""
 
 
 class StageResult(StepResult):
     """A finished stage. Files: see grpo_tasks/stage/stage_dir.py."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("final",)
 
     stage: str
     model: ModelRef
@@ -199,6 +264,8 @@ class MergeFigures(Result):
 class MergeProof(StepResult):
     """A merged model in `directory`/model, and the evidence that it equals base + adapter."""
 
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
+
     model: ModelRef
     sha256: str
     """Over all files of the model folder, names and contents."""
@@ -226,6 +293,8 @@ class Interval(Result):
 
 class EvalReport(StepResult):
     """Held-out evaluation of one model. Files: samples.parquet (schemas/tables.py SAMPLES), report.md."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("samples.parquet",)
 
     label: str
     """base, merged, champion, or the stage's name."""

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+MAX_TEXT = 100_000
+"""Characters of a text in a config; the longest that makes sense is a system prompt."""
+
 
 class Section(BaseModel):
     """A part of the tree: frozen, unknown keys refused, docstrings of fields are their descriptions."""
@@ -23,6 +26,9 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        # A limit of .inf or a rate of .nan passes every comparison and is found hours later; JSON has no word for either.
+        allow_inf_nan=False,
+        str_max_length=MAX_TEXT,
         # What somebody typed may be a secret in the wrong field.
         hide_input_in_errors=True,
         field_title_generator=lambda name, _: _words(name),

@@ -1,4 +1,4 @@
-"""kill -9 just before the n-th call that matters, in a process of its own: what no timer hits."""
+"""kill -9 just before the n-th call that matters, in a process of its own: what no timer hits. And work by several at once."""
 
 import multiprocessing
 import os
@@ -14,8 +14,13 @@ REQUESTS = frozenset({"http.client.send"})
 LIMIT_S = 600
 
 # A forked child has the libraries loaded; this process has used torch, whose threads do not survive a fork.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.trainer", "grpo_tasks.tracking.log_model", "grpo_tasks.tracking.runs"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.__main__", "grpo_tasks.tracking.log_model", "grpo_tasks.tracking.runs"])
+
+
+def preload_only(*modules: str) -> None:
+    """For tests whose children need less than all; has an effect when they are the first of their process."""
+    _PROCESSES.set_forkserver_preload(list(modules))
 
 
 def count_calls(work: Callable[[], object], calls: frozenset[str], under: str = "") -> int:
@@ -40,10 +45,27 @@ def some(total: int, how_many: int, seed: int) -> list[int]:
     return sorted({1 + int(width * part + draw.random() * width) for part in range(how_many)})
 
 
+def at_once(processes: int, work: Callable[[], object]) -> list[int | None]:
+    """Do the work in so many processes that begin at the same moment; their exit codes."""
+    barrier = _PROCESSES.Barrier(processes)
+    started = [_PROCESSES.Process(target=_together, args=(work, barrier)) for _ in range(processes)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(LIMIT_S)
+        process.kill()
+    return [process.exitcode for process in started]
+
+
+def _together(work, barrier):
+    barrier.wait(LIMIT_S)
+    work()
+
+
 @contextmanager
 def _process(work, calls, under, number) -> Iterator[tuple]:
-    ours, theirs = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=_watched, args=(work, calls, under, number, theirs))
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_watched, args=(work, calls, under, number, theirs))
     process.start()
     try:
         yield process, ours

@@ -7,10 +7,14 @@ everything else goes through the template row by row. Both ways give the same te
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import polars as pl
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    # Everything that reads prompts comes through here; importing transformers takes most of a second.
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
 _PLACE = "\ue000QUESTION\ue001"
@@ -30,7 +34,7 @@ class Frame:
 class ChatTemplate:
     """A tokenizer's chat template, with the opening of the assistant's turn."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message]) -> str | None:

@@ -9,7 +9,6 @@ to the exact binomial bound of so many agreeing prompts. What it does not do: co
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from schemas.results import Interval
 
@@ -30,6 +29,9 @@ def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
     mean = float(values.mean())
     if np.ptp(values) == 0.0:
         return Interval(value=mean, low=mean, high=mean)
+    # Importing it takes most of a second, which a command that computes no interval need not wait for.
+    from scipy import stats
+
     # The seed is fixed: the same table gives the same interval, today and in a year.
     found = stats.bootstrap(
         (values,),
@@ -63,6 +65,8 @@ def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
 
 def _wilson(rate: float, num_prompts: int, confidence: float) -> tuple[float, float]:
     """Score interval, for prompts that all hold the same share strictly between 0 and 1."""
+    from scipy import stats
+
     z2 = float(stats.norm.ppf(0.5 + confidence / 2.0)) ** 2
     centre = (rate + z2 / (2 * num_prompts)) / (1 + z2 / num_prompts)
     half = np.sqrt(z2 * rate * (1 - rate) / num_prompts + z2**2 / (4 * num_prompts**2)) / (1 + z2 / num_prompts)

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
-from scipy import stats
 
 from grpo_tasks.evaluation.passk import pass_at_k
 from schemas.errors import DataError
@@ -112,6 +111,9 @@ def _all_flips(steps: NDArray[np.int64]) -> float:
     The sum is fixed by the total of the steps that come out positive, and that total is a binomial for each size of step, spread
     out by the size, all added up.
     """
+    # Importing it takes most of a second, which a command that tests nothing need not wait for.
+    from scipy import stats
+
     chance = np.ones(1)
     for size, count in zip(*np.unique(np.abs(steps[steps != 0]), return_counts=True), strict=True):
         spread = np.zeros(size * count + 1)
@@ -126,6 +128,8 @@ def _random_flips(difference: FloatArray) -> float:
     if telling.size == 1:
         # scipy wants two; one prompt has two sign assignments, and only one of them reaches a positive difference.
         return 0.5 if telling[0] > 0 else 1.0
+    from scipy import stats
+
     found = stats.permutation_test(
         (telling,),
         np.mean,

@@ -3,8 +3,13 @@
 Under torchrun (several nodes) each process that it starts comes here; on one node this module starts its like itself.
 """
 
+# ruff: noqa: E402 - import_libraries comes before what imports them
 import os
 from pathlib import Path
+
+from grpo_tasks.policy.libraries import import_libraries
+
+import_libraries()
 
 from grpo_tasks.grpo.launch import launch, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
@@ -22,7 +27,7 @@ def main(root: Path) -> None:
     if spec.resources.num_processes > 1 and "RANK" not in os.environ:
         launch(directory.root, spec.resources.num_processes)
         return
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite, rollout_servers(spec, directory) as servers:
+    with RewardSuite(spec.rewards, spec.stage.rewards, log=directory.log) as suite, rollout_servers(spec, directory) as servers:
         Trainer(directory, suite, servers).train()
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_tasks.rewards.totals import total_scores
 from schemas.config import StageConfig
 
 TIE = 1e-6
@@ -106,7 +107,7 @@ def _ties(rewards: Rewards, size: int) -> Bool[Tensor, " P"]:
 
 
 def _weighted(scores: Float[Tensor, "*B F"], weights: Float[Tensor, " F"]) -> Float[Tensor, "*B"]:
-    return (scores * weights).nansum(-1).masked_fill(scores.isnan().all(-1), torch.nan)
+    return torch.from_numpy(total_scores(scores.numpy(), weights.numpy()))
 
 
 def _summed(rewards: Rewards) -> Float[Tensor, "N T 1"] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.rewards.compose import RewardSuite, Scores
-from grpo_tasks.rewards.contract import ScoreBatch
+from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 
 
@@ -69,20 +69,9 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
     """Ask every reward function of the stage about every completion."""
     began = time.perf_counter()
     repeated = [rollout.rows[index] for index in rollout.prompt_of]
-    columns: dict[str, list[object]] = {"answer": [row.answer for row in repeated]}
-    names = sorted({name for row in rollout.rows for name in row.extra} - {"answer", "prompts", "completions", "completion_ids"})
-    for name in names:
-        columns[name] = [row.extra.get(name) for row in repeated]
-    scores = suite.score(
-        ScoreBatch(
-            prompts=[list(row.messages) for row in repeated],
-            completions=[completion.text for completion in rollout.completions],
-            completion_ids=[completion.token_ids for completion in rollout.completions],
-            columns=columns,
-            step=step,
-            places=[f"{row.source}:{row.line} ({row.prompt_id})" for row in repeated],
-        )
-    )
+    texts = [completion.text for completion in rollout.completions]
+    batch = batch_of(repeated, texts, [completion.token_ids for completion in rollout.completions], step=step)
+    scores = suite.score(batch)
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
 
 

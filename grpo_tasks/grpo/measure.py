@@ -5,9 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import ScoredRollout
+from grpo_tasks.rewards.totals import mean_total, total_scores
 from grpo_tasks.stage.finish import BEST_METRIC
 
 
@@ -15,8 +17,8 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
     """Rewards, groups and lengths of a rollout."""
     completions, scores = scored.rollout.completions, scored.scores
     lengths = np.array([len(completion.token_ids) for completion in completions])
-    metrics = {
-        "reward": float(np.nanmean(scores.totals)),
+    metrics: dict[str, float | None] = {
+        "reward": mean_total(scores.totals),
         "reward_std": float(advantages.group_std.mean()),
         "frac_reward_zero_std": float(advantages.dead.float().mean()),
         "completions/mean_length": float(lengths.mean()),
@@ -34,19 +36,29 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    return metrics
+    return _known(metrics)
 
 
-def held_out_metrics(scored: ScoredRollout, weights: Mapping[str, float]) -> dict[str, float]:
-    """Rewards of held-out completions; with the configured weights, so that one look compares with the next."""
-    scores, metrics, total = scored.scores, {}, 0.0
+def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
+    """Rewards of held-out completions, the total as `reward` is (rewards/totals.py).
+
+    Args:
+        scored: one completion for each held-out prompt.
+        weights: the configured ones, not those that adaptive weights have come to, so that one look compares with the next.
+    """
+    scores = scored.scores
+    metrics = {BEST_METRIC: mean_total(total_scores(scores.raw, weights))}
     for index, name in enumerate(scores.names):
         known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
         if len(known):
             metrics[f"eval_rewards/{name}/mean"] = float(known.mean())
             metrics[f"eval_rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-            total += weights[name] * float(known.mean())
-    return metrics | {BEST_METRIC: total}
+    return _known(metrics)
+
+
+def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Without those that nothing was counted for."""
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int) -> pl.DataFrame:

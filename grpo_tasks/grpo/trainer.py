@@ -22,6 +22,7 @@ from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
@@ -72,7 +73,7 @@ class Trainer:
         self.held_out = self._held_out()
         self.tokenizer = load_tokenizer(self.spec.start)
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
-        self.updates = num_updates(self.stage, len(self.rows))
+        self.updates = suite.worker.max_steps = num_updates(self.stage, len(self.rows))
         model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
         temperature = self.spec.rollout.temperature
         resources = self.spec.resources
@@ -316,8 +317,7 @@ class Trainer:
     def _look(self) -> dict[str, float]:
         """The policy of now on held-out prompts."""
         scored = self.collector.look(self.held_out, step=self.step)
-        resolved = {name: self.spec.rewards.resolve(name) for name in self.stage.rewards}
-        return held_out_metrics(scored, {name: reward.weight or 0.0 for name, reward in resolved.items() if reward is not None})
+        return held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
 
     def _save(self) -> None:
         extra = {

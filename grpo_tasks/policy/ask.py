@@ -8,6 +8,8 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
+from grpo_tasks.policy.load import load_faults
+
 
 @dataclass(frozen=True, slots=True)
 class Manner:
@@ -23,9 +25,10 @@ class Chat:
     """A loaded model. Safetensors only, no remote code."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).to(device).eval()
+        with load_faults("the model", str(folder)):
+            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            self._model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).to(device).eval()
 
     def answer(self, messages: Sequence[dict[str, str]], manner: Manner) -> Iterator[str]:
         """The answer's text in pieces."""

@@ -4,7 +4,10 @@ Safetensors only and no remote code: weights from strangers are data, never prog
 """
 
 import ctypes
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +54,27 @@ def _keep_freed_memory() -> None:
             mallopt(option, 2**31 - 1)
 
 
+@contextmanager
+def load_faults(what: str, place: str) -> Iterator[None]:
+    """Whatever a library raises over files that are missing, damaged or of another kind, as a `ModelError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, RuntimeError for shapes, ...
+        raise ModelError(
+            f"{what} cannot be loaded: {type(error).__name__}: {error}", place=place, mend="check its files, or name another"
+        ) from error
+
+
 def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
     """The tokenizer beside the base weights, padding on the left, with a pad token and a chat template.
 
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
     """
-    try:
+    with load_faults("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer cannot be loaded: {error}", place=f"model.path: {ref.path}") from error
     if tokenizer.chat_template is None:
         raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", mend="use an instruct model")
     tokenizer.padding_side = "left"
@@ -77,7 +91,7 @@ def load_base(
     Raises:
         ModelError: the weights cannot be loaded.
     """
-    try:
+    with load_faults("the model", f"model.path: {ref.path}"):
         model = AutoModelForCausalLM.from_pretrained(
             resolve(ref.path),
             revision=ref.revision,
@@ -86,8 +100,6 @@ def load_base(
             use_safetensors=True,
             **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"the model cannot be loaded: {error}", place=f"model.path: {ref.path}") from error
     if not getattr(model, "is_quantized", False):
         # A quantized model is where it was loaded to, and cannot be moved.
         model = model.to(device)
@@ -110,7 +122,8 @@ def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dty
     base = load_base(ref, config, device=device, dtype=dtype)
     if ref.adapter is None:
         return base
-    return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
+    with load_faults("the adapter", str(ref.adapter)):
+        return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
 
 
 def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int) -> PreTrainedModel:
@@ -122,7 +135,8 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     if config.lora is None:
         model = base.float().requires_grad_(True)
     elif ref.adapter is not None:
-        model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
+        with load_faults("the adapter", str(ref.adapter)):
+            model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
     else:
         torch.manual_seed(seed)
         model = get_peft_model(base, _peft_config(config))
@@ -153,9 +167,18 @@ def save_trained(
     and its tokenizer."""
     if isinstance(model, PeftModel):
         model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights)
+        _order_modules(directory / "adapter_config.json")
     else:
         model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
+
+
+def _order_modules(file: Path) -> None:
+    """peft writes the layers' names in the order of a set, which differs between processes: the same adapter in other bytes."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()
+    file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _peft_config(config: ModelConfig) -> LoraConfig:

@@ -6,7 +6,6 @@ The merge itself is computed and checked in float32; then what was written is re
 the arithmetic, of tied embeddings or of the file is found before anybody downloads the model.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from grpo_tasks.policy.chat import Message, prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
@@ -82,15 +82,6 @@ def _compare_reloaded(
         greedy_agreement=_agreement(before.ids, _greedy(reloaded, tokenizer, spec).ids),
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
     )
-
-
-def folder_sha256(folder: Path) -> str:
-    """SHA-256 over names and contents of all files of a folder, in order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0")
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:

@@ -1,6 +1,5 @@
 """The report of one run, from the folders its steps left: HTML for people who look, Markdown for the Prefect UI."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,9 @@ import yaml
 
 from grpo_tasks.data.quarantine import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
-from grpo_tasks.stage.journal import read_events
+from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.environment import describe_environment
-from grpo_tasks.tracking.plots import plot_overview
 from schemas.config import RunConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 
@@ -63,6 +61,8 @@ class Pair:
 
 def write_html(parts: Parts, directory: Path) -> Path:
     """`directory`/report.html."""
+    from grpo_tasks.tracking.plots import plot_overview
+
     journals = [(stage.stage, StageDir(stage.directory).journal) for stage in parts.stages]
     curves = picture(plot_overview(journals, directory / "curves.png"))
     page = render(
@@ -144,7 +144,7 @@ def _total(costs: Sequence[Cost], name: str) -> float | None:
 
 
 def _stage_cost(stage: StageResult) -> Cost:
-    lines = [json.loads(line)["metrics"] for line in StageDir(stage.directory).journal.read_text(encoding="utf-8").splitlines()]
+    lines = list(Journal(StageDir(stage.directory).journal, writes=False).steps.values())
     tokens = lines[-1].get("num_tokens") if lines else None
     energy = [line["energy"] for line in lines if "energy" in line]
     on_gpu = any("gpu_memory" in line for line in lines)

@@ -8,6 +8,7 @@ Weights may move (adaptive.py). Advantages are the trainer's business.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
 from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values, reward_error
+from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config import RewardConfig, RewardsConfig
 from schemas.errors import RewardError
@@ -47,7 +49,7 @@ class Scores:
     full: NDArray[np.float64]
     """[F], the score that counts as success."""
     totals: NDArray[np.float64]
-    """[N], weighted sums over the functions that apply; NaN where none does."""
+    """[N], weighted sums over the functions that apply (totals.py); NaN where none does."""
     notes: list[Note]
     tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     """Scores token by token, by number of the function and of the completion, where there are such."""
@@ -92,12 +94,13 @@ class RewardSuite:
     Args:
         rewards: tags, equality and settings of the functions.
         names: the stage's functions; RunConfig has made sure that they exist.
+        log: file that takes what the functions print; None: nothing of it is kept.
     """
 
-    def __init__(self, rewards: RewardsConfig, names: Sequence[str]) -> None:
+    def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
         self.names = list(names)
         self.configs = [_resolved(rewards, name) for name in names]
-        self.worker = RewardWorker(rewards, names)
+        self.worker = RewardWorker(rewards, names, log=log)
         self.adaptive = {
             name: AdaptiveWeight(config.adaptive)
             for name, config in zip(self.names, self.configs, strict=True)
@@ -137,9 +140,8 @@ class RewardSuite:
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
             notes.append(Note(name, config.on_error, error))
         weights = self.weights
-        totals = np.where(np.isnan(raw).all(axis=1), np.nan, np.nansum(raw * weights, axis=1))
         full = np.array([full_score(config) for config in self.configs])
-        return Scores(self.names, raw, weights, full, totals, notes, tokens)
+        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens)
 
     def adapt(self, scores: Scores) -> None:
         """Tell the adaptive weights how an update's completions did; call once after every update."""

@@ -17,7 +17,7 @@ from schemas.errors import RewardError
 SHOWN_CHARS = 300
 """Characters of a completion shown in an error."""
 RESERVED = frozenset({"answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments every function is given; columns of these names are left out."""
+"""Arguments every function is given; columns of these names are left out, and the lab says so."""
 
 
 class Row(Protocol):
@@ -91,7 +91,7 @@ class ScoreBatch:
 def batch_of(
     rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], *, step: int = 0
 ) -> ScoreBatch:
-    """The batch in which `completions[i]` answers `rows[i]`; rows may repeat.
+    """The batch in which `completions[i]` answers `rows[i]`; rows may repeat. Every batch of rows is made here.
 
     Columns are `answer` and every extra column of any row (None where a row lacks it), save names a function gets anyway.
     """

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_tasks.rewards.totals import mean_total
 from schemas.results import SignalForecast
 
 TIE = 1e-6
@@ -32,16 +33,17 @@ def forecast(stage: str, samples: Sequence[GroupSample], totals: NDArray[np.floa
     Args:
         stage: name of the stage.
         samples: groups, at least one.
-        totals: [N] weighted sums of the stage's rewards, group by group.
+        totals: [N] totals of the stage's rewards, group by group; NaN where no function applies.
     """
     ends = np.cumsum([len(sample.completions) for sample in samples])
-    groups = np.split(totals, ends[:-1])
-    alive = [float(np.ptp(group)) > TIE * max(1.0, float(np.abs(group).max())) for group in groups]
+    # Completions without a total count nowhere, as in training.
+    groups = [group[~np.isnan(group)] for group in np.split(totals, ends[:-1])]
+    alive = [len(group) > 0 and float(np.ptp(group)) > TIE * max(1.0, float(np.abs(group).max())) for group in groups]
     deviations = [float(group.std(ddof=1)) if len(group) > 1 else 0.0 for group in groups]
     return SignalForecast(
         stage=stage,
         groups=len(groups),
         share_with_signal=sum(alive) / len(groups),
-        mean_reward=float(totals.mean()),
+        mean_reward=mean_total(totals) or 0.0,
         mean_reward_std=sum(deviations) / len(deviations),
     )

@@ -8,11 +8,12 @@ A check that fails stops the run, unless `lab.ignore_checks` names it (check, or
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import polars as pl
 
 from grpo_tasks.rewards.bench import Bench, lay_bench
-from grpo_tasks.rewards.contract import Row, shorten
+from grpo_tasks.rewards.contract import RESERVED, Row, shorten
 from grpo_tasks.rewards.forecast import GroupSample, forecast
 from grpo_tasks.rewards.stages import stage_totals, try_signal, try_stage
 from grpo_tasks.rewards.trial import Trial, try_function
@@ -37,7 +38,11 @@ class LabFindings:
 
 
 def probe_rewards_of(
-    config: LabInputs | RunConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None = None
+    config: LabInputs | RunConfig,
+    rows: Sequence[Row],
+    base_samples: Sequence[GroupSample] | None = None,
+    *,
+    log: Path | None = None,
 ) -> LabFindings:
     """Try every reward function of every stage.
 
@@ -45,6 +50,7 @@ def probe_rewards_of(
         config: the run; `lab` says how much is tried.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows; without them nothing is forecast.
+        log: file that takes what the functions print; None: nothing of it is kept.
 
     Raises:
         ConfigError: a function cannot be loaded.
@@ -52,10 +58,10 @@ def probe_rewards_of(
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
     bench = lay_bench(config.rewards, config.lab, rows, base_samples)
-    with RewardWorker(config.rewards, names) as worker:
+    with RewardWorker(config.rewards, names, log=log) as worker:
         trials = {name: try_function(name, _settings(config, name), bench, worker) for name in names}
     forecasts = _forecasts(config, base_samples or [], trials)
-    checks = [check for trial in trials.values() for check in trial.checks]
+    checks = [*_columns(rows), *(check for trial in trials.values() for check in trial.checks)]
     checks += [check for stage in config.stages for check in try_stage(stage, bench, trials)]
     checks += try_signal(config.stages, forecasts, config.lab.min_signal)
     return LabFindings([_lenient(check, config.lab.ignore_checks) for check in checks], forecasts, _table(config, bench, trials))
@@ -71,6 +77,22 @@ def lab_error(report: LabReport) -> LabError:
     row = f"{first.place}{row_id}, probe {first.probe}, completion {first.completion!r}" if first.place else ""
     mend = f"mend the function, or add {first.function}/{first.check} to lab.ignore_checks"
     return LabError(message, place=row, mend=f"{mend}; report: {report.directory / 'report.md'}")
+
+
+def _columns(rows: Sequence[Row]) -> list[LabCheck]:
+    """A warning for the columns that no function gets to see."""
+    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
+    return [
+        LabCheck(
+            function="data",
+            check="columns",
+            outcome="warned",
+            detail=f"the column {name} is left out: every reward function gets an argument of that name; rename the column",
+            prompt_id=row.prompt_id,
+            place=f"{row.source}:{row.line}",
+        )
+        for name, row in sorted(hidden.items())
+    ]
 
 
 def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
@@ -99,7 +121,7 @@ def _table(config: LabInputs | RunConfig, bench: Bench, trials: dict[str, Trial]
     known = {name: trial.scores for name, trial in trials.items() if trial.scores is not None}
     nothing: list[float | None] = [None] * count
     totals = {
-        f"total_{stage.name}": stage_totals(stage, config.rewards, known)
+        f"total_{stage.name}": pl.Series(stage_totals(stage, config.rewards, known), nan_to_null=True)
         for stage in config.stages
         if all(name in known for name in stage.rewards)
     }

@@ -1,6 +1,7 @@
 """From a configured reward to something that can be called. Runs in the worker only, so that own code stays out of the trainer.
 
-A built-in is found by its name; an own function by `package.module:function`, imported with the working directory on the path.
+A built-in is found by its name; an own function by `package.module:function`, imported with the working directory and the
+config file's folder at the end of the path.
 Parameters of the configuration win over columns of the same name.
 """
 
@@ -9,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,16 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> Re
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         given = {"tags": Tags.of(rewards.tags), "equality": rewards.equality}
         bound = {key: value for key, value in given.items() if key in known} | reward.params
-    else:
-        function, bound = _import(reward.function or name, place=place), dict(reward.params)
-    return _bind(function, bound)
+        # A column that happens to be called max_length sets nothing.
+        return _bind(function, bound, known - _GIVEN)
+    return _bind(_import(reward.function or name, rewards.module_dirs(), place=place), dict(reward.params), frozenset())
 
 
-def _bind(function: RewardFunction, bound: Mapping[str, Any]) -> RewardFunction:
+def _bind(function: RewardFunction, bound: Mapping[str, Any], own: Set[str]) -> RewardFunction:
+    """The function with its parameters; of the arguments of a call it gets those that are not in `own`."""
+
     def call(**arguments: Any) -> Any:
-        result = function(**(arguments | dict(bound)))
+        result = function(**({key: value for key, value in arguments.items() if key not in own} | dict(bound)))
         return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
 
     return call
@@ -66,11 +69,11 @@ def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) 
             raise ConfigError(f"{param} is no parameter of this reward", place=f"{place}.params", mend=hint)
 
 
-def _import(path: str, *, place: str) -> RewardFunction:
+def _import(path: str, folders: Sequence[Path], *, place: str) -> RewardFunction:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{path} names no function", place=place, mend="write package.module:function")
-    found: Any = _module(module_name, place=place)
+    found: Any = _module(module_name, folders, place=place)
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
@@ -83,7 +86,7 @@ def _import(path: str, *, place: str) -> RewardFunction:
     return function
 
 
-def _module(name: str, *, place: str) -> Any:
+def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -91,9 +94,14 @@ def _module(name: str, *, place: str) -> Any:
             raise ConfigError(
                 f"{name} wants {error.name}, which is not installed", place=place, mend=f"install {error.name}"
             ) from error
-        files = [path.stem for path in Path.cwd().glob("*.py")] + [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
+        files = [path.stem for folder in folders for path in folder.glob("*.py")]
+        files += [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
         near = difflib.get_close_matches(name.partition(".")[0], files, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"put it beside where you start the run ({Path.cwd()}), or install it"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"put it beside the config or where you start the command ({Path.cwd()}), or install it"
+        )
         raise ConfigError(f"there is no module {error.name}", place=place, mend=hint) from error
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]

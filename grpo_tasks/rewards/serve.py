@@ -1,26 +1,33 @@
-"""`python -P -m grpo_tasks.rewards.serve FD`: the child process of worker.py. Loads the reward functions, then answers calls.
+"""`python -P -m grpo_tasks.rewards.serve FD`: the process that reward functions run in, started by supervisor.py.
 
-Messages are JSON on a socket of their own, so what a function prints (it goes to stderr) can never be taken for an answer.
-Functions run in the main thread, where the time limit of math equality works; a hang is ended from outside.
+It loads the functions, then answers calls.
+Messages are JSON in frames on a socket of their own, so that nothing a function prints can be taken for an answer. Functions run
+in the main thread, where the time limit of math equality works; a hang is ended from outside. A function can reach everything in
+this process, so the parent checks whatever comes out of it (replies.py).
 """
 
+import ctypes
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result, shorten
+from grpo_tasks.rewards.frames import MAX_TEXT, read_frame, write_frame
 from grpo_tasks.rewards.registry import RewardFunction, load_function
 from schemas.child import die_with_parent
 from schemas.config import RewardsConfig
 from schemas.errors import UserError
 from schemas.secret import hide
+
+# Held here because a reward may replace them in their modules.
+_dumps, _loads = json.dumps, json.loads
 
 
 def main() -> None:
@@ -28,25 +35,25 @@ def main() -> None:
     die_with_parent()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    # At the end of the path: a file beside the data must not stand in for an installed library.
-    sys.path.append(os.getcwd())  # noqa: PTH109 - sys.path holds strings
-    with Connection(descriptor) as connection:
+    # What was printed before a hang or a crash must not be lost with it.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with suppress(EOFError):
+        request = _loads(read_frame(descriptor))
         try:
-            functions = _load(json.loads(connection.recv_bytes()))
+            functions = _load(request)
         except UserError as error:
-            _send(connection, {"error": error.to_json()})
+            _answer(descriptor, request, {"error": error.to_json()})
             return
-        _send(connection, {"loaded": sorted(functions)})
+        _answer(descriptor, request, {"loaded": list(functions)})
         while True:
-            try:
-                request = json.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            _send(connection, _answer(functions[request.pop("name")], request))
+            call = _loads(read_frame(descriptor))
+            _answer(descriptor, call, _score(functions[call["name"]], call))
 
 
 def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
     rewards = RewardsConfig.model_validate(request["rewards"])
+    # At the end of the path: a file beside the data must not stand in for an installed library.
+    sys.path.extend(str(folder.resolve()) for folder in rewards.module_dirs())
     functions = {}
     for name in request["names"]:
         reward = rewards.resolve(name)
@@ -55,15 +62,17 @@ def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
     return functions
 
 
-def _answer(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
+    # Counted before the call: the function may change the lists it is given.
+    lengths = [len(ids) for ids in request["completion_ids"]]
     try:
-        scores, tokens = check_result(_call(function, request), [len(ids) for ids in request["completion_ids"]])
+        scores, tokens = check_result(_call(function, request), lengths)
     except ContractError as error:
-        return {"fault": asdict(error.fault)}
+        return {"fault": _plain(error.fault)}
     # SystemExit too: a library that gives up must not look like a crash of the worker.
-    except (Exception, SystemExit) as error:
-        return {"fault": asdict(_raised(error))}
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return {"fault": _plain(_raised(error))}
     return {"values": asdict(Values(scores, time.perf_counter() - began, tokens))}
 
 
@@ -74,7 +83,7 @@ def _call(function: RewardFunction, request: Mapping[str, Any]) -> Any:
         prompts=request["prompts"],
         completions=[[{"role": "assistant", "content": text}] for text in request["completions"]],
         completion_ids=request["completion_ids"],
-        trainer_state=SimpleNamespace(global_step=request["step"]),
+        trainer_state=SimpleNamespace(**request["trainer_state"]),
         log_extra=_drop,
         log_metric=_drop,
     )
@@ -90,11 +99,30 @@ def _raised(error: BaseException) -> Fault:
     mend = ""
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         mend = "let the function take **kwargs: it is given every column of the data, as in TRL"
-    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(str(error)))}", source=source, mend=mend)
+    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(_words(error)))}", source=source, mend=mend)
 
 
-def _send(connection: Connection, message: Mapping[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be read: {type(second).__name__})"
+
+
+def _plain(fault: Fault) -> dict[str, Any]:
+    """The fault as JSON has it; lone surrogates (of a completion, say) as escapes."""
+    fields = asdict(fault)
+    texts = {name: text for name, text in fields.items() if isinstance(text, str)}
+    return fields | {name: text.encode(errors="backslashreplace").decode()[:MAX_TEXT] for name, text in texts.items()}
+
+
+def _answer(descriptor: int, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    # What C code has printed still waits in its own buffer.
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+    write_frame(descriptor, _dumps({"request": request["request"], **answer}).encode())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ A stage that does not look at answers at all (format only) may pay a listing of 
 of the partial completions from the perfect one (length only) cannot tell gamed ones either: ties are a warning there.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.bench import Bench, found, passed
 from grpo_tasks.rewards.probes import LISTING, PERFECT, WRONG_ANSWER
+from grpo_tasks.rewards.totals import stage_weights, total_scores
 from grpo_tasks.rewards.trial import ABOVE, Trial
 from schemas.config import RewardsConfig, StageConfig
 from schemas.results import LabCheck, SignalForecast
@@ -59,13 +61,9 @@ class _RowTotals:
 
 
 def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
-    """[N] weighted sums of the stage's functions, with the weights a stage begins with."""
-    columns = []
-    for name in stage.rewards:
-        config = rewards.resolve(name)
-        assert config is not None
-        columns.append(np.array([np.nan if score is None else score for score in scores[name]]) * (config.weight or 0.0))
-    return np.asarray(np.nansum(columns, axis=0), dtype=np.float64)
+    """[N] totals of the stage's functions, with the weights a stage begins with; NaN where none of them applies."""
+    columns = [[np.nan if score is None else score for score in scores[name]] for name in stage.rewards]
+    return total_scores(np.array(columns, dtype=np.float64).T, stage_weights(stage, rewards))
 
 
 def try_stage(stage: StageConfig, bench: Bench, trials: Mapping[str, Trial]) -> list[LabCheck]:
@@ -97,6 +95,9 @@ def _rows(bench: Bench, totals: Sequence[float]) -> Iterator[_RowTotals]:
     for first in range(0, len(totals), bench.kinds):
         probes = bench.probes[first : first + bench.kinds]
         roles, kinds = [probe.role for probe in probes], [probe.kind for probe in probes]
+        # A row that no function of the stage applies to; they say so for every completion of a row or for none (trial.py).
+        if math.isnan(totals[first]):
+            continue
         yield _RowTotals(first, roles, kinds, totals[first : first + bench.kinds])
 
 

@@ -1,47 +1,64 @@
 """The process that reward functions run in, seen from the parent: start, call with a time limit, kill, start again.
 
-    RewardWorker.call  --JSON-->  serve.py (own session, stdout on stderr)  --JSON-->  Values | Fault
+    RewardWorker.call  --JSON-->  serve.py (below supervisor.py, output to the log)  --JSON-->  Values | Fault
 
-A call that takes too long or takes the process down costs that process and nothing else. The child dies with the thread that
-started it, so a worker is used by one thread. Nothing is decided here about what a fault means.
+A call that takes too long, uses too much memory, answers nonsense or takes the process down costs that process and nothing else.
+Nothing is decided here about what a fault means.
 """
 
-import contextlib
 import json
 import os
+import secrets
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import Any, Self
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import psutil
 
 from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values
+from grpo_tasks.rewards.link import GarbledError, Link, WorkerEndedError
+from grpo_tasks.rewards.replies import LOADED_BYTES, max_bytes, read_loaded, read_scores
 from schemas.child import PARENT
 from schemas.config import RewardsConfig
 from schemas.errors import RewardError, UserError
 
 LOAD_LIMIT_S = 300.0
 """Longest time for importing every function; own ones may load a model."""
-
 CULPRIT_GRACE_S = 0.5
 """Added to a part's share of the time limit while the culprit is looked for: the overhead of a call."""
+CLOSE_S = 10.0
+"""Longest time for the supervisor to end what it started."""
+MEMORY_SHARE = 0.8
+"""Largest share of the machine's memory that a worker may use, whatever the configuration says."""
+
+Answer = TypeVar("Answer")
 
 
 class RewardWorker:
     """One child process with the functions of `names` loaded; a context manager.
+
+    Args:
+        rewards: settings of the functions.
+        names: which are loaded.
+        log: file that takes what the functions print, the beginning of it for each call; None: nothing of it is kept.
 
     Raises:
         ConfigError: on entry, when a function cannot be loaded.
         RewardError: on entry, when loading takes the process down.
     """
 
-    def __init__(self, rewards: RewardsConfig, names: Sequence[str]) -> None:
-        self.rewards, self.names = rewards, list(names)
+    def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
+        self.rewards, self.names, self.log = rewards, list(names), log
+        self.max_steps = 0
+        """Updates of the stage, which functions see as trainer_state.max_steps; set by the trainer, who counts them."""
+        self.limit_bytes = int(min(rewards.memory_limit_gb * 1e9, MEMORY_SHARE * psutil.virtual_memory().total))
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._link: Link | None = None
 
     def __enter__(self) -> Self:
         self._start()
@@ -51,32 +68,32 @@ class RewardWorker:
         self.close()
 
     def close(self) -> None:
-        """End the process and whatever it started in its session."""
-        if self._connection is not None:
-            self._connection.close()
+        """End the process and whatever it started."""
+        if self._link is not None:
+            self._link.close()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process = self._connection = None
+            _wait(self._process)
+        self._process = self._link = None
 
     def call(self, name: str, batch: ScoreBatch, limit_s: float) -> Values | Fault:
         """Score the batch with one function, in at most `limit_s` seconds."""
-        if self._connection is None:
-            self._start()
-        try:
-            self._send({"name": name, **_as_json(batch)})
-            reply = self._receive(limit_s)
-        except (EOFError, OSError):
-            return Fault("died", f"took its worker process down ({self._end()})")
-        if reply is None:
+        if self._link is None:
+            try:
+                self._start()
+            except UserError as error:
+                return Fault("died", f"could not be loaded again: {error.message}", source=error.place, mend=error.mend)
+        assert self._link is not None
+        if self._link.stray():
+            # Nobody knows what else that process would do.
             self.close()
-            return Fault("hung", f"did not return within {limit_s:g} s", mend="make it faster, or raise its time_limit_s")
-        if "fault" in reply:
-            return Fault(**reply["fault"])
-        values = Values(**reply["values"])
-        # JSON knows only strings as keys.
-        return replace(values, tokens={int(index): tokens for index, tokens in values.tokens.items()})
+            return Fault("broken", f"could not be asked: {_STRAY}", mend=_CHANNEL)
+        lengths = [len(ids) for ids in batch.completion_ids]
+        message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
+
+        def read(payload: bytes, request: str) -> Values | Fault:
+            return read_scores(payload, request, lengths)
+
+        return self._exchange(message, name, limit_s, max_bytes(lengths), read)
 
     def culprit(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The completion that makes the function fail, found by halving; None when no single one does.
@@ -96,54 +113,92 @@ class RewardWorker:
         return indices[0] if indices and fails(indices) else None
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        self._link = Link()
+        data, control = self._link.far
+        with data, control, (self.log or Path(os.devnull)).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_tasks.rewards.serve", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "grpo_tasks.rewards.supervisor"]
+                + [str(number) for number in (data.fileno(), control.fileno(), self.limit_bytes)],
                 stdin=subprocess.DEVNULL,
-                # Prints of a function belong into the log, not between the lines of a progress bar or a report.
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
+                stdout=log,
+                stderr=log,
+                pass_fds=(data.fileno(), control.fileno()),
                 env=os.environ | {PARENT: str(os.getpid())},
-                # So that a kill reaches what a function has started, and Ctrl-C is answered by the parent alone.
+                # Ctrl-C is answered by the parent alone.
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
-        try:
-            self._send({"rewards": self.rewards.model_dump(mode="json"), "names": self.names})
-            reply = self._receive(LOAD_LIMIT_S)
-        except (EOFError, OSError) as error:
-            raise RewardError(
-                f"loading the rewards {', '.join(self.names)} took the worker process down ({self._end()})",
-                mend="import the modules of your own functions in a Python session and see what ends it",
-            ) from error
-        if reply is None or "error" in reply:
-            self.close()
-            if reply is None:
-                raise RewardError(f"loading the rewards {', '.join(self.names)} took more than {LOAD_LIMIT_S:g} s")
-            raise UserError.from_json(reply["error"])
+        message = {"rewards": self.rewards.model_dump(mode="json"), "names": self.names}
 
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._connection is not None
-        self._connection.send_bytes(json.dumps(message).encode())
+        def read(payload: bytes, request: str) -> UserError | None:
+            return read_loaded(payload, request, self.names)
 
-    def _receive(self, limit_s: float) -> dict[str, Any] | None:
-        assert self._connection is not None
-        if not self._connection.poll(limit_s):
-            return None
-        reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        return reply
-
-    def _end(self) -> str:
-        """How the process ended, and make sure that it has."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1.0)
-        code = self._process.returncode
+        loaded = self._exchange(message, "loading", LOAD_LIMIT_S, LOADED_BYTES, read)
+        if loaded is None:
+            return
         self.close()
+        if isinstance(loaded, Fault):
+            raise RewardError(
+                f"loading the rewards {', '.join(self.names)} {loaded.detail}",
+                mend=loaded.mend or "import the modules of your own functions in a Python session and see what ends it",
+            )
+        raise loaded
+
+    def _exchange(
+        self, message: Mapping[str, Any], label: str, limit_s: float, most_bytes: int, read: Callable[[bytes, str], Answer]
+    ) -> Answer | Fault:
+        """Send a request and read its answer; a fault ends the worker."""
+        assert self._link is not None
+        request = secrets.token_hex(8)
+        payload = json.dumps({"request": request, **message}).encode()
+        self._link.order(label)
+        deadline = time.monotonic() + limit_s
+        try:
+            self._link.send(payload, deadline)
+            answer = read(self._link.receive(most_bytes, deadline), request)
+        except TimeoutError:
+            part = f" (after {self._link.received:,} bytes of an answer)" if self._link.received else ""
+            fault = Fault("hung", f"did not return within {limit_s:g} s{part}", mend="make it faster, or raise its time_limit_s")
+        except GarbledError as error:
+            fault = Fault("broken", f"{error} on the socket of its worker", mend=_CHANNEL)
+        except WorkerEndedError:
+            fault = self._ending()
+        else:
+            self._link.order("")
+            return answer
+        self.close()
+        return fault
+
+    def _ending(self) -> Fault:
+        """How the worker ended."""
+        assert self._link is not None
+        report = self._link.report()
+        if "memory" in report:
+            limit = self.limit_bytes / 1e9
+            found = f"used more than {limit:.3g} GB of memory ({report['memory'] / 1e9:.3g} GB when its worker was ended)"
+            return Fault("died", found, mend="make it use less, or raise rewards.memory_limit_gb")
+        code = report.get("code")
         if code is None:
-            return "it closed its socket"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = "it closed its socket"
+        else:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Fault("died", f"took its worker process down ({how})")
+
+
+_STRAY = "bytes on the socket of its worker answer no request; a function called before, or a thread of it, has written them"
+_CHANNEL = "let it write to no file descriptor that it has not opened"
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a supervisor; one that does not come is ended from here."""
+    try:
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        with suppress(psutil.Error):
+            for one in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    one.kill()
+        process.kill()
+        process.wait()
 
 
 def _as_json(batch: ScoreBatch) -> dict[str, Any]:
@@ -152,5 +207,4 @@ def _as_json(batch: ScoreBatch) -> dict[str, Any]:
         "completions": list(batch.completions),
         "completion_ids": [list(ids) for ids in batch.completion_ids],
         "columns": {name: list(values) for name, values in batch.columns.items()},
-        "step": batch.step,
     }

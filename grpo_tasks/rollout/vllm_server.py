@@ -25,6 +25,8 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first the first log-probs take seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests ends vLLM's engine on a CPU."""
+GUARD = Path(__file__).resolve().parents[1] / "guard"
+"""Folder of the middleware that keeps web pages away; vLLM's own key does not cover the paths that hand over weights."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
@@ -94,6 +96,7 @@ class OwnServer(VllmServer):
         port = free_port()
         address = f"http://{HOST}:{port}"
         environment = os.environ | QUIET | LOADING | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(GUARD)]))
         if self._device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._device
         server = command(self._config, self._served, Path(self._config.python), port)
@@ -184,6 +187,7 @@ def hands_over_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) ->
 def command(config: VllmConfig, served: Served, python: Path, port: int) -> list[str]:
     """The command line of the server."""
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
+    flags += ["--middleware", "same_origin.SameOrigin"]
     # Sampling settings in a model's generation_config would be added to ours unasked.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from schemas.child import DISK_FULL, ERROR
+from schemas.child import DISK_FULL, ERROR, LOG
 from schemas.errors import ChildDied, DiskFullError, UserError
 
-LOG = "log.txt"
 POLL_S = 0.1
 GRACE_S = 10.0
 

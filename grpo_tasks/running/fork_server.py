@@ -5,7 +5,6 @@ Only with a CPU build of torch: a process that may have talked to the driver of 
 the children import for themselves. One child at a time. Server and child end with the process that asked, however it ends.
 """
 
-import importlib
 import json
 import os
 import runpy
@@ -18,18 +17,10 @@ from typing import Any, NoReturn
 import torch
 from setproctitle import setproctitle
 
+from grpo_tasks.policy.libraries import import_libraries
 from schemas.child import PARENT
 
 POLL_S = 0.05
-LIBRARIES = ("transformers.models.auto.modeling_auto", "peft")
-SPARED = ("bitsandbytes", "sklearn")
-"""What those two import where it is installed, for things that hardly anybody does on a CPU; a third of the time."""
-ANSWERS = (
-    ("peft.import_utils", "is_bnb_available"),
-    ("peft.import_utils", "is_bnb_4bit_available"),
-    ("transformers.utils.import_utils", "is_bitsandbytes_available"),
-)
-"""Functions that remember whether bitsandbytes is there: a base in 4 bits needs the truth."""
 
 
 def main() -> None:
@@ -39,7 +30,7 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     if sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None:
-        _import_libraries()
+        import_libraries()
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
         while True:
             request = json.loads(connection.recv_bytes())
@@ -49,17 +40,6 @@ def main() -> None:
                 _become(**request)
             connection.send_bytes(str(pid).encode())
             connection.send_bytes(str(_exit_code(pid, connection)).encode())
-
-
-def _import_libraries() -> None:
-    # None among the modules means "not installed" to whoever asks.
-    sys.modules.update(dict.fromkeys(SPARED))  # type: ignore[arg-type]
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    for name in SPARED:
-        del sys.modules[name]
-    for module, name in ANSWERS:
-        getattr(sys.modules[module], name).cache_clear()
 
 
 def _exit_code(pid: int, connection: Connection) -> int:

@@ -6,9 +6,8 @@ the old result. Here the rooms count too, without their comments and docstrings.
 
 import ast
 import hashlib
-import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -17,18 +16,26 @@ from typing import Any
 import tenacity
 from pydantic import BaseModel
 
-from schemas.config import DataSource, ModelConfig, RewardConfig
+from grpo_tasks.content.hashes import file_sha256, folder_sha256
+from grpo_tasks.content.hub import hub_commit
+from grpo_tasks.content.manifest import outputs_sha256
+from grpo_tasks.content.modules import modules_sha256
+from schemas.config import DataSource, ModelConfig, RewardConfig, RewardsConfig
+from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results import ModelRef, StepResult
 
 _ROOT = Path(__file__).resolve().parent.parent
-_LARGE_BYTES = 64 * 2**20
 
 
 def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> str:
     """SHA-256 (hex) over the step's name, the source of its rooms and of schemas/, and its inputs.
 
-    Results of earlier steps count by their own keys, everything else by its JSON.
+    Results of earlier steps count by their keys and the contents of their outputs, models, data files and the user's own modules
+    by their contents, everything else by its JSON.
+
+    Raises:
+        DamagedError: a model is not what the step that made it has written.
     """
     parts = [step, *(f"{room}={source_digest(room)}" for room in sorted({*rooms, "schemas"}))]
     parts += [f"{name}={_canonical(value)}" for name, value in sorted(inputs.items())]
@@ -73,11 +80,8 @@ def _canonical(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, StepResult):
-        return value.key
     if isinstance(value, BaseModel):
-        fields = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
-        return fields | {"contents": _contents(value)}
+        return _record(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -87,41 +91,58 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def _record(value: BaseModel) -> Any:
+    if isinstance(value, StepResult):
+        # Made again, a step may leave other bytes under the same key (on a GPU it does): they count too.
+        return [value.key, outputs_sha256(value.manifest, value.OUTPUTS)]
+    if isinstance(value, ModelRef):
+        return model_contents(value)
+    fields = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    # Where a module was found says nothing about what it does.
+    fields.pop("module_dir", None)
+    return fields | {"contents": _contents(value)}
+
+
 def _contents(value: BaseModel) -> str:
     """What a config only names: data files, model folders and the user's own reward functions count by content."""
-    if isinstance(value, DataSource | ModelConfig | ModelRef):
+    if isinstance(value, DataSource | ModelConfig):
         path = Path(resolve(value.path))
-        return files_digest(path) if path.exists() else ""
-    if isinstance(value, RewardConfig) and value.function and ":" in value.function:
-        return module_digest(value.function.partition(":")[0])
+        if path.exists():
+            return path_sha256(path)
+        return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
+    if isinstance(value, RewardConfig):
+        return _code(value, None)
+    if isinstance(value, RewardsConfig):
+        return " ".join(_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
 
 
-@cache
-def files_digest(path: Path) -> str:
-    """SHA-256 over a file, or over all files of a folder; large weights count by size and time of change."""
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
-        status = file.stat()
-        large = path.is_dir() and status.st_size > _LARGE_BYTES
-        content = f"{status.st_size}/{status.st_mtime_ns}" if large else _file_digest(file)
-        digest.update(f"{file.relative_to(path)}\0{content}\0".encode())
-    return digest.hexdigest()
+def _code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:
+    module, colon, _ = (reward.function or "").partition(":")
+    return modules_sha256(module, folders) if colon else ""
 
 
-def module_digest(module: str) -> str:
-    """SHA-256 of the file of a module that is importable from the working directory; empty when there is none."""
-    relative = Path(*module.split("."))
-    for candidate in (Path.cwd() / relative.with_suffix(".py"), Path.cwd() / relative / "__init__.py"):
-        if candidate.exists():
-            return _file_digest(candidate)
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return ""
-    return _file_digest(Path(found.origin)) if found and found.origin and Path(found.origin).is_file() else ""
+def model_contents(ref: ModelRef) -> dict[str, str]:
+    """What a model is made of: the contents of its base and of its adapter, wherever they lie.
+
+    Raises:
+        DamagedError: the files are not those that the reference was made for.
+    """
+    base = Path(resolve(ref.path))
+    made_of = {"base": path_sha256(base) if base.exists() else hub_commit(ref.path, ref.revision)}
+    if not base.exists():
+        made_of |= {"hub": f"{ref.path}@{ref.revision}"}
+    if ref.adapter is not None:
+        made_of["adapter"] = path_sha256(ref.adapter)
+    if ref.sha256 is not None and ref.sha256 != made_of.get("adapter", made_of["base"]):
+        raise DamagedError(
+            "the model is not what its step wrote (its SHA-256 differs)",
+            place=str(ref.adapter or base),
+            mend="run the same command again: the step that made it runs again",
+        )
+    return made_of
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def path_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file, or over all files of a folder."""
+    return file_sha256(path) if path.is_file() else folder_sha256(path)

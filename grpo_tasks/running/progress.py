@@ -6,7 +6,7 @@ The trainer knows none of them; all is read from its journal.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,23 +17,25 @@ from prefect.context import TaskRunContext
 from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, read_lines
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config import StageConfig
 
 LOOK_S = 0.5
-LOG_S = 5.0
 WATCHED = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}
 
 
 class StageProgress:
-    """Follows the journal of a stage while it is trained. `ship` is called every few seconds and at the end."""
+    """Follows the journal of a stage while it is trained.
 
-    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object]) -> None:
-        self._stage, self._directory, self._ship = stage, directory, ship
+    `ship` is called every `ship_every_s` seconds and at the end; every `logging_steps`-th update and the last one get a log line.
+    """
+
+    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
+        self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = get_run_logger()
-        self._journal, self._events = _Tail(directory.journal), _Tail(directory.events)
-        self._looked = self._told = 0.0
+        self._journal, self._events = _Tail(directory.journal, JOURNAL_KEYS), _Tail(directory.events, EVENT_KEYS)
+        self._looked = self._shipped = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -44,6 +46,9 @@ class StageProgress:
             transient=True,
         )
         self._task = self._bar.add_task(f"stage {stage.name}", total=stage.max_steps, figures="")
+        # A stage that resumes has logged these updates before.
+        before = self._journal.read()
+        self._last = self._logged = before[-1] if before else None
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -72,16 +77,21 @@ class StageProgress:
         for event in events:
             self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
             self._emit(event)
+        for line in lines:
+            self._last = line
+            if line["step"] % self._stage.logging_steps == 0:
+                self._tell(line)
         if lines:
-            last = lines[-1]
-            known = {short: last["metrics"][name] for name, short in WATCHED.items() if name in last["metrics"]}
-            figures = " ".join(f"{short} {_number(value)}" for short, value in known.items())
-            self._bar.update(self._task, completed=last["step"], figures=figures)
-            if final or self._looked - self._told >= LOG_S:
-                self._told = self._looked
-                self._log.info("stage %s, update %s%s: %s", self._stage.name, last["step"], self._of(), figures)
-        if lines or final:
+            self._bar.update(self._task, completed=lines[-1]["step"], figures=_figures(lines[-1]))
+        if final and self._last is not None and self._last is not self._logged:
+            self._tell(self._last)
+        if final or self._looked - self._shipped >= self._ship_every_s:
+            self._shipped = self._looked
             self._ship()
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        self._logged = line
+        self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
 
     def _emit(self, event: dict[str, Any]) -> None:
         """Into the feed of the Prefect UI, where an automation can wait for it."""
@@ -101,18 +111,17 @@ class StageProgress:
 class _Tail:
     """Whole lines of a growing file of JSON lines, each once."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
+    def __init__(self, path: Path, keys: Mapping[str, type]) -> None:
+        self._path, self._keys, self._at = path, keys, 0
 
     def read(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        lines, self._at = read_lines(self._path, self._keys, self._at)
+        return lines
+
+
+def _figures(line: dict[str, Any]) -> str:
+    metrics = line["metrics"]
+    return " ".join(f"{short} {_number(metrics[name])}" for name, short in WATCHED.items() if name in metrics)
 
 
 def _latest(journal: Journal, metric: str, step: int) -> float | None:

@@ -121,7 +121,11 @@ class Stack:
 
     def addresses(self) -> Addresses:
         """Where the running stack answers."""
-        return Addresses(**json.loads((self.folder / ADDRESSES).read_text(encoding="utf-8")))
+        file = self.folder / ADDRESSES
+        try:
+            return Addresses(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"the addresses are damaged: {error}", place=str(file), mend="grpo down, then grpo up") from error
 
     def check(self) -> None:
         """Raise `UserError` when a part has ended by itself."""
@@ -215,7 +219,16 @@ class Stack:
 
     def _recorded(self) -> list[Part]:
         state = self.folder / STATE
-        return [Part(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))] if state.exists() else []
+        if not state.exists():
+            return []
+        try:
+            return [Part(**fields) for fields in json.loads(state.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"the record of what runs here is damaged: {error}",
+                place=str(state),
+                mend="end what still runs by hand (ps shows prefect and mlflow), then remove that file",
+            ) from error
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name.lower().replace(' ', '-')}.log"
@@ -226,7 +239,7 @@ QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFL
 
 def prefect_command(port: int) -> list[str]:
     """Arguments after `python -m`."""
-    return ["prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    return ["grpo_tasks.running.guarded", "--host", HOST, "--port", str(port)]
 
 
 def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
@@ -244,7 +257,7 @@ def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
 
 def mlflow_command(port: int) -> list[str]:
     """Arguments after `python -m`."""
-    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--app-name", "same-origin"]
 
 
 def mlflow_environment(postgres: str | None) -> dict[str, str]:

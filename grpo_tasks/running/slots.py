@@ -1,4 +1,6 @@
-"""One run at a time on a card: a global concurrency limit of Prefect's with a single slot, shown in the UI under Concurrency.
+"""One run at a time, on a card or at a model: a global concurrency limit of Prefect's with a single slot.
+
+The UI shows the limits under Concurrency.
 
     hold(slot)  ->  slot free: take it with a lease, renew the lease while the work lasts, give it back
                     slot taken: say by whom, look again every two seconds; a holder that is dead loses it

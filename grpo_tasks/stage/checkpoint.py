@@ -6,7 +6,6 @@ No state of a random generator: every draw has a seed of its own, made from the 
 Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.sharded import like, whole
 from schemas.errors import TrainingError
@@ -111,12 +111,6 @@ def is_whole(checkpoint: Path) -> bool:
         return manifest == _hashes(checkpoint)
     except (OSError, ValueError):
         return False
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _restore(checkpoint: Path, state: TrainingState) -> tuple[int, dict[str, Any]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 import polars as pl
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.policy.load import save_trained, trained_weights
-from grpo_tasks.stage.checkpoint import file_sha256
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.metrics import describe
-from schemas.results import ModelRef, StageResult
+from schemas.results import StageResult
 
 BEST_METRIC = "eval_reward"
 RESULT_WINDOW = 10
@@ -89,7 +89,8 @@ def on_plateau(spec: StageSpec, journal: Journal, step: int) -> bool:
 def finished(directory: StageDir, spec: StageSpec, journal: Journal, ending: Ending) -> StageResult:
     """The result of a stage whose trained weights are written."""
     adapter = spec.model.lora is not None
-    model = spec.start.model_copy(update={"adapter": directory.final}) if adapter else ModelRef(path=str(directory.final))
+    place = {"adapter": directory.final} if adapter else {"path": str(directory.final), "revision": None, "adapter": None}
+    model = spec.start.model_copy(update={**place, "sha256": folder_sha256(directory.final)})
     last = range(max(1, ending.step - RESULT_WINDOW + 1), ending.step + 1)
     names = sorted({name for step in last for name in journal.steps.get(step, {})})
     windows = {name: journal.window(name, last=ending.step, size=RESULT_WINDOW) for name in names}

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from schemas.errors import TrainingError
+
+JOURNAL_KEYS = {"step": int, "metrics": dict}
+EVENT_KEYS = {"step": int, "event": str, "detail": str}
+
 
 @dataclass(slots=True)
 class Journal:
@@ -23,7 +28,7 @@ class Journal:
     """Off for all processes of a stage but the first: they know the journal and leave the file alone."""
 
     def __post_init__(self) -> None:
-        self.steps = {line["step"]: line["metrics"] for line in _mend(self.path, writes=self.writes)}
+        self.steps = {line["step"]: line["metrics"] for line in _opened(self.path, JOURNAL_KEYS, writes=self.writes)}
 
     @property
     def last_step(self) -> int:
@@ -46,7 +51,52 @@ class Journal:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a file of events; none when there is no file yet."""
-    return _mend(path, writes=False)
+    return read_lines(path, EVENT_KEYS)[0]
+
+
+def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines after `offset` bytes, and the offset behind them; none when there is no file yet.
+
+    What follows the last newline is left for the next time: the writer may be in the middle of a line, or was killed there.
+
+    Raises:
+        TrainingError: a whole line is damaged, with its number; or the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise TrainingError(
+            f"the file cannot be read: {error.strerror}", place=str(path), mend=f"remove {path.parent} to train the stage again"
+        ) from error
+    whole = content[: content.rfind(b"\n") + 1]
+    lines: list[dict[str, Any]] = []
+    at = offset
+    for raw in whole.split(b"\n")[:-1]:
+        if raw.strip():
+            lines.append(_parsed(raw, keys, path, at))
+        at += len(raw) + 1
+    return lines, at
+
+
+def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, at: int) -> dict[str, Any]:
+    try:
+        line = json.loads(raw)
+        numbers = line.get("metrics", {}).values()
+        if all(isinstance(line.get(key), kind) for key, kind in keys.items()) and all(map(_is_number, numbers)):
+            return line
+        cause = None
+    except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no object
+        cause = error
+    number = path.read_bytes()[:at].count(b"\n") + 1
+    raise TrainingError(
+        f"a line is damaged: {raw[:80]!r}",
+        place=f"{path}:{number}",
+        mend=f"remove that line (only the figures of one update are lost), or {path.parent} to train the stage again",
+    ) from cause
 
 
 @dataclass(slots=True)
@@ -59,7 +109,9 @@ class Events:
     _told: set[tuple[int, str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._told = {(line["step"], line["event"], line["detail"]) for line in _mend(self.path, writes=self.writes)}
+        self._told = {
+            (line["step"], line["event"], line["detail"]) for line in _opened(self.path, EVENT_KEYS, writes=self.writes)
+        }
 
     def tell(self, step: int, event: str, detail: str) -> None:
         """Write down an event, unless it stands already because the update is a repeated one."""
@@ -79,12 +131,14 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def _mend(path: Path, *, writes: bool) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if writes and len(whole) < len(content):
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _opened(path: Path, keys: Mapping[str, type], *, writes: bool) -> list[dict[str, Any]]:
+    """All whole lines; a last line that was torn by a kill is cut off, so that the next one begins on a line of its own."""
+    lines, end = read_lines(path, keys)
+    if writes and path.exists() and path.stat().st_size > end:
         with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+            file.truncate(end)
+    return lines

@@ -8,12 +8,13 @@ checkpoints/             step-000050/, each with a manifest of hashes
 best/                    the weights of the highest eval_reward
 final/                   the trained weights (adapter, or whole model)
 result.json              written last; a stage with it is finished
+log.txt                  what the trainer and the reward functions print
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.child import RESULT, SPEC
+from schemas.child import LOG, RESULT, SPEC
 from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
 from schemas.results import ModelRef, Result
 
@@ -56,6 +57,11 @@ class StageDir:
     def events(self) -> Path:
         """What happened besides."""
         return self.root / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What is printed."""
+        return self.root / LOG
 
     @property
     def checkpoints(self) -> Path:

@@ -5,8 +5,8 @@
 A download that broke off leaves DIR.part; the next one keeps the files in it that are whole.
 """
 
-import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path, PurePosixPath
 
@@ -14,12 +14,21 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
+from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config import TrackingConfig
 from schemas.errors import ModelError
 
 FOLDER = "model"
 """Where MLflow keeps the files of a transformers model."""
+ORIGIN = "grpo.json"
+"""File beside a downloaded model: its lineage."""
+
+_log = logging.getLogger(__name__)
+
+
+Manifest = dict[str, dict[str, str | int]]
+"""By file: its SHA-256 and its size in bytes."""
 
 
 def manifest_path(sha256: str) -> str:
@@ -27,30 +36,44 @@ def manifest_path(sha256: str) -> str:
     return f"publication/manifest-{sha256[:16]}.json"
 
 
-def manifest_of(folder: Path) -> str:
-    """SHA-256 and size of every file of a model folder, as JSON."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "size": path.stat().st_size} for path in files}
-    return json.dumps(entries, indent=2)
+def manifest_of(folder: Path) -> Manifest:
+    """SHA-256 and size of every file of a model folder."""
+    names = [(path, path.relative_to(folder).as_posix()) for path in files_below(folder)]
+    return {name: {"sha256": file_sha256(path), "size": path.stat().st_size} for path, name in names}
 
 
-def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path) -> Path:
-    """The files of a version in `target`.
+def manifest_sha256(manifest: Manifest) -> str:
+    """The model's SHA-256 as `folder_sha256` gives it for the files of the manifest."""
+    return digest_of((name, str(entry["sha256"])) for name, entry in manifest.items())
+
+
+def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path, *, ours: bool = False) -> Path:
+    """The files of a version in `target`. The one way in which a registered model gets onto this disk.
+
+    The registry's tag, the manifest in the store and every file have to agree. `ours` says that the folder is the pipeline's own:
+    when a file in it differs, the model is fetched again instead of being refused.
 
     Raises:
-        ModelError: `target` holds something else, the manifest is missing, or a file is not what was published.
-        TrackingError: the store cannot be reached; calling again goes on with what is left.
+        ModelError: `target` holds something else, there is no manifest, or something is not what was published.
+        TrackingError: the store cannot be reached; calling again resumes the download.
     """
     store = open_store(tracking)
-    manifest = _manifest(store, version)
+    manifest = read_manifest(store, version)
     if target.exists() and any(target.iterdir()):
-        if _faults(target, manifest):
+        faults = _faults(target, manifest)
+        if not faults:
+            return target
+        if not ours:
             raise ModelError("the folder holds something else", place=str(target), mend="name a new folder, or empty this one")
-        return target
+        _log.warning("%s: %s is not what was published; fetching the model again", target, faults[0])
+        shutil.rmtree(target)
     part = target.with_name(target.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
     for name in _faults(part, manifest):
-        _fetch(store, version, name, part)
+        if name in manifest:
+            _fetch(store, version, name, part)
+        else:
+            (part / name).unlink()
     wrong = _faults(part, manifest)
     if wrong:
         raise ModelError(
@@ -64,39 +87,68 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path)
     return target
 
 
-def _manifest(store: Store, version: ModelVersion) -> dict[str, dict[str, str | int]]:
-    path = manifest_path(version.tags.get("grpo.sha256", ""))
+def read_manifest(store: Store, version: ModelVersion) -> Manifest:
+    """The manifest of a version, as the store has it.
 
-    def work(_: MlflowClient) -> str | None:
-        with store.as_default():
-            known = (
-                {item.path for item in store.client.list_artifacts(version.run_id, "publication")} if version.run_id else set()
-            )
-            return str(mlflow.artifacts.load_text(f"runs:/{version.run_id}/{path}")) if path in known else None
-
-    text = store.ask(work)
+    Raises:
+        ModelError: there is none, or it does not agree with the registry's tag.
+        TrackingError: the store cannot be reached.
+    """
+    sha256 = version.tags.get("grpo.sha256", "")
+    text = stored_manifest(store, version.run_id, sha256) if version.run_id and sha256 else None
     if text is None:
         raise ModelError(
             f"version {version.version} of {version.name} has no manifest: it was not published by this project",
             place=store.uri,
             mend=f"mlflow artifacts download -u models:/{version.name}/{version.version}",
         )
-    manifest: dict[str, dict[str, str | int]] = json.loads(text)
-    for name in manifest:
+    manifest = parse_manifest(text)
+    if manifest is None or manifest_sha256(manifest) != sha256:
+        raise ModelError(
+            f"the manifest of version {version.version} of {version.name} does not agree with the registry (tag grpo.sha256)",
+            place=f"{store.uri}, run {version.run_id}, {manifest_path(sha256)}",
+            mend="do not use this version: its manifest or its tag was changed; publish the model again",
+        )
+    return manifest
+
+
+def stored_manifest(store: Store, run_id: str, sha256: str) -> str | None:
+    """Text of the manifest of these bytes in a run's artifacts; None where there is none."""
+    path = manifest_path(sha256)
+
+    def work(client: MlflowClient) -> str | None:
+        with store.as_default():
+            known = {item.path for item in client.list_artifacts(run_id, "publication")}
+            return str(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}")) if path in known else None
+
+    return store.ask(work)
+
+
+def parse_manifest(text: str) -> Manifest | None:
+    """The manifest in a text; None when the text is none. File names cannot lead out of the model's folder."""
+    try:
+        manifest: Manifest = json.loads(text)
+        entries = {name: (bytes.fromhex(str(entry["sha256"])), int(entry["size"])) for name, entry in manifest.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    for name in entries:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ModelError(f"the manifest names a file outside the model: {name}", mend="do not use this model")
     return manifest
 
 
-def _faults(folder: Path, manifest: dict[str, dict[str, str | int]]) -> list[str]:
-    """Files of the manifest that are missing or differ."""
-    return [
+def _faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are missing or differ, and files that the manifest does not name."""
+    wrong = [
         name
         for name, entry in manifest.items()
         if not (folder / name).is_file()
         or (folder / name).stat().st_size != entry["size"]
-        or _sha256(folder / name) != entry["sha256"]
+        or file_sha256(folder / name) != entry["sha256"]
     ]
+    found = {path.relative_to(folder).as_posix() for path in files_below(folder)}
+    # Beside a downloaded model lies where it came from.
+    return wrong + sorted(found - manifest.keys() - {ORIGIN})
 
 
 def _fetch(store: Store, version: ModelVersion, name: str, part: Path) -> None:
@@ -113,8 +165,3 @@ def _fetch(store: Store, version: ModelVersion, name: str, part: Path) -> None:
     (part / name).parent.mkdir(parents=True, exist_ok=True)
     came.replace(part / name)
     shutil.rmtree(work_folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,7 @@ from grpo_tasks.stage.journal import read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.lines import JournalLine, read_from
-from grpo_tasks.tracking.store import FAULTS, Store, passes
+from grpo_tasks.tracking.store import FAULTS, Store, outrun, passes
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
@@ -42,6 +42,8 @@ class JournalShipper:
     stage_dir: Path
     open_child: Callable[[], RunHandle]
     """Finds or makes the child run; called when there is something to send, so that a dead server stops no training."""
+    flush_interval_s: float = 5.0
+    """How often whoever follows the stage calls `ship`, in seconds."""
     _run: RunHandle | None = None
     _offset: int = 0
     _last_step: int | None = None
@@ -60,7 +62,7 @@ class JournalShipper:
             self._send()
         except (*FAULTS, TrackingError) as fault:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
-            if cause is None or not passes(cause):
+            if cause is None or not (passes(cause) or outrun(cause)):
                 raise self.store.error(fault) from fault
             _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False

@@ -1,10 +1,10 @@
 """Reads a stage's journal: whole lines only, from any offset. Knows no mlflow; the shipper and the plots share it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from schemas.errors import TrackingError
+from grpo_tasks.stage.journal import JOURNAL_KEYS, read_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +26,12 @@ def read_from(path: Path, offset: int) -> tuple[list[JournalLine], int]:
 
     A journal shorter than the offset is another journal (the stage was begun anew) and is read from its start.
     """
-    if not path.exists():
-        return [], 0
-    if path.stat().st_size < offset:
+    if path.exists() and path.stat().st_size < offset:
         offset = 0
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = file.read()
-    # The writer may be in the middle of a line: what follows the last newline is for the next time.
-    whole = content[: content.rfind(b"\n") + 1]
-    return [_parse(line, path) for line in whole.splitlines() if line.strip()], offset + len(whole)
+    lines, end = read_lines(path, JOURNAL_KEYS | {"timestamp_ms": int}, offset)
+    return [_line(fields) for fields in lines], end
 
 
-def _parse(line: bytes, path: Path) -> JournalLine:
-    try:
-        fields = json.loads(line)
-        metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
-        return JournalLine(step=int(fields["step"]), timestamp_ms=int(fields["timestamp_ms"]), metrics=metrics)
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise TrackingError(
-            f"a line of the journal is broken: {line[:80]!r}",
-            place=str(path),
-            mend="remove the line, or the stage's folder to train it again",
-        ) from fault
+def _line(fields: dict[str, Any]) -> JournalLine:
+    metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
+    return JournalLine(step=fields["step"], timestamp_ms=fields["timestamp_ms"], metrics=metrics)

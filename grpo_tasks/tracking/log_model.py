@@ -7,9 +7,11 @@ from pathlib import Path
 
 import mlflow.transformers
 
+from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.child import SPEC, run_child
 from schemas.config import TrackingConfig
+from schemas.errors import DamagedError
 from schemas.results import Result
 
 
@@ -21,6 +23,8 @@ class LogSpec(Result):
     model_id: str
     """A logged model that exists."""
     path: Path
+    sha256: str
+    """Over all files of the folder; what differs is not logged."""
     requirements: list[str]
 
 
@@ -28,9 +32,11 @@ def log_model(spec: LogSpec) -> None:
     """Log the folder under the model's id, which mlflow allows once: a model that did not get there whole is made anew.
 
     Raises:
+        DamagedError: the folder is not what was proved, before or after the upload; the logged model is then deleted.
         TrackingError: the store cannot be reached or refuses.
     """
     store = open_store(spec.tracking)
+    _require_proved(spec)
     try:
         with store.as_default():
             mlflow.transformers.log_model(
@@ -44,6 +50,20 @@ def log_model(spec: LogSpec) -> None:
             )
     except FAULTS as fault:
         raise store.error(fault) from fault
+    try:
+        _require_proved(spec)
+    except DamagedError:
+        store.ask(lambda client: client.delete_logged_model(spec.model_id))
+        raise
+
+
+def _require_proved(spec: LogSpec) -> None:
+    if folder_sha256(spec.path) != spec.sha256:
+        raise DamagedError(
+            "the merged model is not what the merge proof saw (its SHA-256 differs)",
+            place=str(spec.path),
+            mend="run the same command again: the merge runs again; nothing was published",
+        )
 
 
 def main(directory: Path) -> None:

@@ -8,31 +8,38 @@ the champion; the one before becomes `previous`, a candidate that was not promot
 the tests come from the evaluation room.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import mlflow
 import tenacity
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from grpo_tasks.tracking.downloads import fetch_version, manifest_of, manifest_path
+from grpo_tasks.tracking.downloads import (
+    fetch_version,
+    manifest_of,
+    manifest_path,
+    manifest_sha256,
+    parse_manifest,
+    read_manifest,
+    stored_manifest,
+)
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from grpo_tasks.tracking.runs import TrackedRun
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config import TrackingConfig
-from schemas.errors import TrackingError
+from schemas.errors import DamagedError, TrackingError
 from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest, Regression
 
 SHA_TAG = "grpo.sha256"
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
-_DONE = ".downloaded"
 UPLOADS = 3
 """Times that the upload of a model is begun before a run gives up."""
 
@@ -62,22 +69,30 @@ def find_champion(name: str, tracking: TrackingConfig) -> Champion | None:
     return _find_champion(open_store(tracking), name)
 
 
-def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
-    """The present champion, its files downloaded below `directory` (once per version); None when there is none.
+def check_champion(name: str, tracking: TrackingConfig) -> None:
+    """Refuse, before anything is trained, a champion that a new model could not be compared with.
 
     Raises:
-        TrackingError: the store cannot be reached, or holds no model files for the version.
+        ModelError: the version behind the alias was not published by this project, or its manifest was changed.
+        TrackingError: the store cannot be reached.
     """
     store = open_store(tracking)
     champion = _find_champion(store, name)
+    if champion is not None:
+        read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
+
+
+def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
+    """The present champion, its files below `directory`, verified (and fetched once per version); None when there is none.
+
+    Raises:
+        ModelError: the version was not published by this project, or something is not what was published.
+        TrackingError: the store cannot be reached.
+    """
+    champion = _find_champion(open_store(tracking), name)
     if champion is None:
         return None
-    target = directory / f"{name}-{champion.version}-{champion.run_id[:8]}"
-    if not (target / _DONE).exists():
-        target.mkdir(parents=True, exist_ok=True)
-        _download(store, f"models:/{name}/{champion.version}", target)
-        (target / _DONE).touch()
-    return champion, ModelRef(path=str(target / "model"))
+    return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)
 
 
 def publish(
@@ -104,10 +119,11 @@ def publish(
         log: logs the model's files; `log_model.log_model`, or that in a process of its own.
 
     Raises:
-        TrackingError: the store cannot be reached or refuses; publishing again goes on where it stopped.
+        DamagedError: the files are not those that the merge proof saw; nothing was registered.
+        TrackingError: the store cannot be reached or refuses; publishing again continues where it stopped.
     """
     name = run.config.registered_model
-    run.handle.text(manifest_of(Path(proof.model.path)), manifest_path(proof.sha256))
+    _store_manifest(run, proof)
     version = _register(run, name, proof, log)
     current = _find_champion(run.store, name)
     if "grpo.rolled_back" in version.tags:
@@ -122,6 +138,29 @@ def publish(
         # What made it champion is the reason worth telling, not that it still is.
         return replace(decision, reason=version.tags.get("grpo.decision", decision.reason))
     return decision
+
+
+def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
+    """Write the manifest of the files that the merge proof saw into the run's artifacts, once; a valid one stays as it is."""
+    manifest = manifest_of(Path(proof.model.path))
+    if manifest_sha256(manifest) != proof.sha256:
+        raise DamagedError(
+            "the merged model is not what the merge proof saw (its SHA-256 differs)",
+            place=proof.model.path,
+            mend="run the same command again: the merge runs again; nothing was published",
+        )
+    stored = stored_manifest(run.store, run.run_id, proof.sha256)
+    known = parse_manifest(stored) if stored is not None else None
+    if known is not None and manifest_sha256(known) == proof.sha256:
+        return
+    if stored is not None and run.store.ask(lambda _: _versions(run, run.config.registered_model, proof.sha256)):
+        raise TrackingError(
+            "the manifest in the store is not the one that this model was published with",
+            place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
+            mend="somebody changed it: restore it from a backup, or publish in a new run with --fresh",
+        )
+    # There is none yet, or a kill has torn it before anything was registered with it.
+    run.handle.text(json.dumps(manifest, indent=2), manifest_path(proof.sha256))
 
 
 def _move_aliases(store: Store, name: str, decision: Decision, current: Champion | None) -> None:
@@ -280,6 +319,7 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             run_id=run.run_id,
             model_id=made.model_id,
             path=Path(proof.model.path),
+            sha256=proof.sha256,
             requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
         )
     )
@@ -287,28 +327,17 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
 
 
 def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
-    """The model of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, verified; once per version.
+    """The model of `models:/NAME@ALIAS` or `models:/NAME/VERSION` below `directory`, verified; fetched once per version.
 
     Raises:
-        ModelError: there is no such model, or what came is not what was published.
+        ModelError: there is no such model, or something is not what was published.
         TrackingError: the store cannot be reached.
     """
     version = find_version(uri, tracking)
-    return ModelRef(path=str(fetch_version(version, tracking, directory / f"{version.name}-{version.version}")))
-
-
-def _download(store: Store, uri: str, target: Path) -> None:
-    def work() -> None:
-        with store.as_default():
-            mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(target))
-
-    store.ask(lambda _: work())
-    if not (target / "model" / "config.json").exists():
-        raise TrackingError(
-            f"{uri} holds no transformers model",
-            place=store.uri,
-            mend="move the alias champion to a version made by this project",
-        )
+    # Two stores may both have a version 3 of the same name.
+    target = directory / f"{version.name}-{version.version}-{(version.run_id or 'none')[:8]}"
+    folder = fetch_version(version, tracking, target, ours=True)
+    return ModelRef(path=str(folder), sha256=version.tags[SHA_TAG])
 
 
 def _tag(

@@ -18,7 +18,6 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
-from grpo_tasks.tracking.plots import plot_stage
 from schemas.child import RESULT
 from schemas.results import (
     DataReport,
@@ -95,6 +94,9 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     _upload(run, result.directory, (stage.spec.name, stage.journal.name, stage.events.name, stage.result.name), None)
     plots = result.directory / "plots"
     if stage.journal.exists():
+        # Imports matplotlib, which a run that skips its stages does not need.
+        from grpo_tasks.tracking.plots import plot_stage
+
         plot_stage(stage.journal, plots)
     run.files(plots, "plots")
     figures = {f"{FINAL}{name}": value for name, value in result.metrics.items()}

@@ -20,8 +20,6 @@ from schemas.results import Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
-ORIGIN = "grpo.json"
-"""File beside a downloaded model: its lineage."""
 
 
 def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:

@@ -18,13 +18,13 @@ from pathlib import Path
 import yaml
 from mlflow.entities import Run, ViewType
 
+from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.params import flatten
-from grpo_tasks.tracking.plots import plot_overview
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config import RunConfig
 from schemas.errors import TrackingError
@@ -83,9 +83,13 @@ class TrackedRun:
         self._stages: list[StageResult] = []
         self._data_digest = ""
         experiment_id = _experiment(self.store, config.experiment)
-        found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
         tags = {KEY_TAG: key, "grpo.name": config.name}
-        run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name))
+        # Two that look at once would both find nothing and make two runs of one key.
+        with self.store.alone("open-run", who=f"the run {config.name}"):
+            found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
+            run = found or self.store.ask(
+                lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
+            )
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
         if not found:
             self.handle.wake()
@@ -126,7 +130,7 @@ class TrackedRun:
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
                 raise AssertionError(f"no record is known for {type(result).__name__}")
-        return run.once(f"{step}.{result.key[:_KEY_CHARS]}", work)
+        return run.once(f"{step}.{_mark(result)}", work)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -137,17 +141,19 @@ class TrackedRun:
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
-        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key))
+        every_s = self.config.tracking.flush_interval_s
+        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key), flush_interval_s=every_s)
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's own settings as parameters."""
         name = f"{stage}.{key}"
         if name not in self._children:
             tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
-            run = _find(self.store, self.experiment_id, tags)
-            if run is None:
-                self.handle.wake()
-                run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
+            with self.store.alone("open-run", who=f"the run {self.config.name}"):
+                run = _find(self.store, self.experiment_id, tags)
+                if run is None:
+                    self.handle.wake()
+                    run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
             handle = RunHandle(self.store, run)
             params = flatten(self.config.stage(stage)) | {"seed": str(self.config.seed)}
             handle.once(f"config.{_digest(params)}", lambda: handle.params(params))
@@ -163,14 +169,16 @@ class TrackedRun:
 
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
-        done = child.once(f"train_stage.{result.key[:_KEY_CHARS]}", lambda: records.record_stage(child, result))
+        done = child.once(f"train_stage.{_mark(result)}", lambda: records.record_stage(child, result))
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
-        overview = "overview." + "-".join(stage.key[:_KEY_CHARS] for stage in self._stages)
+        overview = "overview." + "-".join(_mark(stage) for stage in self._stages)
         self.handle.once(overview, self._draw_overview)
         return done
 
     def _draw_overview(self) -> None:
+        from grpo_tasks.tracking.plots import plot_overview
+
         journals = [(stage.stage, StageDir(stage.directory).journal) for stage in self._stages]
         self.handle.file(plot_overview(journals, self._stages[-1].directory / "overview.png"), "plots")
 
@@ -192,6 +200,12 @@ class TrackedRun:
         flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
         handle.tags(environment.tags() | flow)
         handle.text(environment.to_json(), "environment.json")
+
+
+def _mark(result: StepResult) -> str:
+    """Of a result that is recorded: made again with other bytes (on a GPU), it is recorded again."""
+    made = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
+    return ".".join(filter(None, [result.key[:_KEY_CHARS], made]))
 
 
 def _digest(params: dict[str, str]) -> str:

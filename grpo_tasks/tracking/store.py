@@ -1,9 +1,11 @@
 """Where MLflow is, and how it is asked: quietly, again while it cannot be reached, and with errors a user can mend.
 
     TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
+                                                                         ->  alone("publish-NAME"): one process of this machine
 
-Everything asked here may be asked twice without harm; that is what makes the retries safe. Importing this module imports
-mlflow (seconds), so flows import the tracking room when they need it. What it does not do: say what is recorded.
+Everything asked here may be asked twice without harm; that is what makes the retries safe, also those after two processes wrote
+the same row at once and the store refused the second. Importing this module imports mlflow (seconds), so flows import the
+tracking room when they need it. What it does not do: say what is recorded.
 """
 
 import os
@@ -19,8 +21,10 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # Not a default: a parameter cut in silence is a parameter lost.
 os.environ["MLFLOW_TRUNCATE_LONG_VALUES"] = "false"
 
+import hashlib
 import logging
-import sqlite3
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +38,10 @@ import tenacity
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
 from schemas.config import TrackingConfig
 from schemas.errors import TrackingError, disk_full
+from schemas.lock import alone
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 T = TypeVar("T")
@@ -43,9 +49,16 @@ T = TypeVar("T")
 FAULTS = (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError)
 _PASSING_CODES = {"INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"}
 _LONGEST_WAIT_S = 4.0
+_OUTRUN = re.compile(
+    "UNIQUE constraint failed|duplicate key value|Duplicate entry|UniqueViolation|RESOURCE_ALREADY_EXISTS|already exists", re.I
+)
+"""What SQLite, PostgreSQL, MySQL and MLflow say of a row or table that somebody else has made meanwhile."""
+_RACES = 8
+"""Times that a call loses against others before its error is believed."""
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +71,29 @@ class Store:
     """Longest time in seconds that `ask` goes on trying."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
-        """One repeatable piece of work; tried again while the store cannot be reached, `TrackingError` after that."""
-        attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(passes),
-            stop=tenacity.stop_after_delay(self.patience_s),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=_LONGEST_WAIT_S),
-            reraise=True,
-        )
+        """One repeatable piece of work; tried again while the store cannot be reached or somebody else was faster.
+
+        Raises:
+            TrackingError: it could not be reached for `patience_s` seconds, or refuses.
+        """
         try:
-            return attempts(work, self.client)
+            return _attempts(self.patience_s)(work, self.client)
         except FAULTS as fault:
             raise self.error(fault) from fault
+
+    @contextmanager
+    def alone(self, what: str, *, who: str) -> Iterator[None]:
+        """Be the only process of this machine that does `what` to this store while the block runs.
+
+        Other machines are not excluded: what they change meanwhile shows when the block asks the store, so ask inside. `who` is
+        shown to those who wait.
+        """
+
+        def waiting(holder: str) -> None:
+            _log.warning("waiting for %s, which is at %s", holder, what)
+
+        with alone(_lock_of(self.uri, what), who=who, waiting=waiting):
+            yield
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault in the user's words."""
@@ -104,6 +129,42 @@ def passes(fault: BaseException) -> bool:
     return isinstance(fault, requests.RequestException | sqlalchemy.exc.OperationalError)
 
 
+def outrun(fault: BaseException) -> bool:
+    """Whether the store refused what somebody else wrote at the same moment; asked again, it finds that."""
+    return isinstance(fault, FAULTS) and bool(_OUTRUN.search(str(fault)))
+
+
+def _attempts(patience_s: float | None) -> tenacity.Retrying:
+    """Attempts at a call: `_RACES` while others are faster, `patience_s` seconds (none: one attempt) while the store is away."""
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        fault = state.outcome.exception() if state.outcome else None
+        if fault is not None and outrun(fault):
+            return state.attempt_number >= _RACES
+        return patience_s is None or (state.seconds_since_start or 0.0) >= patience_s
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda fault: passes(fault) or outrun(fault)),
+        stop=stop,
+        # Not all at the same moment again.
+        wait=tenacity.wait_exponential(multiplier=0.2, max=_LONGEST_WAIT_S) + tenacity.wait_random(0, 0.1),
+        reraise=True,
+    )
+
+
+def _lock_of(uri: str, what: str) -> Path:
+    """Beside an SQLite file; for any other store among the machine's temporary files."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", what)[:100] + "-" + _digest(what)
+    file = sqlite_file(uri)
+    if file is not None:
+        return lock_file(file, plain)
+    return Path(tempfile.gettempdir()) / f"grpo-locks-{os.getuid()}" / f"{_digest(uri)}-{plain}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 def resolve_uri(tracking: TrackingConfig) -> str:
     """The config's tracking uri, else the environment's, else a database in the working directory."""
     return tracking.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
@@ -115,10 +176,14 @@ def open_store(tracking: TrackingConfig) -> Store:
     Raises:
         TrackingError: the uri is of no kind that mlflow knows, or its database cannot be opened.
     """
-    uri = resolve_uri(tracking)
-    _check_database_file(uri)
+    return connect(resolve_uri(tracking))
+
+
+def connect(uri: str) -> Store:
+    """The store of an address; see `open_store`. An SQLite file is made or migrated first, whole or not at all."""
     try:
-        return Store(uri=uri, client=MlflowClient(tracking_uri=uri))
+        prepare(uri)
+        return Store(uri=uri, client=_attempts(None)(MlflowClient, tracking_uri=uri))
     except ModuleNotFoundError as fault:
         raise TrackingError(
             f"the database driver {fault.name} is not installed", place=uri, mend=f"pip install {fault.name}"
@@ -131,19 +196,8 @@ def open_store(tracking: TrackingConfig) -> Store:
         ) from fault
 
 
-def _check_database_file(uri: str) -> None:
-    """Refuse an SQLite file that cannot be opened at once; mlflow would try for a minute and a half."""
-    if not uri.startswith("sqlite:///"):
-        return
-    file = Path(uri.removeprefix("sqlite:///").partition("?")[0])
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(file)
-        try:
-            connection.execute("PRAGMA user_version")
-        finally:
-            connection.close()
-    except (OSError, sqlite3.Error) as fault:
-        raise TrackingError(
-            f"the database cannot be opened: {fault}", place=uri, mend="give a file in a folder you may write to"
-        ) from fault
+def prepare(uri: str) -> None:
+    """Make an SQLite store ready for whoever opens it next, be it a server; nothing for any other store."""
+    file = sqlite_file(uri)
+    if file is not None:
+        make_ready(file)

@@ -83,6 +83,7 @@ class _SuiteTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         rows = [self.rows[example["row"]] for example in inputs]
         texts = [completion[0]["content"] for completion in completions]
+        self.suite.worker.max_steps = self.state.max_steps
         scores = self.suite.score(batch_of(rows, texts, completion_ids_list, step=self.state.global_step + 1))
         self.suite.adapt(scores)
         self.reward_weights = torch.from_numpy(scores.weights).float()

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -25,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-SECRET = re.compile(r"password|secret|auth_string", re.IGNORECASE)
+SECRET = re.compile(r"password|secret|auth|api_key", re.IGNORECASE)
+ASKED_FOR = {
+    "prefect": "PREFECT_SERVER_API_AUTH_STRING",
+    "mlflow": "MLFLOW_AUTH_ADMIN_PASSWORD",
+    "vllm": "VLLM_API_KEY",
+}
+"""Services that others can reach, and the variable with which each asks for a secret."""
 
 
 def filled(text):
@@ -44,7 +51,9 @@ def test_prefect_yaml_is_what_the_code_says():
 def test_the_servers_are_started_with_the_commands_of_grpo_up():
     assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in prefect_command(4200)]
     plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000)]
-    assert command("mlflow")[: len(plain)] == plain
+    # The same guard, with users behind it.
+    assert plain[-2:] == ["--app-name", "same-origin"]
+    assert command("mlflow")[: len(plain)] == [*plain[:-1], "same-origin-basic-auth"]
     assert command("worker") == worker_command("compose-1")
     assert [command("pool"), command("deployments")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
 
@@ -56,6 +65,26 @@ def test_images_have_a_fixed_tag_and_ports_are_on_the_loopback_address():
         assert not image.endswith(":latest"), name
         for port in service.get("ports", []):
             assert filled(port).startswith("127.0.0.1:"), name
+
+
+def test_every_service_with_a_published_port_requires_a_secret():
+    assert {name for name, service in SERVICES.items() if "ports" in service} == ASKED_FOR.keys()
+    for name, variable in ASKED_FOR.items():
+        value = SERVICES[name]["environment"][variable]
+        assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", value), f"{name} starts without {variable}"
+
+
+def test_a_worker_sends_the_key_that_the_vllm_server_asks_for():
+    for worker in ("worker", "worker-gpu"):
+        assert SERVICES[worker]["environment"]["VLLM_API_KEY"] == SERVICES["vllm"]["environment"]["VLLM_API_KEY"]
+
+
+def test_both_servers_answer_to_the_names_that_services_and_the_outside_use():
+    for name in ("prefect", "mlflow"):
+        assert SERVICES[name]["environment"]["GRPO_ALLOWED_HOSTS"] == f"{name},${{GRPO_HOSTS:-127.0.0.1}}"
+    clients = SERVICES["worker"]["environment"]
+    assert urlsplit(clients["PREFECT_API_URL"]).hostname == "prefect"
+    assert urlsplit(clients["MLFLOW_TRACKING_URI"]).hostname == "mlflow"
 
 
 def test_every_variable_has_its_line_in_the_example_and_no_secret_a_value():
@@ -75,7 +104,7 @@ def test_every_variable_has_its_line_in_the_example_and_no_secret_a_value():
 def test_secrets_stand_in_no_yaml_and_have_no_default():
     for path in [*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.json")]:
         for line in path.read_text().splitlines():
-            found = re.search(r"^\s*(?:- )?([A-Z_]*(?:PASSWORD|SECRET|AUTH_STRING)[A-Z_]*):\s*(\S.*)$", line)
+            found = re.search(r"^\s*(?:- )?([A-Z_]*(?:PASSWORD|SECRET|AUTH_STRING|API_KEY)[A-Z_]*):\s*(\S.*)$", line)
             if found:
                 assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", found[2]), f"{path.name}: {line}"
 
@@ -163,9 +192,10 @@ def test_a_work_pool_template_fills_in_every_variable_it_declares(kind):
             jsonschema.validate(schema["default"], schema)
 
 
-def answers(url, user=None):
+def answers(url, user=None, **headers):
     """HTTP status of an address, asked as a user (name:password) or as nobody."""
-    headers = {"Authorization": "Basic " + base64.b64encode(user.encode()).decode()} if user else {}
+    if user:
+        headers["Authorization"] = "Basic " + base64.b64encode(user.encode()).decode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return answer.status
@@ -212,21 +242,23 @@ def start(tmp_path):
 def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
     port = free_port(14700)
     environment = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_AUTH_STRING": "me:secret", "DO_NOT_TRACK": "1"}
+    environment["GRPO_ALLOWED_HOSTS"] = filled(SERVICES["prefect"]["environment"]["GRPO_ALLOWED_HOSTS"])
     process, log = start("prefect", port=port, replace={}, environment=environment)
     url = f"http://{HOST}:{port}/api/admin/version"
     wait_for(url, 401, process, log)
     assert answers(url, "me:wrong") == 401
     assert answers(url, "me:secret") == 200
+    assert answers(url, "me:secret", Host="prefect:4200") == 200
+    assert answers(url, "me:secret", Host="evil.example") == 403
+    assert answers(url, "me:secret", Origin="https://evil.example") == 403
 
 
 @pytest.mark.long
 def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     port = free_port(15700)
-    replace = {
-        "--artifacts-destination": str(tmp_path / "artifacts"),
-        "--allowed-hosts": f"{HOST}:{port}",
-    }
+    replace = {"--artifacts-destination": str(tmp_path / "artifacts")}
     environment = {
+        "GRPO_ALLOWED_HOSTS": filled(SERVICES["mlflow"]["environment"]["GRPO_ALLOWED_HOSTS"]),
         "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_FLASK_SERVER_SECRET_KEY": "some text",
@@ -238,6 +270,11 @@ def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     wait_for(url, 401, process, log)
     assert answers(url, "admin:wrong") == 401
     assert answers(url, "admin:long enough 123") == 200
+    # A worker beside it, and a page that a browser elsewhere has opened.
+    assert answers(url, "admin:long enough 123", Host="mlflow:5000") == 200
+    assert answers(url, "admin:long enough 123", Host="mlflow:5000", Origin="http://mlflow:5000") == 200
+    assert answers(url, "admin:long enough 123", Host="evil.example") == 403
+    assert answers(url, "admin:long enough 123", Origin="http://127.0.0.1:9999") == 403
 
 
 @pytest.mark.long

@@ -1,31 +1,37 @@
-"""kill -9 at random points of the pipeline, start it again, compare with a run that nobody touched.
+"""kill -9 at random points of everything this project runs, start it again, compare with a run that nobody touched.
 
     python -m tests.flows.chaos --kills 200 --seed 1      (make chaos, with --engine vllm besides)
 
-Victims are the flow's process, everything it has started (trainer, sampler, reward worker, fork server, vLLM) and the MLflow
-server. A pipeline that got to its end is compared, and the next one begins in a folder of its own, until all kills are done.
+    pipeline 1, 4, ...   an empty folder without any server: `grpo run`, then `grpo merge`, then `grpo rollback`
+    pipeline 2, 5, ...   the same with a Prefect server and an MLflow server, which is killed too
+    pipeline 3, 6, ...   the same under `grpo up`, whose servers and worker are killed and started again by `grpo up`
+
+A victim is chosen by its kind first, the kind that was hit least; so the short-lived ones (upload, publish, rollback) get their
+turn. The report counts the kills of each kind.
 """
 
 import argparse
+import fcntl
 import json
+import os
 import random
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import polars as pl
 import psutil
 import yaml
 from mlflow import MlflowClient
 
-from grpo_tasks.stage.stage_dir import StageDir
-from schemas.results import StageResult
+from tests.flows.contents import contents, differences
 from tests.flows.place import SMALL, Place, end_group, prefect_server, started_mlflow
 from tests.ports import free_ports
 
@@ -33,10 +39,24 @@ STAGE = SMALL["stages"][0]
 CONFIG = SMALL | {
     "stages": [STAGE | {"max_steps": 12, "beta": 0.01}, STAGE | {"name": "correctness", "rewards": ["format", "correctness"]}]
 }
-TIMES = {"step_time", "rollout_time", "reward_time", "tokens_per_s", "merge/seconds"}
-"""Metrics that no two runs share."""
 GRACE_S = 15.0
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+MODULES = {
+    "grpo_tasks.grpo": "trainer",
+    "grpo_tasks.trl_engine": "trainer",
+    "grpo_tasks.rollout": "sampler",
+    "grpo_tasks.policy": "merge",
+    "grpo_tasks.rewards.serve": "reward worker",
+    "grpo_tasks.running.fork_server": "fork server",
+    "grpo_tasks.tracking.log_model": "upload",
+    "uvicorn": "temporary Prefect server",
+}
+KINDS = ("flow", "publish", "trainer", "sampler", "merge", "reward worker", "fork server", "upload")
+"""What a pipeline consists of; a server is a kind of its own."""
+SHARES = {"run": 6, "merge": 1, "rollback": 1}
+"""Kills of one command before it is left in peace, so that all three ways of working get their turn."""
+
+Kill = Callable[[], None]
 
 
 @dataclass
@@ -60,13 +80,26 @@ class Outcome:
 
 
 class Shop(Place):
-    """A working directory with an MLflow server of its own, which can be killed too."""
+    """A working directory without any server: each command starts its own and keeps everything in files."""
 
-    def __init__(self, root: Path, api: str, config: dict) -> None:
+    def __init__(self, root: Path, api: str | None, config: dict) -> None:
         super().__init__(root, api)
         root.mkdir()
-        self.config = config
         self.write("small.yaml", yaml.safe_dump(config))
+
+    def servers(self) -> dict[str, Kill]:
+        """What can be killed besides the command and its children; killing one starts it again."""
+        return {}
+
+    def close(self) -> None:
+        """End what was started here."""
+
+
+class ServedShop(Shop):
+    """With a Prefect server that others use too, and an MLflow server of its own."""
+
+    def __init__(self, root: Path, api: str, config: dict) -> None:
+        super().__init__(root, api, config)
         [self.port] = free_ports(1)
         self.server = started_mlflow(root, self.port)
 
@@ -78,80 +111,197 @@ class Shop(Place):
     def client(self) -> MlflowClient:
         return MlflowClient(f"http://127.0.0.1:{self.port}")
 
-    def kill_server(self) -> None:
+    def servers(self) -> dict[str, Kill]:
+        return {"MLflow server": self._kill}
+
+    def _kill(self) -> None:
         end_group(self.server, signal.SIGKILL)
         self.server = started_mlflow(self.root, self.port)
+
+    def close(self) -> None:
+        end_group(self.server)
+
+
+class UpShop(Shop):
+    """Under `grpo up`."""
+
+    def __init__(self, root: Path, api: str, config: dict) -> None:  # noqa: ARG002 - its siblings' arguments
+        super().__init__(root, None, config)
+        self.addresses: dict[str, str] = {}
+        ports = [str(port) for port in free_ports(2)]
+        self.grpo("up", "--prefect-port", ports[0], "--mlflow-port", ports[1])
+        self.addresses = json.loads((root / ".grpo" / "addresses.json").read_text())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        found = self.addresses
+        at = {"PREFECT_API_URL": f"{found['prefect']}/api", "MLFLOW_TRACKING_URI": found["mlflow"]} if found else {}
+        return super().environment | at
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(self.addresses["mlflow"])
+
+    def servers(self) -> dict[str, Kill]:
+        parts = json.loads((self.root / ".grpo" / "stack.json").read_text())
+        return {f"grpo up: {part['name']}": partial(self._kill, part["pid"]) for part in parts}
+
+    def _kill(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        # The address of the server that runs is none of this command's business.
+        self.addresses, known = {}, self.addresses
+        self.grpo("up")
+        self.addresses = known
+
+    def close(self) -> None:
+        self.addresses = {}
+        self.grpo("down")
+
+
+SHOPS = (Shop, ServedShop, UpShop)
 
 
 def undisturbed(root: Path, api: str, config: dict = CONFIG) -> tuple[dict, float]:
     """The contents of a run that nobody touches, and how long it took in seconds."""
-    shop = Shop(root / "whole", api, config)
+    shop = ServedShop(root / "whole", api, config)
     try:
         began = time.monotonic()
         shop.grpo("run", "small.yaml")
         return contents(shop), time.monotonic() - began
     finally:
-        end_group(shop.server)
+        shop.close()
 
 
 def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, seconds: float, config: dict = CONFIG) -> Outcome:
     """Kill and start again until so many kills are done and the last pipeline is at its end."""
     draw, outcome = random.Random(seed), Outcome()
     while outcome.kills < kills:
-        shop = Shop(root / f"chaos-{outcome.pipelines}", api, config)
+        kind = SHOPS[outcome.pipelines % len(SHOPS)]
+        shop = kind(root / f"chaos-{outcome.pipelines}", None if kind is Shop else api, config)
+        hunt = Hunt(shop, draw, kills, seconds, outcome)
         try:
-            _until_done(shop, draw, kills, seconds, outcome)
-            differences = _differences(contents(shop), wanted, f"pipeline {outcome.pipelines}")
-            outcome.differences += differences
+            found = _a_day(shop, hunt, wanted, f"pipeline {outcome.pipelines} ({kind.__name__})")
         finally:
-            end_group(shop.server)
+            shop.close()
+        outcome.differences += found
         outcome.pipelines += 1
-        told = "; ".join(differences) or "no difference"
+        told = "; ".join(found) or "no difference"
         print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all: {told}", flush=True)
     return outcome
 
 
-def _until_done(shop: Shop, draw: random.Random, kills: int, seconds: float, outcome: Outcome) -> None:
-    """The same command again and again, until it comes to its end."""
-    first = outcome.kills
-    while True:
-        process, before = shop.start("run", "small.yaml"), outcome.kills
+def _a_day(shop: Shop, hunt: "Hunt", wanted: dict, where: str) -> list[str]:
+    """Train and publish, merge by hand, roll back: what is not as it should be."""
+    hunt.until_done("run", "small.yaml")
+    found = differences(contents(shop), wanted, where)
+    [adapter] = shop.root.glob("runs/small/train_stage/correctness-*/final")
+    hunt.until_done("merge", adapter, "small.yaml", "--into", "merged")
+    files = sorted(path.name for path in (shop.root / "merged").iterdir())
+    [whole] = shop.root.glob("runs/small/merge_adapter/*/model")
+    if any((whole / name).read_bytes() != (shop.root / "merged" / name).read_bytes() for name in files) or not files:
+        found.append(f"{where}: the merged copy is not the merged model")
+    first = shop.client.get_model_version("small", "1")
+    shop.client.create_model_version("small", first.source, run_id=first.run_id)
+    for alias, version in (("champion", "2"), ("previous", "1")):
+        shop.client.set_registered_model_alias("small", alias, version)
+    hunt.until_done("rollback", "small", "--to", "1", fine="is the champion already")
+    aliases = dict(shop.client.get_registered_model("small").aliases)
+    return found + ([] if str(aliases["champion"]) == "1" else [f"{where}: aliases {aliases} after the rollback"])
+
+
+@dataclass
+class Hunt:
+    """Kills in one working directory."""
+
+    shop: Shop
+    draw: random.Random
+    kills: int
+    seconds: float
+    outcome: Outcome
+    orphans: list[psutil.Process] = field(default_factory=list)
+
+    def until_done(self, *command: object, fine: str = "") -> None:
+        """The same command again and again, until it comes to its end, or says what is as good as that."""
+        name, first = str(command[0]), self.outcome.kills
+        while True:
+            process, before = self.shop.start(*command), self.outcome.kills
+            while self._may_kill(name, first) and self._kills_once(process, name, first):
+                pass
+            output, _ = process.communicate(timeout=900)
+            self._end_orphans()
+            if process.returncode == 0 or (fine and fine in output):
+                return
+            # What fails although nobody touched it would fail for ever.
+            assert self.outcome.kills > before, f"failed by itself:\n{output[-3000:]}"
+
+    def _may_kill(self, name: str, first: int) -> bool:
+        return self.outcome.kills < self.kills and self.outcome.kills - first < SHARES[name]
+
+    def _kills_once(self, process: subprocess.Popen, name: str, first: int) -> bool:
+        """Kill one thing while the command is at work; False when it came to its end before."""
         # A little more time after every kill: a step that takes longer than the time between two would never be done.
-        while outcome.kills < kills and _survives(process, draw.uniform(0.03, 0.15) * seconds * 1.1 ** (outcome.kills - first)):
-            _kill(shop, process, draw, outcome)
-        output, _ = process.communicate(timeout=900)
-        if process.returncode == 0:
-            return
-        # What fails although nobody touched it would fail for ever.
-        assert outcome.kills > before, f"failed by itself:\n{output[-3000:]}"
+        pause = self.draw.uniform(0.03, 0.15) * self.seconds * 1.1 ** (self.outcome.kills - first)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(pause if name == "run" else self.draw.uniform(1.0, 6.0))
+        count = self.outcome.victims
+        possible = [*KINDS, *self.shop.servers()] if name == "run" else [f"grpo {name}"]
+        wanted = min(possible, key=lambda kind: (count[kind], self.draw.random()))
+        patience = time.monotonic() + self.seconds / 2
+        while process.poll() is None:
+            present = self._present(process, name)
+            if wanted in present or time.monotonic() > patience:
+                kind = wanted if wanted in present else min(present, key=lambda kind: count[kind])
+                time.sleep(self.draw.uniform(0.0, 0.2))
+                self._kill(process, kind, present[kind])
+                return True
+            time.sleep(0.03)
+        return False
 
-
-def _survives(process: subprocess.Popen, seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
-def _kill(shop: Shop, process: subprocess.Popen, draw: random.Random, outcome: Outcome) -> None:
-    """The flow, something it has started, or the MLflow server."""
-    flow = psutil.Process(process.pid)
-    family = flow.children(recursive=True)
-    kind = draw.choice(["flow", "child", "child", "MLflow server"])
-    victim = draw.choice(family) if kind == "child" and family else flow
-    outcome.kills += 1
-    if kind == "MLflow server":
-        shop.kill_server()
-    else:
-        kind = "flow" if victim == flow else _kind(victim)
+    def _present(self, process: subprocess.Popen, name: str) -> dict[str, Kill]:
+        """How each kind that is alive now can be killed."""
+        found: dict[str, Kill] = dict(self.shop.servers()) if name == "run" else {}
         with suppress(psutil.NoSuchProcess):
-            victim.kill()
-    outcome.victims[kind] += 1
-    if victim == flow and kind == "flow":
-        process.wait()
-        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-        outcome.left_over += [f"{_kind(one)} after the flow was killed" for one in alive]
+            flow = psutil.Process(process.pid)
+            for child in flow.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    found[_kind(child)] = child.kill
+            publishing = any(_is_held(lock) for lock in self.shop.root.glob("runs/small/.locks/publish_model-*"))
+            found[f"grpo {name}" if name != "run" else "publish" if publishing else "flow"] = flow.kill
+        return found
+
+    def _kill(self, process: subprocess.Popen, kind: str, kill: Kill) -> None:
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+            kill()
+        self.outcome.kills += 1
+        self.outcome.victims[kind] += 1
+        if kind in ("flow", "publish") or kind.startswith("grpo "):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.2 if kind.startswith("grpo up") else 60)
+        if process.returncode == -signal.SIGKILL:
+            # Prefect's own temporary server does not notice that nobody is left to serve.
+            ours = [one for one in family if _kind(one) not in ("temporary Prefect server", "gone")]
+            self.orphans = [one for one in family if one not in ours]
+            _, alive = psutil.wait_procs(ours, timeout=GRACE_S)
+            self.outcome.left_over += [f"{_kind(one)} after {kind} was killed" for one in alive]
+
+    def _end_orphans(self) -> None:
+        for one in self.orphans:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        self.orphans = []
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a step is at work in its folder."""
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _kind(process: psutil.Process) -> str:
@@ -159,68 +309,8 @@ def _kind(process: psutil.Process) -> str:
         words = process.cmdline()
     except psutil.Error:
         return "gone"
-    named = (word for word in words if word.startswith(("grpo_tasks.", "vllm.", "VLLM::")))
-    return next(named, " ".join(words[:3]))
-
-
-def contents(place: Place) -> dict:
-    """What a finished pipeline left that has to be the same every time."""
-    runs = place.runs("small")
-    [parent] = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
-    children = {run.data.tags["grpo.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
-    assert len(children) == len(runs) - 1
-    stages = [StageResult.load(path) for path in sorted(place.root.glob("runs/small/train_stage/*/result.json"))]
-    return {
-        "status": [parent.info.status, *(run.info.status for run in children.values())],
-        "events": {stage.stage: _events(StageDir(stage.directory).events) for stage in stages},
-        "adapters": {stage.stage: (stage.sha256, stage.steps) for stage in stages},
-        "merged": [json.loads(path.read_text())["sha256"] for path in place.root.glob("runs/small/merge_adapter/*/result.json")],
-        "samples": {
-            path.parent.name.rpartition("-")[0]: pl.read_parquet(path).write_json()
-            for path in place.root.glob("runs/small/evaluate_model/*/samples.parquet")
-        },
-        "params": {name: dict(run.data.params) for name, run in {"parent": parent, **children}.items()},
-        "metrics": {name: _history(place, run) for name, run in {"parent": parent, **children}.items()},
-        "artifacts": {name: sorted(_artifacts(place, run.info.run_id)) for name, run in {"parent": parent, **children}.items()},
-        "versions": [
-            (version.version, version.tags["grpo.sha256"]) for version in place.client.search_model_versions("name='small'")
-        ],
-        "aliases": dict(place.client.get_registered_model("small").aliases),
-    }
-
-
-def _history(place: Place, run) -> dict:
-    names = sorted(set(run.data.metrics) - TIMES - {f"final/{name}" for name in TIMES})
-    return {
-        name: [(point.step, point.value) for point in place.client.get_metric_history(run.info.run_id, name)] for name in names
-    }
-
-
-def _artifacts(place: Place, run_id: str, folder: str | None = None) -> list[str]:
-    found = []
-    for entry in place.client.list_artifacts(run_id, folder):
-        found += _artifacts(place, run_id, entry.path) if entry.is_dir else [entry.path]
-    # What a step whose process was killed has left is kept, and is no part of the result; an event says that a stage went on.
-    return [path for path in found if not path.startswith("failed/") and path != "events.jsonl"]
-
-
-def _events(path: Path) -> list[tuple[int, str]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(line["step"], line["event"]) for line in lines if line["event"] != "resumed"]
-
-
-def _differences(found: dict, wanted: dict, where: str) -> list[str]:
-    return [f"{where}: {name}: {_say(found[name], wanted[name])}" for name in wanted if found[name] != wanted[name]]
-
-
-def _say(found: object, wanted: object) -> str:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return "; ".join(
-            f"{key}: {_say(found.get(key), wanted.get(key))}"
-            for key in sorted(found.keys() | wanted.keys())
-            if found.get(key) != wanted.get(key)
-        )
-    return f"{str(found)[:300]} instead of {str(wanted)[:300]}"
+    named = next((word for word in words if word in MODULES or word.startswith(("grpo_tasks.", "vllm.", "VLLM::"))), None)
+    return MODULES.get(named, named) if named else " ".join(words[:3]) or "gone"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_tasks.running.servers import mlflow_command, prefect_command, prefect_environment
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
@@ -23,8 +24,8 @@ def prefect_server(home):
     log = home / "log.txt"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [BIN / "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_API_PORT": str(port)},
+            [sys.executable, "-m", *prefect_command(port)],
+            env=os.environ | prefect_environment(port, None) | {"PREFECT_HOME": str(home)},
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -44,7 +45,7 @@ def prefect_server(home):
 def started_mlflow(root, port):
     """A process that serves the store in `root`, once it answers."""
     stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
-    command = [BIN / "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *stores]
+    command = [sys.executable, "-m", *mlflow_command(port), *stores]
     with (root / "mlflow.log").open("ab") as log:
         # As `grpo up` starts it: four more processes for jobs that nobody here has.
         environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.flows.place import SMALL
+from schemas.errors import ModelError
+from schemas.load import load_config
+from tests.flows.place import SMALL, Place
 
-pytestmark = pytest.mark.timeout(900)
+# Together, because they share a Prefect server and a pipeline that went through.
+pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 
 
 def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(place):
@@ -103,25 +106,6 @@ def test_a_reward_that_pays_for_stuffed_tags_is_stopped_by_the_lab_with_its_name
     assert not list(place.root.glob("runs/small/train_stage"))
 
 
-def test_a_reward_of_the_users_own_takes_part_in_training(place, small):
-    place.write(
-        "mine.py",
-        "import re\n"
-        "def brief(prompts, completions, completion_ids, answer, **kwargs):\n"
-        "    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)\n"
-        "    texts = [completion[0]['content'] for completion in completions]\n"
-        "    return [1.0 if re.fullmatch(r'.{0,400}<answer>[0-9]{1,4}</answer>', text) else 0.0 for text in texts]\n",
-    )
-    stage = SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}
-    functions = {"brief": {"function": "mine:brief", "weight": 0.1}}
-    place.grpo("run", small(stages=[stage], rewards={"functions": functions}))
-    assert "rewards/brief/mean" in place.child("format", "small").data.metrics
-    place.write("mine.py", (place.root / "mine.py").read_text().replace("400", "401"))
-    output = place.grpo("run", small(stages=[stage], rewards={"functions": functions}))
-    assert "validate_data: unchanged, skipped" in output
-    assert "train_stage-format: done" in output
-
-
 @pytest.mark.long
 def test_full_fine_tuning_goes_through_merge_and_publication(place, small):
     place.grpo("run", small(model={"lora": None}))
@@ -129,21 +113,67 @@ def test_full_fine_tuning_goes_through_merge_and_publication(place, small):
     assert len(place.client.search_model_versions("name='small'")) == 1
 
 
-def test_validate_rewards_evaluate_and_merge_work_alone(place, small):
-    config = small()
-    assert "200 to train on, 40 held out" in place.grpo("validate", config)
-    assert "0 checks failed" in place.grpo("rewards", config)
-    place.grpo("run", config)
-    [adapter] = place.root.glob("runs/small/train_stage/format-*/final")
-    assert "held-out prompts" in place.grpo("evaluate", adapter, config)
-    place.grpo("merge", adapter, config, "--into", "merged")
+MINE = """
+import re
+def brief(prompts, completions, completion_ids, answer, **kwargs):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
+    texts = [completion[0]['content'] for completion in completions]
+    return [1.0 if re.fullmatch(r'.{0,400}<answer>[0-9]{1,4}</answer>', text) else 0.0 for text in texts]
+"""
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory, prefect_api):
+    """A folder in which each command was called once, with a reward of the user's own; gives what each printed."""
+    place = Place(tmp_path_factory.mktemp("worked"), prefect_api)
+    place.write("mine.py", MINE)
+    stages = [SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}]
+    functions = {"brief": {"function": "mine:brief", "weight": 0.1}}
+    config = place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": stages, "rewards": {"functions": functions}}))
+    told = {"validate": place.grpo("validate", config)}
+    place.written = place.client.download_artifacts(place.parent("small").info.run_id, "config.yaml", str(place.root))
+    told |= {"rewards": place.grpo("rewards", config), "run": place.grpo("run", config)}
+    [place.adapter] = place.root.glob("runs/small/train_stage/format-*/final")
+    told["evaluate"] = place.grpo("evaluate", place.adapter, config)
+    told["merge"] = place.grpo("merge", place.adapter, config, "--into", "merged")
+    return place, told
+
+
+def test_validate_rewards_evaluate_and_merge_work_alone(worked):
+    place, told = worked
+    assert "200 to train on, 40 held out" in told["validate"]
+    assert "0 checks failed" in told["rewards"]
+    assert "held-out prompts" in told["evaluate"]
     assert (place.root / "merged" / "model.safetensors").exists()
-    assert "not empty" in place.grpo("merge", adapter, config, "--into", "merged", expect=1)
-    assert "no adapter there" in place.grpo("merge", place.root, config, expect=1)
 
 
-def test_the_written_config_is_the_one_that_ran(place, small):
-    place.grpo("validate", small())
-    run = place.parent("small")
-    path = place.client.download_artifacts(run.info.run_id, "config.yaml", str(place.root))
-    assert yaml.safe_load(Path(path).read_text())["seed"] == 7
+def test_merge_writes_into_no_folder_that_holds_something_and_wants_an_adapter(worked):
+    from flows.single import merge_flow
+
+    place, _ = worked
+    config = load_config(str(place.root / "small.yaml"))
+    with pytest.raises(ModelError, match="not empty"):
+        merge_flow.fn(place.adapter, config, place.root / "merged")
+    with pytest.raises(ModelError, match="no adapter there"):
+        merge_flow.fn(place.root, config)
+
+
+def test_the_written_config_is_the_one_that_ran(worked):
+    place, _ = worked
+    assert yaml.safe_load(Path(place.written).read_text())["seed"] == 7
+
+
+def test_a_reward_of_the_users_own_takes_part_in_training_and_a_change_of_it_trains_again(worked):
+    place, _ = worked
+    assert "rewards/brief/mean" in place.child("format", "small").data.metrics
+    place.write("mine.py", MINE.replace("400", "401"))
+    output = place.grpo("run", "small.yaml")
+    assert "validate_data: unchanged, skipped" in output
+    assert "train_stage-format: done" in output
+
+
+@pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
+def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
+    told = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+    assert "MLFLOW_TRACKING_URI" in told
+    assert "planted" not in told

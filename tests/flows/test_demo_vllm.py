@@ -11,6 +11,7 @@ from tests.rollout.test_vllm import PYTHON
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
     pytest.mark.long,
+    pytest.mark.ci,
     pytest.mark.timeout(3000),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
 ]

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from schemas.load import PRESETS
+from schemas.results import DataReport, LabReport
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -37,8 +38,10 @@ def config(real_data, place):
 
 
 def test_gsm8k_is_accepted_whole_probed_trained_on_and_published(place, config, real_data):
-    output = place.grpo("validate", config)
-    assert "7,473 to train on, 1,319 held out, 0 quarantined" in output
+    place.grpo("run", config)
+    [report] = place.root.glob("runs/gsm8k/validate_data/*/result.json")
+    data = DataReport.load(report)
+    assert (data.train_rows, data.eval_rows, data.quarantined) == (7473, 1319, 0)
     for side, name, count in (("train", "train", 7473), ("eval", "test", 1319)):
         [table] = place.root.glob(f"runs/gsm8k/validate_data/*/{side}.parquet")
         rows = pl.read_parquet(table).sort("line")
@@ -46,6 +49,8 @@ def test_gsm8k_is_accepted_whole_probed_trained_on_and_published(place, config, 
         truths = [re.search(r"#### (.+)", json.loads(line)["answer"]).group(1).replace(",", "") for line in lines]
         assert len(truths) == rows.height == count
         assert [float(answer) for answer in rows["answer"]] == [float(truth) for truth in truths]
-    assert "0 checks failed" in place.grpo("rewards", config)
-    place.grpo("run", config)
+    [report] = place.root.glob("runs/gsm8k/probe_rewards/*/result.json")
+    outcomes = {check.outcome for check in LabReport.load(report).checks}
+    assert "passed" in outcomes
+    assert "failed" not in outcomes
     assert len(place.client.search_model_versions("name='gsm8k'")) == 1

@@ -1,19 +1,18 @@
 """kill -9, then the same command: it goes on, nothing twice, nothing lost, the same bytes."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from grpo_tasks.stage.checkpoint import file_sha256
+from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.grpo.__main__ import main
 from schemas.results import StageResult
 from tests.flows.test_demo import assert_learnt
+from tests.kill_at import PROCESSES
 
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
 
@@ -87,12 +86,16 @@ def stage_dir(tmp_path, demo):
 
 
 def train(directory, kill_at=None):
-    process = subprocess.Popen([sys.executable, "-m", "grpo_tasks.grpo", directory], stderr=subprocess.PIPE, text=True)
+    """Train the stage in a process of its own, forked where the libraries are loaded, as the step does it."""
+    process, journal = PROCESSES.Process(target=main, args=(directory,)), directory / "metrics.jsonl"
+    process.start()
     if kill_at:
-        wait_for_step("metrics.jsonl", directory, kill_at, process)
-        os.kill(process.pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=900)
-    assert kill_at or process.returncode == 0, errors
+        while not journal.exists() or journal.read_text().count("\n") < kill_at:
+            assert process.is_alive()
+            time.sleep(0.01)
+        process.kill()
+    process.join(900)
+    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
 
 
 def adapter(directory: Path):

@@ -1,5 +1,7 @@
 """Planted secrets, and then every byte that a run leaves is looked through."""
 
+from urllib.parse import quote
+
 import pytest
 import yaml
 
@@ -8,19 +10,32 @@ from tests.ports import free_ports
 
 pytestmark = [pytest.mark.xdist_group("away"), pytest.mark.long]
 
+KEY = """-----BEGIN OPENSSH PRIVATE KEY-----
+plantedb3BlbnNzaC1rZXk
+plantedQyNTUxOQAAACDf7
+-----END OPENSSH PRIVATE KEY-----
+"""
 PLANTED = {
     "HF_TOKEN": "hf_planted0123456789",
     "OPENAI_API_KEY": "sk-planted-for-this-test",
     "MY_DATABASE_PASSWORD": "planted correct horse",
+    "DB_PWD": "planted/with@all:of?it#",
+    "MYSQL_PASS": "planted-pass",
+    "HF_KEY": "planted0123456789",
+    "SSH_PRIVATE_KEY": KEY,
 }
+IN_ADDRESS = "planted/in@add:ress"
 LEAKY = """
 import os
 import re
 
 
+NAMES = ["DB_PWD", "MYSQL_PASS", "HF_KEY", "SSH_PRIVATE_KEY", "HF_TOKEN", "MY_DATABASE_PASSWORD"]
+
+
 def leaky(completions, **columns):
     if os.environ.get("BREAK"):
-        raise RuntimeError(f"{os.environ['HF_TOKEN']} with {os.environ['MY_DATABASE_PASSWORD']} was refused")
+        raise RuntimeError(" was refused, ".join(os.environ[name] for name in NAMES) + " was refused")
     right = re.compile("<reasoning>[^<]+</reasoning><answer>-?[0-9]+</answer>")
     return [float(right.fullmatch(one[0]["content"]) is not None) for one in completions]
 """
@@ -35,7 +50,10 @@ def test_a_planted_secret_is_in_no_log_no_parameter_and_no_artifact(lone_place, 
     rewards = {"functions": {"mine": {"function": "leaky:leaky", "weight": 0.1}}}
     stages = [SMALL["stages"][0] | {"rewards": ["format", "mine"]}]
     place.write("small.yaml", yaml.safe_dump(SMALL | {"rewards": rewards, "stages": stages}))
-    variables = PLANTED | {"MLFLOW_TRACKING_URI": f"http://me:planted-in-address@127.0.0.1:{port}", "PYTHONPATH": str(place.root)}
+    variables = PLANTED | {
+        "MLFLOW_TRACKING_URI": f"http://me:{quote(IN_ADDRESS, safe='')}@127.0.0.1:{port}",
+        "PYTHONPATH": str(place.root),
+    }
     try:
         done = place.start("run", "small.yaml", **variables)
         output = done.communicate(timeout=900)[0]
@@ -54,6 +72,7 @@ def test_a_planted_secret_is_in_no_log_no_parameter_and_no_artifact(lone_place, 
     kept = {path: path.read_bytes() for root in (place.root, servers) for path in root.rglob("*") if path.is_file()}
     assert any(path.name == "prefect.db" for path in kept)
     assert any(path.name == "mlflow.db" for path in kept)
-    for secret in [*PLANTED.values(), "planted-in-address"]:
+    lines = KEY.splitlines()[1:-1]
+    for secret in [*PLANTED.values(), *lines, IN_ADDRESS, quote(IN_ADDRESS, safe="")]:
         assert secret not in output
         assert not [path for path, content in kept.items() if secret.encode() in content]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.rewards.compose import RewardSuite
-from grpo_tasks.stage.checkpoint import file_sha256
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import journal
 

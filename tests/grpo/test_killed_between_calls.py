@@ -11,7 +11,7 @@ from schemas.results import StageResult
 from tests.grpo.conftest import journal
 from tests.kill_at import FILES, count_calls, is_killed_at, some
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.timeout(1800)]
 
 SETTINGS = {
     "max_steps": 6,

@@ -13,7 +13,7 @@ SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
 """Folder for pictures of the pages; they are taken for the README by setting it."""
 
 pytestmark = [
-    pytest.mark.xdist_group("browser"),
+    pytest.mark.xdist_group("operated"),
     pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
@@ -72,6 +72,7 @@ def open_form(page, operated):
     field(page, "Seed").wait_for()
 
 
+@pytest.mark.ci
 def test_a_person_fills_in_the_form_is_refused_mends_it_and_watches_the_run_complete(page, operated):
     open_form(page, operated)
     picture(page, "form")

@@ -168,6 +168,7 @@ def processes_of(module, name):
     return found
 
 
+@pytest.mark.ci
 def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_demands(operated):
     write_rows(operated, "daily", ROWS)
     source = operated.config("daily", data=own_data("daily"))

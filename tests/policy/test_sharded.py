@@ -7,6 +7,8 @@ import sys
 from tests.ports import free_ports
 
 HALVES = """
+from grpo_tasks.policy.libraries import import_libraries
+import_libraries()
 import torch
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded import FoldedPolicy

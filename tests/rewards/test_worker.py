@@ -14,7 +14,9 @@ import pytest
 
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config import RewardsConfig
 from schemas.errors import ConfigError, RewardError
+from schemas.load import load_config
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a hang is waited for; long elsewhere, for busy machines."""
@@ -31,7 +33,7 @@ FUNCTIONS = """
         assert completions[0] == [{"role": "assistant", "content": "first"}], completions
         assert completion_ids == [[1, 2, 3]] * len(completions)
         assert answer == ["42"] * len(completions)
-        assert trainer_state.global_step == 7
+        assert (trainer_state.global_step, trainer_state.max_steps) == (7, 20)
         assert columns["level"] == [3] * len(completions)
         columns["log_metric"]("seen", 1.0)
         return [1.0] * len(completions)
@@ -56,12 +58,6 @@ FUNCTIONS = """
 
     def per_token(prompts, completions, **columns):
         return [[index / 10 for index in range(len(ids))] for ids in columns["completion_ids"]]
-
-    def chatty(prompts, completions, **columns):
-        print("on stdout", flush=True)
-        print("on stderr", file=sys.stderr, flush=True)
-        os.write(1, b"raw bytes")
-        return [1.0] * len(completions)
 
     def raises(prompts, completions, **columns):
         return [1 / 0 if "bad" in chat[0]["content"] else 1.0 for chat in completions]
@@ -129,7 +125,6 @@ def worker_of(own_module, rewards_config):
         ("judge", [0.25, 0.25, 0.25]),
         ("arrays", [0.0, 1.0, 2.0]),
         ("scalars", [0.5, 1.0, 1.0]),
-        ("chatty", [1.0, 1.0, 1.0]),
     ],
 )
 def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch, name, scores):
@@ -140,7 +135,9 @@ def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch,
 
 
 def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
-    outcome = worker_of("signature").call("signature", make_batch("first", "second", step=7, level=3), 30.0)
+    worker = worker_of("signature")
+    worker.max_steps = 20
+    outcome = worker.call("signature", make_batch("first", "second", step=7, level=3), 30.0)
     assert outcome == Values([1.0, 1.0], outcome.seconds if isinstance(outcome, Values) else 0.0)
 
 
@@ -192,13 +189,6 @@ def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
     worker = worker_of(name)
     assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), Fault)
     assert isinstance(worker.call(name, make_batch("good"), 30.0), Values)
-
-
-def test_nothing_a_function_prints_reaches_stdout(worker_of, make_batch, capfd):
-    worker_of("chatty").call("chatty", make_batch("a"), 30.0)
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert "on stdout" in printed.err
 
 
 def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
@@ -287,6 +277,44 @@ def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, 
     own_module("raise RuntimeError('shadowed')", name="json")
     with RewardWorker(rewards_config(), ["format"]) as worker:
         assert isinstance(worker.call("format", make_batch("a"), 30.0), Values)
+
+
+CONFIG = """
+data: {train: [{path: train.jsonl}]}
+rewards: {functions: {mine: {function: 'beside:mine'}}}
+stages: [{name: s, rewards: [mine]}]
+"""
+
+
+@pytest.fixture
+def config_elsewhere(tmp_path, monkeypatch):
+    """A config with its module in a folder that is not the working directory."""
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "my.yaml").write_text(CONFIG)
+    (folder / "beside.py").write_text("import beside_it\ndef mine(completions, **_): return [beside_it.SCORE] * len(completions)")
+    (folder / "beside_it.py").write_text("SCORE = 0.5")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return folder / "my.yaml"
+
+
+def test_a_module_beside_the_config_is_found_wherever_the_command_is_started(config_elsewhere, make_batch):
+    config = load_config(config_elsewhere)
+    for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
+        with RewardWorker(rewards, ["mine"]) as worker:
+            outcome = worker.call("mine", make_batch("a"), 30.0)
+        assert isinstance(outcome, Values)
+        assert outcome.scores == [0.5]
+
+
+def test_two_different_modules_of_one_name_are_refused(config_elsewhere):
+    here = Path("beside.py")
+    here.write_text((config_elsewhere.parent / "beside.py").read_text())
+    load_config(config_elsewhere)
+    here.write_text("def mine(completions, **_): return [9.0] * len(completions)")
+    with pytest.raises(ConfigError, match="two different modules are called beside"):
+        load_config(config_elsewhere)
 
 
 def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):

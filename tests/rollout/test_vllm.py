@@ -34,6 +34,7 @@ from schemas.errors import RolloutError
 from schemas.paths import resolve
 from schemas.results import ModelRef
 from tests.rollout.stops import assert_stops, stop_requests, stop_settings
+from tests.web_pages import FOREIGN, status
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("GRPO_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -409,3 +410,11 @@ def listener(address):
     port = int(address.rpartition(":")[2])
     [pid] = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"}
     return psutil.Process(pid)
+
+
+@pytest.mark.parametrize("page", FOREIGN)
+def test_a_server_started_here_refuses_web_pages_also_where_vllm_asks_for_no_key(lora_server, page):
+    for path in ("/reset_prefix_cache", "/collective_rpc", "/v1/completions"):
+        assert status(lora_server.address + path, FOREIGN[page] | authorization(), "POST", {"method": "none"}) == 403
+    assert status(lora_server.address + "/v1/models", FOREIGN[page] | authorization()) == 403
+    assert status(lora_server.address + "/reset_prefix_cache", {}, "POST", {}) == 200

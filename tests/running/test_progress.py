@@ -1,8 +1,53 @@
-"""What people see of a stage."""
+"""How often a stage's progress goes to the log and to MLflow."""
 
+import logging
+
+import pytest
+
+from grpo_tasks.running import progress as progress_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config import StageConfig
+from schemas.errors import TrainingError
+
+
+@pytest.fixture
+def followed(tmp_path, monkeypatch, caplog):
+    """Follow a stage whose journal the test writes; gives the updates that were logged and the shipments."""
+    # Prefect's logger exists inside a run only.
+    monkeypatch.setattr(progress_module, "get_run_logger", lambda: logging.getLogger("progress"))
+    caplog.set_level(logging.INFO, "progress")
+    directory = StageDir(tmp_path)
+    journal = Journal(directory.journal)
+
+    def follow(updates, *, flush_interval_s=1000.0, **settings):
+        stage, shipped = StageConfig(name="only", rewards=["format"], **settings), []
+        caplog.clear()
+        with StageProgress(stage, directory, ship=lambda: shipped.append(1), ship_every_s=flush_interval_s) as progress:
+            for step in updates:
+                journal.append(step, {"reward": 0.5})
+                progress._look(final=False)
+        return [record.args[1] for record in caplog.records], len(shipped)
+
+    return follow
+
+
+def test_every_logging_steps_th_update_and_the_last_one_get_a_line(followed):
+    assert followed(range(1, 8), logging_steps=3)[0] == [3, 6, 7]
+    assert followed(range(8, 13), logging_steps=3)[0] == [9, 12], "a stage that resumes does not repeat its lines"
+    assert followed([], logging_steps=1)[0] == []
+
+
+def test_the_journal_is_shipped_every_flush_interval_and_at_the_end(followed):
+    assert followed(range(1, 8))[1] == 1
+    assert followed(range(8, 15), flush_interval_s=1e-9)[1] == 8
+
+
+def test_a_damaged_journal_stops_the_stage_before_its_process_starts(followed, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "metr\xff\n')
+    with pytest.raises(TrainingError, match="damaged"):
+        followed([])
 
 
 def test_a_metric_that_is_measured_now_and_then_has_its_latest_value_in_the_summary(tmp_path):

@@ -9,14 +9,13 @@ import psutil
 import pytest
 
 from grpo_tasks.running.child import run_module
-from grpo_tasks.running.key import content_key, files_digest
-from schemas.config import DataSource, RewardConfig
+from grpo_tasks.running.key import content_key
+from schemas.config import DataSource, RewardConfig, RewardsConfig
 from schemas.errors import ChildDied, ModelError
 from schemas.results import PreparedData
 
 
 def key(**inputs):
-    files_digest.cache_clear()
     return content_key("step", ("data",), inputs)
 
 
@@ -33,11 +32,24 @@ def test_the_key_follows_the_content_of_data_files_not_their_place(tmp_path):
 
 def test_the_key_follows_the_code_of_the_users_own_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def f(): ...")
+    (tmp_path / "mine.py").write_text("import helper\ndef f(): ...")
+    (tmp_path / "helper.py").write_text("LIMIT = 1")
     reward = RewardConfig(function="mine:f")
     first = key(reward=reward)
-    (tmp_path / "mine.py").write_text("def f(): return 1")
-    assert key(reward=reward) != first
+    (tmp_path / "helper.py").write_text("LIMIT = 2")
+    second = key(reward=reward)
+    (tmp_path / "mine.py").write_text("import helper\ndef f(): return 1")
+    assert len({first, second, key(reward=reward)}) == 3
+
+
+def test_the_key_follows_the_code_beside_the_config_and_not_the_folder_it_lies_in(tmp_path):
+    def rewards(folder, limit):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "beside_config.py").write_text("import helper_beside\ndef f(): ...")
+        (tmp_path / folder / "helper_beside.py").write_text(f"LIMIT = {limit}")
+        return RewardsConfig(functions={"f": RewardConfig(function="beside_config:f")}, module_dir=tmp_path / folder)
+
+    assert key(rewards=rewards("a", 1)) == key(rewards=rewards("b", 1)) != key(rewards=rewards("a", 2))
 
 
 def test_an_earlier_step_counts_by_its_key_and_not_by_its_time(tmp_path):

@@ -66,6 +66,91 @@ def test_what_cannot_go_together_is_refused_with_the_mend(settings, mend):
         check_config(TREE | settings)
 
 
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ({"early_stop": {"metric": "rewrd", "target": 1}}, "did you mean reward?"),
+        ({"early_stop": {"metric": "rewards/formt/mean", "target": 1}}, r"did you mean rewards/format/mean\?"),
+        ({"early_stop": {"metric": "rewards/correctness/mean", "target": 1}}, "no metric of this stage"),
+        ({"early_stop": {"metric": "accuracy", "target": 1}}, "no metric of this stage"),
+        ({"early_stop": {"metric": "eval_reward", "target": 1}}, "eval_steps: 20"),
+        ({"early_stop": {"metric": "x" * 100_000, "target": 1}}, "at most 200 characters"),
+        ({"learning_rate": float("inf")}, r"stages\.0\.learning_rate: must be a finite number"),
+        ({"learning_rate": "nan"}, r"stages\.0\.learning_rate: must be a finite number"),
+        ({"learning_rate": "1e999"}, r"stages\.0\.learning_rate: must be a finite number"),
+        ({"max_steps": 10**12}, r"stages\.0\.max_steps: .*less than or equal to 10000000"),
+        ({"per_device_train_batch_size": 10**6, "gradient_accumulation_steps": 10**6}, "at most 1,000,000"),
+        ({"trl": {"a": [1, {"b": float("-inf")}]}, "engine": "trl"}, r"a\.1\.b is -inf, not a finite number"),
+    ],
+    ids=lambda case: str(case)[:60],
+)
+def test_a_senseless_number_or_metric_of_a_stage_is_refused_with_its_field(stage, says):
+    with pytest.raises(ConfigError, match=says):
+        check_config(TREE | {"stages": [STAGE | stage]})
+
+
+def test_a_metric_that_a_stage_has_may_stop_it():
+    for metric in ("reward", "kl", "completions/mean_length", "rewards/format/success"):
+        check_config(TREE | {"stages": [STAGE | {"early_stop": {"metric": metric, "target": 1}}]})
+    stage = STAGE | {"early_stop": {"metric": "eval_rewards/format/mean", "target": 1}, "eval_steps": 5}
+    check_config(TREE | {"stages": [stage]})
+
+
+def numbers(schema, kind):
+    """Where in a JSON schema a field is of this kind."""
+    if isinstance(schema, dict):
+        if schema.get("type") == kind:
+            yield schema
+        for part in schema.values():
+            yield from numbers(part, kind)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from numbers(part, kind)
+
+
+def test_every_count_has_an_upper_bound():
+    found = list(numbers(RunConfig.model_json_schema(), "integer"))
+    assert len(found) > 40
+    assert [field for field in found if not {"maximum", "exclusiveMaximum"} & field.keys()] == []
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_anywhere_may_be_infinite_or_nan(value):
+    def broken(tree):
+        """The tree with each number in turn replaced."""
+        for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if isinstance(inner, float):
+                yield key, tree | {key: value} if isinstance(tree, dict) else None
+            elif isinstance(inner, dict | list):
+                for name, made in broken(inner):
+                    again = {**tree, key: made} if isinstance(tree, dict) else [*tree[:key], made, *tree[key + 1 :]]
+                    yield name, again
+
+    tree = load_config("gsm8k-qwen2.5-1.5b").model_dump(mode="json")
+    cases = list(broken(tree))
+    assert len(cases) > 40
+    for name, case in cases:
+        with pytest.raises(ConfigError, match=rf"{name}: must be a finite number"):
+            check_config(case)
+
+
+@pytest.mark.parametrize("value", ["2024-01-01", "!!binary aGk=", "!!set {a, b}", ".inf"])
+def test_a_parameter_of_a_reward_that_json_has_no_word_for_is_refused(value):
+    with pytest.raises(ConfigError, match="since"):
+        load_config("demo", [f"rewards.functions={{mine: {{function: 'a:b', params: {{since: {value}}}}}}}"])
+
+
+@pytest.mark.parametrize("name", ["team/model", "a:b", "a@b", "", "x" * 300])
+def test_a_name_that_mlflow_would_refuse_after_the_training_is_refused_before(name):
+    with pytest.raises(ConfigError, match="registered_model"):
+        check_config(TREE | {"tracking": {"registered_model": name}})
+
+
+def test_a_text_that_only_looks_like_a_number_stays_one():
+    config = load_config("demo", ["data.system_prompt=nan", "model.revision='1e5'", "stages.0.max_steps=1e2"])
+    assert (config.data.system_prompt, config.model.revision, config.stages[0].max_steps) == ("nan", "1e5", 100)
+
+
 def test_all_faults_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         check_config(TREE | {"seed": -1, "nmae": "x"})

@@ -1,12 +1,35 @@
 """What is taken out of texts that are shown or recorded."""
 
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from urllib.parse import quote
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import TrackingError
+from schemas.errors import ConfigError, TrackingError, hidden_errors
 from schemas.load import load_config
-from schemas.secret import has_password, hide
+from schemas.secret import has_password, hide, is_secret_name, secrets_in
+
+SECRET_NAMES = """
+DB_PWD MYSQL_PASS MYSQL_PWD HF_KEY SSH_PRIVATE_KEY PGPASSWORD AWS_ACCESS_KEY_ID dbPassword apiKey api-key access_token
+OPENAI_API_KEY_2 CLIENT_SECRET GOOGLE_CREDENTIALS PREFECT_AUTH REDIS_AUTH GITHUB_PAT KEY_PASSPHRASE X-Amz-Signature
+"""
+OTHER_NAMES = """
+MONKEY TOKENIZERS_PARALLELISM PATH PWD OLDPWD COMPASS SSH_AUTH_SOCK GIT_ASKPASS MAX_TOKENS KEYBOARD BYPASS PASSENGERS PUBLIC_KEY
+HF_TOKEN_PATH AUTHOR SECRETARY TURKEY_TEMPERATURE GRPO_WORKDIR
+"""
+KEY = """-----BEGIN OPENSSH PRIVATE KEY-----
+b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9u
+QyNTUxOQAAACDf7planted7lineAAAAtzc2gtZWQ
+-----END OPENSSH PRIVATE KEY-----
+"""
 
 
 @pytest.mark.parametrize(
@@ -16,6 +39,18 @@ from schemas.secret import has_password, hide
         ("see http://:pa55@host and http://me:x@other", "see http://:***@host and http://me:***@other"),
         ("http://127.0.0.1:5000/api", "http://127.0.0.1:5000/api"),
         ("mail me@host: http://host", "mail me@host: http://host"),
+        ("postgresql://me:a/b@c:d@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("http://me@corp.example:a/b@host", "http://me@corp.example:***@host"),
+        ("redis://:pa55#?@host", "redis://:***@host"),
+        ("https://hf_abc@host/x.jsonl", "https://***@host/x.jsonl"),
+        ("git+https://x-oauth-token-of-someone:@host", "git+https://***@host"),
+        ("GET /x?page=2&api_key=abc&sort=up", "GET /x?page=2&api_key=***&sort=up"),
+        ("http://host/x?password=a%20b", "http://host/x?password=***"),
+        ("http://host?a=1&token=abc&b=2", "http://host?a=1&token=***&b=2"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("git+ssh://git@host/repo", "git+ssh://git@host/repo"),
+        ("models:/grpo-demo@champion", "models:/grpo-demo@champion"),
+        ("https://host/a/@b?c=d", "https://host/a/@b?c=d"),
     ],
 )
 def test_passwords_in_addresses_are_hidden(text, shown):
@@ -30,6 +65,97 @@ def test_values_of_secret_variables_are_hidden(monkeypatch, name):
     assert hide("someone:planted-value") == "***"
 
 
+@pytest.mark.parametrize(
+    "name",
+    SECRET_NAMES.split(),
+)
+def test_names_of_secrets_are_known(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    OTHER_NAMES.split(),
+)
+def test_names_of_other_things_are_not(name):
+    assert not is_secret_name(name)
+
+
+def test_each_line_of_a_secret_is_hidden_and_its_frame_is_not(monkeypatch):
+    monkeypatch.setenv("SSH_PRIVATE_KEY", KEY)
+    for line in KEY.splitlines()[1:3]:
+        assert line not in hide(f"the key is broken at {line}, it says")
+        assert line not in hide(repr({"key": KEY})) + hide(json.dumps(KEY)) + hide(KEY)
+    assert hide("-----BEGIN CERTIFICATE-----") == "-----BEGIN CERTIFICATE-----"
+
+
+def test_a_private_key_is_hidden_wherever_it_came_from():
+    assert hide(f"it holds {KEY}, which") == "it holds ***\n, which"
+
+
+def test_a_password_in_an_address_of_the_environment_is_hidden_when_it_stands_alone(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:12345/6@7@host:5000")
+    assert hide("the password 12345/6@7 was refused by host") == "the password *** was refused by host"
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=12, max_size=30))
+def test_a_secret_is_hidden_however_it_is_written(value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_KEY", value.replace("\0", "0"))
+        value = os.environ["HF_KEY"]
+        for text in (
+            value,
+            repr(value),
+            json.dumps(value),
+            json.dumps(value, ensure_ascii=False),
+            html.escape(value),
+            quote(value),
+        ):
+            assert value not in hide(f"it said {text} and went")
+            assert text not in hide(f"it said {text} and went")
+
+
+PASSWORD = st.text(
+    alphabet=st.characters(codec="ascii", min_codepoint=33, exclude_characters="\"'<>`\\"), min_size=1, max_size=20
+)
+
+
+@given(PASSWORD, st.sampled_from(["postgresql", "http", "redis", "https"]), st.sampled_from(["me", "", "someone-else"]))
+def test_any_password_in_an_address_is_hidden_and_refused(password, scheme, user):
+    address = f"{scheme}://{user}:{password}@host:5432/db"
+    assert has_password(address)
+    # A number before a slash is a port.
+    if not re.match(r"[0-9]*[/?#]", password):
+        assert hide(f"at {address}, it said") == f"at {scheme}://{user}:***@host:5432/db, it said"
+
+
+@given(st.text(max_size=200))
+def test_text_without_an_address_and_without_a_parameter_is_left_alone(text):
+    plain = re.sub(r"[?&;]|://|-----BEGIN", " ", text)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if is_secret_name(name) or "://" in os.environ[name]]:
+            patch.delenv(name)
+        patch.setenv("TOKENIZERS_PARALLELISM", plain.replace("\0", "")[:20])
+        assert hide(plain) == plain
+
+
+WORD = st.text(alphabet="abcxyz019-_", min_size=1, max_size=8)
+
+
+@given(WORD, st.integers(1, 65535), st.lists(WORD, max_size=3), WORD, WORD)
+def test_an_address_without_a_user_is_left_alone(host, port, path, version, sort):
+    address = f"http://{host}:{port}/{'/'.join(path)}@{version}?sort={sort}&page=2#top"
+    assert hide(address) == address
+
+
+@pytest.mark.parametrize(
+    "unit", ["://", "a:@/", "?a", "x://a:", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "authorization: ", "A", "?a.-_="]
+)
+def test_hiding_reads_a_long_text_once(unit):
+    # A pattern that goes back and forth would take hours here.
+    assert hide(unit * (2_000_000 // len(unit)))
+
+
 def test_short_and_other_values_are_left_alone(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "abc")
     monkeypatch.setenv("HOME_TOWN", "planted-value")
@@ -39,6 +165,55 @@ def test_short_and_other_values_are_left_alone(monkeypatch):
 @given(st.text(alphabet="ab:/@. ", max_size=60))
 def test_hiding_twice_changes_nothing_more(text):
     assert hide(hide(text)) == hide(text)
+
+
+def test_what_a_process_prints_holds_no_secret():
+    code = """
+import os, sys
+from schemas.secret import hide_output
+hide_output(); hide_output()
+print("said", os.environ["HF_KEY"], file=sys.stdout)
+print("said", os.environ["HF_KEY"], file=sys.stderr)
+raise ValueError("http://me:planted@host and " + os.environ["HF_KEY"])
+"""
+    environment = os.environ | {"HF_KEY": "hf planted key"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "said ***\n"
+    assert done.stderr.startswith("said ***\n")
+    assert done.stderr.endswith("ValueError: http://me:***@host and ***\n")
+    assert "planted" not in done.stdout + done.stderr
+
+
+def library():
+    try:
+        raise OSError("http://me:planted@host does not answer")
+    except OSError as error:
+        raise ConnectionError("cannot connect") from error
+
+
+def ours():
+    try:
+        library()
+    except OSError as error:
+        raise TrackingError("MLflow cannot be reached") from error
+
+
+def plain():
+    raise ConnectionError("plain")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        (library, RuntimeError, r"OSError: http://me:\*\*\*@host(?s:.*)ConnectionError: cannot connect"),
+        (ours, TrackingError, "MLflow cannot be reached"),
+        (plain, ConnectionError, "plain"),
+    ],
+)
+def test_an_error_is_let_out_without_the_secrets_that_led_to_it(fault, kind, says):
+    with pytest.raises(kind, match=says) as raised, hidden_errors():
+        fault()
+    assert "planted" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_errors_hold_no_secret(monkeypatch):
@@ -55,9 +230,37 @@ def test_errors_hold_no_secret(monkeypatch):
         ("rollout.vllm.base_urls=[http://me:planted@host:8000]", "VLLM_API_KEY"),
         ("rollout.vllm.extra_args=[--api-key=planted]", "VLLM_API_KEY"),
         ("rollout.vllm.extra_args=[--host, 0.0.0.0]", "listens on 127.0.0.1 alone"),
+        ("rollout.vllm.extra_args=[--hf-token, hf_planted0123456789]", "rollout.vllm.extra_args.1"),
+        ("rollout.vllm.extra_args=[--hf-token=hf_planted0123456789]", "rollout.vllm.extra_args.0"),
+        ("tracking.tracking_uri=http://me:80/planted@host", "MLFLOW_TRACKING_URI"),
+        ("tracking.tracking_uri=http://host:5000/?password=planted", "MLFLOW_TRACKING_URI"),
+        ("data.train.0.path=https://planted@host/x.jsonl", "data.train.0.path"),
+        ("data.train.0.path=https://host/x.jsonl?api_key=planted", "data.train.0.path"),
+        ("model.path=https://me:pla/nted@host/x", "model.path"),
+        ("rewards.functions.own={function: 'a:b', params: {api_key: planted}}", "rewards.functions.own.params.api_key"),
+        (
+            "rewards.functions.own={function: 'a:b', params: {db: {password: planted}}}",
+            "rewards.functions.own.params.db.password",
+        ),
+        ("rewards.functions.own={function: 'a:b', params: {urls: ['x://me:planted@h']}}", "rewards.functions.own.params.urls.0"),
     ],
 )
 def test_a_config_with_a_password_is_refused_without_repeating_it(override, mend):
     with pytest.raises(Exception, match=mend) as refused:
         load_config("demo", [override])
     assert "planted" not in str(refused.value)
+
+
+def test_a_config_that_holds_the_value_of_a_secret_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_KEY", "hf planted key")
+    with pytest.raises(ConfigError, match=r"data\.system_prompt holds a password, token or key"):
+        load_config("demo", ["data.system_prompt=Say hf planted key now."])
+
+
+def test_settings_with_harmless_names_are_no_secrets():
+    params = {"answer_key": "answer", "pad_token": "<pad>", "stop_token": "</answer>", "max_tokens": 64, "password_field": None}
+    assert (
+        list(secrets_in({"params": params, "args": ["--max-num-batched-tokens", "4096", "--tokenizer", "a/b", "--pass", "1"]}))
+        == []
+    )
+    assert not list(secrets_in({"at": ["models:/demo@champion", "hf://datasets/a/b@main", "embedded:arithmetic_train.jsonl"]}))

@@ -2,7 +2,10 @@
 
 import json
 
-from grpo_tasks.stage.journal import Events, Journal
+import pytest
+
+from grpo_tasks.stage.journal import Events, Journal, read_events
+from schemas.errors import TrainingError
 
 
 def lines(path):
@@ -54,3 +57,29 @@ def test_a_repeated_update_keeps_its_first_line(tmp_path):
         journal.append(1, {"reward": reward})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert journal.steps[1] == {"reward": 0.5}
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"\x00", b"\n", b"\r", b"[" * 20_000, b"null"])
+def test_a_damaged_line_is_named_with_its_number_and_left_alone(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path)
+    for step in range(1, 6):
+        journal.append(step, {"reward": 0.5})
+    whole = path.read_bytes()
+    middle = whole.index(b'"metrics"', whole.index(b'"step": 3'))
+    path.write_bytes(whole[:middle] + damage + whole[middle + 1 :])
+    before = path.read_bytes()
+    with pytest.raises(TrainingError, match="damaged") as refused:
+        Journal(path)
+    assert refused.value.place == f"{path}:3"
+    assert len(str(refused.value)) < 600
+    assert path.read_bytes() == before
+
+
+def test_a_figure_that_is_no_number_and_a_journal_that_is_a_folder_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "metrics": {"reward": "high"}}\n')
+    with pytest.raises(TrainingError, match="damaged"):
+        Journal(path)
+    with pytest.raises(TrainingError, match="cannot be read"):
+        read_events(tmp_path)

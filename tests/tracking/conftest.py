@@ -17,6 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
+from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.running.servers import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config import RunConfig
 from schemas.results import (
@@ -52,7 +54,7 @@ def server(empty_database, tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", *mlflow_command(port)]
     command += ["--backend-store-uri", f"sqlite:///{home / 'server.db'}", "--artifacts-destination", str(home / "artifacts")]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (home / "server.log").open("wb") as log:
@@ -263,15 +265,17 @@ def make_merge(tmp_path):
     """A merged model on disk: the embedded base, which any transformers loads."""
     base = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 
-    def make(sha256="7" * 64, key="9" * 16):
-        directory = tmp_path / f"merge-{sha256[:6]}"
+    def make(letter="7", key="9" * 16):
+        """Models of different letters differ in a file that nobody reads."""
+        directory = tmp_path / f"merge-{letter}"
         shutil.copytree(base, directory / "model", dirs_exist_ok=True)
+        (directory / "model" / "letter.txt").write_text(letter)
         return MergeProof(
             key=key,
             directory=directory,
             seconds=1.0,
             model=ModelRef(path=str(directory / "model")),
-            sha256=sha256,
+            sha256=folder_sha256(directory / "model"),
             prompts=8,
             merge_difference=1e-6,
             max_logprob_difference=1e-6,

@@ -19,7 +19,7 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.lines import read_from, read_journal
 from grpo_tasks.tracking.store import open_store
 from schemas.config import TrackingConfig
-from schemas.errors import TrackingError
+from schemas.errors import TrackingError, TrainingError
 
 from .conftest import STARTED_MS, history, write_journal
 
@@ -201,9 +201,9 @@ def test_a_broken_line_is_named(stage):
     write_journal(stage.journal, [1])
     with stage.journal.open("a") as file:
         file.write('{"step": 2, "metr\n')
-    with pytest.raises(TrackingError, match="broken") as caught:
+    with pytest.raises(TrainingError, match="damaged") as caught:
         read_from(stage.journal, 0)
-    assert str(stage.journal) in caught.value.place
+    assert caught.value.place == f"{stage.journal}:2"
 
 
 def test_no_call_is_larger_than_mlflow_takes_and_no_step_is_torn():

@@ -12,7 +12,7 @@ from schemas.results import PairedTest
 from tests.kill_at import REQUESTS, count_calls, is_killed_at, some
 from tests.tracking.conftest import history
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.timeout(1800)]
 
 POINTS = 8
 BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)

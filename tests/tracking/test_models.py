@@ -1,5 +1,7 @@
 """The registry: versions are reused, the alias moves only when better, what is downloaded answers."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +10,14 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.tracking import models
+from grpo_tasks.tracking.downloads import fetch_version
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, decide, fetch_champion, find_champion, publish
+from grpo_tasks.tracking.models import Champion, check_champion, decide, fetch_champion, find_champion, publish
+from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
-from schemas.errors import TrackingError
+from schemas.errors import DamagedError, ModelError, TrackingError
 from schemas.results import PairedTest
 
 
@@ -69,7 +74,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     config, client = make_config(any_store), MlflowClient(any_store)
     name, evaluation = config.registered_model, make_evaluation("merged", 0.9)
     assert find_champion(name, config.tracking) is None
-    first = make_merge("1" * 64)
+    first = make_merge("1")
     with open_run(config, key="one") as run:
         for _ in range(2):
             decision = publish(
@@ -78,16 +83,16 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     assert (decision.version, decision.champion) == ("1", True)
 
     champion = find_champion(name, config.tracking)
-    assert champion == Champion(version="1", sha256="1" * 64, run_id=run.run_id)
+    assert champion == Champion(version="1", sha256=first.sha256, run_id=run.run_id)
     with open_run(config, key="two") as worse:
         tests = [result_of("base", better=True), result_of("champion", better=False)]
-        decision = publish(worse, make_merge("2" * 64), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
+        decision = publish(worse, make_merge("2"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
     assert (decision.version, decision.champion) == ("2", False)
     assert find_champion(name, config.tracking) == champion
 
     with open_run(config, key="three") as better:
         tests = [result_of("base", better=True), result_of("champion", better=True)]
-        decision = publish(better, make_merge("3" * 64), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
+        decision = publish(better, make_merge("3"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
     assert (decision.version, decision.champion) == ("3", True)
     assert find_champion(name, config.tracking).version == "3"
 
@@ -196,5 +201,95 @@ def test_an_alias_on_something_else_than_a_model_is_refused(database, make_confi
     client.create_registered_model(config.registered_model)
     client.create_model_version(config.registered_model, str(tmp_path / "other"))
     client.set_registered_model_alias(config.registered_model, "champion", "1")
-    with pytest.raises(TrackingError, match="no transformers model"):
-        fetch_champion(config.registered_model, config.tracking, tmp_path / "champions")
+    for refused in (check_champion, lambda name, tracking: fetch_champion(name, tracking, tmp_path / "champions")):
+        with pytest.raises(ModelError, match="not published by this project"):
+            refused(config.registered_model, config.tracking)
+
+
+def published(config, make_evaluation, proof, key="run"):
+    with open_run(config, key=key) as run:
+        tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
+        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
+
+
+def flip_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_model_with_one_flipped_byte_is_not_published_and_the_good_version_stays_downloadable(
+    database, make_config, make_merge, make_evaluation, tmp_path
+):
+    config, client, proof = make_config(database), MlflowClient(database), make_merge()
+    assert published(config, make_evaluation, proof).version == "1"
+    flip_byte(Path(proof.model.path) / "model.safetensors")
+    for key in ("run", "another run"):
+        with pytest.raises(DamagedError, match="not what the merge proof saw"):
+            published(config, make_evaluation, proof, key)
+    assert [version.version for version in client.search_model_versions(f"name = '{config.registered_model}'")] == [1]
+    folder = fetch_version(find_version(config.registered_model, config.tracking), config.tracking, tmp_path / "mine")
+    assert folder_sha256(folder) == proof.sha256
+
+
+def test_a_model_that_changes_while_it_is_uploaded_is_not_registered(database, make_config, make_merge, make_evaluation):
+    config, client, proof = make_config(database), MlflowClient(database), make_merge()
+
+    def changes(spec):
+        flip_byte(spec.path / "model.safetensors")
+        log_model(spec)
+
+    with open_run(config, key="run") as run, pytest.raises(DamagedError):
+        publish(
+            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=changes
+        )
+    assert client.search_model_versions(f"name = '{config.registered_model}'") == []
+
+
+def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_merge, make_evaluation, tmp_path):
+    config, proof = make_config(database), make_merge()
+    published(config, make_evaluation, proof)
+    [stored] = tmp_path.glob("mlruns/**/publication/manifest-*.json")
+    written = stored.stat().st_mtime_ns
+    published(config, make_evaluation, proof)
+    assert stored.stat().st_mtime_ns == written
+    flip_byte(stored)
+    with pytest.raises(TrackingError, match="not the one that this model was published with"):
+        published(config, make_evaluation, proof)
+
+
+@pytest.mark.parametrize("changed", ["tag", "manifest", "file"])
+def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
+    changed, database, make_config, make_merge, make_evaluation, tmp_path
+):
+    config, client, proof = make_config(database), MlflowClient(database), make_merge()
+    published(config, make_evaluation, proof)
+    other = make_merge("8")
+    if changed == "tag":
+        # Another model's hash, whose manifest exists too.
+        published(config, make_evaluation, other, "other")
+        client.set_model_version_tag(config.registered_model, "1", models.SHA_TAG, other.sha256)
+    elif changed == "manifest":
+        [stored] = tmp_path.glob("mlruns/**/publication/manifest-*.json")
+        content = json.loads(stored.read_text())
+        content["letter.txt"]["sha256"] = hashlib.sha256(b"8").hexdigest()
+        stored.write_text(json.dumps(content))
+    else:
+        [stored] = tmp_path.glob("mlruns/**/letter.txt")
+        stored.write_text("8")
+    with pytest.raises(ModelError, match=r"does not agree|not what was published|no manifest"):
+        fetch_version(find_version(f"{config.registered_model}/1", config.tracking), config.tracking, tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_fetched_champion_that_was_changed_on_disk_is_fetched_again(
+    database, make_config, make_merge, make_evaluation, tmp_path
+):
+    config, proof = make_config(database), make_merge()
+    published(config, make_evaluation, proof)
+    _, model = fetch_champion(config.registered_model, config.tracking, tmp_path / "champions")
+    assert model.sha256 == proof.sha256 == folder_sha256(Path(model.path))
+    flip_byte(Path(model.path) / "model.safetensors")
+    (Path(model.path) / "adapter_config.json").write_text("{}")
+    assert fetch_champion(config.registered_model, config.tracking, tmp_path / "champions")[1] == model
+    assert folder_sha256(Path(model.path)) == proof.sha256

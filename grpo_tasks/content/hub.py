@@ -1,0 +1,74 @@
+"""A model of a hub by its content: the commit that its revision points to, and cached files that are what was fetched.
+
+A commit is a hash over its files. A branch like `main` moves, so the hub is asked where it stands; without a network the cache
+says what was fetched last. Nothing is downloaded here. In the cache each file is named after its own hash (SHA-256 of large
+files, git's SHA-1 of small ones), so that a damaged one is found before it is used.
+"""
+
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from grpo_tasks.content.hashes import file_sha256, files_below
+from schemas.errors import DamagedError
+
+ANSWER_LIMIT_S = 10.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256_CHARS = 64
+
+
+@cache
+def hub_commit(repository: str, revision: str | None) -> str:
+    """The commit of a hub model's revision; empty when neither hub nor cache know it, which loading the model will explain.
+
+    Raises:
+        DamagedError: a file of it in the hub cache is not what was fetched.
+    """
+    folder = _cache_folder(repository)
+    commit = _commit(repository, revision or "main", folder)
+    if commit:
+        _check_files(folder / "snapshots" / commit)
+    return commit
+
+
+def _commit(repository: str, revision: str, folder: Path) -> str:
+    if _COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi, constants
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            return HfApi().model_info(repository, revision=revision, timeout=ANSWER_LIMIT_S).sha or ""
+        except Exception:  # noqa: S110 - no network, no such model, no permission: the library has a class for each
+            pass
+    known = folder / "refs" / revision
+    return known.read_text(encoding="utf-8").strip() if known.is_file() else ""
+
+
+def _cache_folder(repository: str) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+
+
+def _check_files(snapshot: Path) -> None:
+    for path in files_below(snapshot):
+        name = path.resolve().name
+        right = name == (file_sha256(path) if len(name) == _SHA256_CHARS else _git_sha1(path)) if _is_hash(name) else True
+        if not right:
+            raise DamagedError(
+                f"{path.name} in the hub cache is not what was fetched (its hash differs)",
+                place=str(path),
+                mend=f"delete {path.resolve()} and run the same command again: it is fetched anew",
+            )
+
+
+def _is_hash(name: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) is not None
+
+
+def _git_sha1(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

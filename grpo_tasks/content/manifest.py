@@ -1,0 +1,60 @@
+"""The manifest of a folder: path, size and SHA-256 of every output file; and what has become of them since.
+
+    folder --take_manifest--> (OutputFile, ...) --find_changes--> [Change("final/adapter_model.safetensors", "changed")]
+
+Logs, plots and the result itself are no outputs: no later step reads them, and some are written after the step has ended.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
+from schemas.child import ERROR, RESULT
+from schemas.results import OutputFile
+
+NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})
+"""First parts of paths that a manifest leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A file that is not what the manifest says."""
+
+    path: str
+    what: Literal["missing", "changed"]
+
+    def __str__(self) -> str:
+        return f"{self.path} is {'missing' if self.what == 'missing' else 'not what the step wrote'}"
+
+
+def take_manifest(folder: Path) -> tuple[OutputFile, ...]:
+    """Every output file of a step's folder, in order of the paths."""
+    found = ((path, path.relative_to(folder)) for path in files_below(folder))
+    return tuple(
+        OutputFile(path=name.as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
+        for path, name in found
+        if name.parts[0] not in NO_OUTPUTS and not name.name.endswith(".part")
+    )
+
+
+def find_changes(folder: Path, manifest: Iterable[OutputFile]) -> list[Change]:
+    """The files of the manifest that are missing or differ; files that came later do not count."""
+    changes = []
+    for file in manifest:
+        path = folder / file.path
+        if not path.is_file():
+            changes.append(Change(file.path, "missing"))
+        elif path.stat().st_size != file.bytes or file_sha256(path) != file.sha256:
+            changes.append(Change(file.path, "changed"))
+    return changes
+
+
+def outputs_sha256(manifest: Iterable[OutputFile], names: tuple[str, ...]) -> str:
+    """SHA-256 (hex) over those files of a manifest that are, or lie below, one of `names`."""
+    return digest_of((file.path, file.sha256) for file in manifest if any(_covers(name, file.path) for name in names))
+
+
+def _covers(name: str, path: str) -> bool:
+    return path == name or path.startswith(f"{name}/")

@@ -1,0 +1,117 @@
+"""A user's own module and all that it imports of the user's own, as one hash.
+
+    my_rewards.py --import helper--> helper.py --from . import tables--> ...      (installed packages are not read)
+
+Imports are read from the source, nothing is executed; what a module imports by a computed name is not seen. Installed packages
+count by their versions, which every run records.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import site
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from grpo_tasks.content.hashes import file_sha256
+
+_OURS = Path(__file__).resolve().parents[2]
+_OUR_PACKAGES = {"flows", "grpo_tasks", "schemas"}
+
+
+def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
+    """SHA-256 (hex) over the file of a module and of every module that it reaches and that is no installed distribution.
+
+    Args:
+        module: dotted name.
+        search: folders that modules are looked for in after the installed ones; the working directory when not given.
+
+    Returns:
+        Empty when there is no such module: whoever imports it says so.
+    """
+    files = own_modules(module, [Path.cwd()] if search is None else search)
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0{file_sha256(path)}\0".encode())
+    return digest.hexdigest() if files else ""
+
+
+def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
+    """Dotted name and file of a module and of the user's own modules behind it."""
+    found: dict[str, Path] = {}
+    waiting = [module]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parent = name.rpartition(".")[0]
+        # Importing a.b.c runs a and a.b as well.
+        waiting += [parent] if parent else []
+        path = _file_of(name, search)
+        if path is None:
+            continue
+        found[name] = path
+        if path.suffix == ".py":
+            waiting += _imports(name, path)
+    return found
+
+
+def _file_of(name: str, search: Sequence[Path]) -> Path | None:
+    """The file of a module; None for installed ones, our own, and those that are not there."""
+    top, *rest = name.split(".")
+    if top in _OUR_PACKAGES:
+        return None
+    spec = _installed(top) or PathFinder.find_spec(top, [str(folder) for folder in search])
+    for index, _ in enumerate(rest):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        full = ".".join([top, *rest[: index + 1]])
+        spec = PathFinder.find_spec(full, list(spec.submodule_search_locations))
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    path = Path(spec.origin).resolve()
+    return None if _is_installed(path) else path
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    """What an import finds without the user's folders; the import path has those at its end."""
+    try:
+        return importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def _is_installed(path: Path) -> bool:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [sysconfig.get_path(name) for name in names] + site.getsitepackages() + [site.getusersitepackages()]
+    return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
+
+
+def _imports(name: str, path: Path) -> Iterator[str]:
+    """Names that a module's source imports, relative ones made absolute; for `from a import b` both a and a.b."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        # Whoever imports it says so.
+        return
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".") if package else []
+    kept = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*kept, node.module] if node.module else kept)

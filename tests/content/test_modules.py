@@ -1,0 +1,65 @@
+"""A user's own modules count by the content of every file of theirs that an import reaches."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_tasks.content.modules import modules_sha256, own_modules
+
+FILES = {
+    "rewards.py": "import json, numpy\nimport helper\nfrom tools import words\n\ndef f(**columns): ...\n",
+    "helper.py": "import tables.sums as sums\nimport rewards\n",
+    "tables/__init__.py": "",
+    "tables/sums.py": "from . import figures\nfrom ..nowhere import x\n",
+    "tables/figures.py": "def late():\n    from .deep.inner import thing\n",
+    "tables/deep/__init__.py": "from .inner import *\n",
+    "tables/deep/inner.py": "thing = 1\n",
+    "tables/unused.py": "",
+    "tools/words.py": "LIST = []\n",
+    "unused.py": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_every_module_behind_an_import_is_found_and_no_installed_one(folder):
+    found = {path.relative_to(folder).as_posix() for path in own_modules("rewards", [folder]).values()}
+    # tools has no __init__.py: a namespace package.
+    assert found == FILES.keys() - {"unused.py", "tables/unused.py"}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_the_hash_follows_each_of_them_and_nothing_else(folder, name):
+    before = modules_sha256("rewards", [folder])
+    (folder / name).write_text(FILES[name] + "# changed\n")
+    assert (modules_sha256("rewards", [folder]) != before) is ("unused" not in name)
+
+
+def test_what_is_counted_is_what_python_imports(folder):
+    code = (
+        f"import sys; sys.path.append({str(folder)!r}); import rewards, tables.figures as f; f.late()\n"
+        f"print(*[m.__file__ for m in list(sys.modules.values()) if str(getattr(m, '__file__', '')).startswith({str(folder)!r})])"
+    )
+    (folder / "tables" / "sums.py").write_text("from . import figures\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert {str(path) for path in own_modules("rewards", [folder]).values()} == imported
+
+
+def test_an_installed_module_wins_over_a_file_of_the_same_name(folder):
+    (folder / "json.py").write_text("")
+    assert folder / "json.py" not in own_modules("rewards", [folder]).values()
+
+
+def test_a_module_that_cannot_be_read_counts_by_its_bytes_and_one_that_is_missing_by_nothing(folder):
+    (folder / "broken.py").write_text("def (")
+    assert list(own_modules("broken", [folder])) == ["broken"]
+    assert modules_sha256("no_such_module", [folder]) == ""
+    assert modules_sha256("no.such.module", [folder]) == ""

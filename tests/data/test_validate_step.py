@@ -1,0 +1,45 @@
+"""The validation step: what it says of answers that no completion can equal."""
+
+import logging
+
+import pytest
+
+from grpo_tasks import validate_data as module
+from grpo_tasks.data.load import load_sources
+from grpo_tasks.running.step import Work
+from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
+from schemas.errors import DataError
+from schemas.results import PreparedData
+
+
+@pytest.fixture
+def validate(tmp_path, write, monkeypatch):
+    """The body of the step on rows with these answers; Prefect's logger and artifacts exist inside a run only."""
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("step"))
+    monkeypatch.setattr(Work, "artifact", lambda *_: None)
+
+    def step(*answers, **rewards):
+        path = write(*({"question": f"What about {number}?", "answer": answer} for number, answer in enumerate(answers)))
+        tree = {"data": {"train": [{"path": path}], "eval_fraction": 0.5}, "validation": {}, "rewards": rewards, "seed": 1}
+        inputs = JudgeInputs.model_validate(tree)
+        loaded = load_sources(inputs.data, directory=tmp_path)
+        rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
+        work = Work("k", tmp_path, None)
+        return module.validate_data.__wrapped__(work, rows, inputs, model=ModelConfig(), rollout=RolloutConfig())
+
+    return step
+
+
+def test_text_among_numbers_is_warned_of_in_report_and_log(validate, tmp_path, caplog):
+    validate(*["4"] * 20, "Paris")
+    for text in ((tmp_path / "report.md").read_text(), caplog.text):
+        assert "1 of 21 answers are not one number (first 'Paris'" in text
+        assert "rewards.equality: exact" in text
+
+
+def test_answers_that_are_all_text_stop_a_numeric_run_after_the_report_and_not_an_exact_one(validate, tmp_path):
+    with pytest.raises(DataError, match="can ever be right"):
+        validate("Paris", "Rome", "Oslo", "Bern", "Riga", "Kyiv")
+    assert "6 of 6 answers" in (tmp_path / "report.md").read_text()
+    validate("Paris", "Rome", "Oslo", "Bern", "Riga", "Kyiv", equality="exact")
+    assert "6 of 6 answers" not in (tmp_path / "report.md").read_text()

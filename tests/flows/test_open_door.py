@@ -1,0 +1,58 @@
+"""No web page but Prefect's own can use its API, on the server of `grpo up` and on the temporary one of a single command."""
+
+import subprocess
+import sys
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from tests.flows.place import ask
+from tests.web_pages import FOREIGN, own_page, status
+
+
+@pytest.mark.parametrize("page", FOREIGN)
+def test_prefect_refuses_a_page_that_is_not_its_own(prefect_api, page):
+    known = len(ask(f"{prefect_api}/flows/filter", {}))
+    assert status(f"{prefect_api}/admin/version", FOREIGN[page]) == 403
+    assert status(f"{prefect_api}/flows/filter", FOREIGN[page], "POST", {}) == 403
+    assert status(f"{prefect_api}/flows/", FOREIGN[page], "POST", {"name": "planted"}) == 403
+    asked = FOREIGN[page] | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    assert status(f"{prefect_api}/flows/", asked, "OPTIONS") == 403
+    assert len(ask(f"{prefect_api}/flows/filter", {})) == known
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_prefect_answers_its_own_page(prefect_api, name):
+    assert status(f"{prefect_api}/flows/filter", own_page(prefect_api, name), "POST", {}) == 200
+
+
+def test_prefect_opens_no_websocket_for_another_page(prefect_api):
+    address = prefect_api.replace("http://", "ws://") + "/events/out"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(address, origin="https://evil.example", subprotocols=["prefect"])
+    assert refused.value.response.status_code == 403
+    connect(address, origin=own_page(prefect_api)["Origin"], subprotocols=["prefect"]).close()
+
+
+TEMPORARY = """
+import asyncio, os
+from flows.cli import prepare_flow
+prepare_flow()
+import httpx
+from prefect.server.api.server import create_app
+from prefect.settings import get_current_settings
+
+async def ask(**headers):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(ephemeral=True)), base_url="http://here") as client:
+        return (await client.get("/api/admin/version", **headers)).status_code
+
+user, _, password = get_current_settings().api.auth_string.get_secret_value().partition(":")
+print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))))
+"""
+
+
+def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place):
+    command = [sys.executable, "-c", TEMPORARY]
+    done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["401", "200"], done.stderr[-3000:]

@@ -1,0 +1,81 @@
+"""Two retrainings of one model at once: the second waits and says for whom, then finds nothing to do."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.flows.place import SMALL, Place
+
+pytestmark = pytest.mark.timeout(1800)
+
+RETRAIN = "from flows.retrain import retrain_flow; print('TOLD', retrain_flow('small.yaml').reason)"
+HOLDER = """
+import sys
+from prefect import flow
+from grpo_tasks.running.slots import hold
+
+@flow(flow_run_name="the-first-one")
+def first():
+    with hold("retrain-small"):
+        print("HELD", flush=True)
+        sys.stdin.read()
+
+first()
+"""
+
+
+def start(place, code):
+    """A flow that somebody starts by hand."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code],
+        cwd=place.root,
+        env=place.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read_until(process, words):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return line
+    raise AssertionError(f"it ended without {words!r}:\n{''.join(lines[-30:])}")
+
+
+def test_a_second_retraining_of_a_model_waits_and_says_for_whom(place, small):
+    small()
+    first = start(place, HOLDER)
+    second = None
+    try:
+        read_until(first, "HELD")
+        second = start(place, RETRAIN)
+        assert "held by the run the-first-one" in read_until(second, "waiting for the slot retrain-small")
+        assert second.poll() is None
+        assert not list(place.root.glob("runs/small/*/*"))
+    finally:
+        for process in (first, second):
+            if process:
+                process.kill()
+                process.communicate()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("with_server", [True, False])
+def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_path, request, with_server, attempt):
+    api = request.getfixturevalue("prefect_api") if with_server else None
+    place = Place(tmp_path, api)
+    place.write("small.yaml", yaml.safe_dump(SMALL))
+    both = [start(place, RETRAIN) for _ in range(2)]
+    outputs = [process.communicate(timeout=900)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    reasons = [line for output in outputs for line in output.splitlines() if line.startswith("TOLD")]
+    assert sum("nothing to do" in reason for reason in reasons) == 1
+    assert "waiting for the slot retrain-small, held by the run" in "".join(outputs)
+    assert [version.version for version in place.client.search_model_versions("name='small'")] == ["1"]

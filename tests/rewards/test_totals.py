@@ -1,0 +1,115 @@
+"""One definition of a completion's reward, and one builder of the batch that functions see."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from grpo_tasks.grpo.advantages import Rewards, advantages
+from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
+from grpo_tasks.grpo.measure import held_out_metrics, rollout_metrics
+from grpo_tasks.rewards.compose import RewardSuite, Scores
+from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.forecast import GroupSample, forecast
+from grpo_tasks.rewards.lab import probe_rewards_of
+from grpo_tasks.rewards.stages import stage_totals
+from grpo_tasks.rewards.totals import stage_weights, total_scores
+from grpo_tasks.rollout.engine import Completion
+from schemas.config import RewardsConfig, StageConfig
+
+scores_of_functions = arrays(np.float64, (8, 3), elements=st.sampled_from([np.nan, -1.0, 0.0, 0.5, 2.0]))
+REWARDS = RewardsConfig.model_validate(
+    {
+        "functions": {
+            name: {"function": f"my_rewards:{name}", "weight": weight}
+            for name, weight in zip("abc", (1.0, 0.5, -2.0), strict=True)
+        }
+    }
+)
+STAGE = StageConfig(name="s", rewards=list("abc"), num_generations=4, per_device_train_batch_size=8)
+
+
+def scored(raw):
+    weights = stage_weights(STAGE, REWARDS)
+    scores = Scores(list("abc"), raw, weights, np.ones(3), total_scores(raw, weights), [])
+    completions = [Completion([1, 2], [0.0, 0.0], "text", "stop")] * 8
+    return ScoredRollout(Rollout([None, None], [[1], [2]], completions, 4, 0.0), scores, 0.0)
+
+
+@given(scores_of_functions)
+def test_totals_are_trls(raw):
+    per_function, weights = torch.from_numpy(raw), torch.from_numpy(stage_weights(STAGE, REWARDS))
+    # trl 1.16, GRPOTrainer._generate_and_score_completions
+    wanted = (per_function * weights.unsqueeze(0)).nansum(dim=1)
+    wanted[torch.isnan(per_function).all(dim=1)] = torch.nan
+    np.testing.assert_array_equal(total_scores(raw, weights.numpy()), wanted.numpy())
+
+
+@given(scores_of_functions)
+def test_the_reward_means_the_same_in_training_on_held_out_prompts_and_in_the_lab(raw):
+    rollout = scored(raw)
+    gained = advantages(Rewards(torch.from_numpy(raw), torch.from_numpy(rollout.scores.weights)), STAGE)
+    trained = rollout_metrics(rollout, gained)
+    held_out = held_out_metrics(rollout, stage_weights(STAGE, REWARDS))
+    columns = {name: [None if np.isnan(score) else score for score in raw[:, index]] for index, name in enumerate("abc")}
+    totals = stage_totals(STAGE, REWARDS, columns)
+    np.testing.assert_array_equal(totals, rollout.scores.totals)
+    assert held_out.get("eval_reward") == trained.get("reward")
+    samples = [GroupSample(name, ["text"] * 4, [[1]] * 4, ["stop"] * 4) for name in "pq"]
+    seen = forecast("s", samples, totals)
+    assert seen.mean_reward == trained.get("reward", 0.0)
+    assert seen.share_with_signal == 1.0 - trained["frac_reward_zero_std"]
+
+
+def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():
+    raw = np.array([[1.0, np.nan, np.nan], [1.0, 1.0, np.nan]] * 4)
+    # The weighted sum of the functions' means would be 1.5.
+    assert held_out_metrics(scored(raw), stage_weights(STAGE, REWARDS))["eval_reward"] == 1.25
+
+
+def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_module, run_config, make_row, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    own_module("""
+        import re
+        def one_task(prompts, completions, answer, task, **columns):
+            found = [re.findall("<answer>([^<>]*)</answer>", chat[0]["content"][-2000:]) for chat in completions]
+            return [float([truth] == one) if name == "sums" else None for one, truth, name in zip(found, answer, task)]
+    """)
+    rows = [make_row(line, str(line + 40), task="sums" if line % 2 else "others") for line in range(1, 5)]
+    config = run_config({"s": ["one_task"]}, rewards={"functions": {"one_task": {"function": "my_rewards:one_task"}}})
+    findings = probe_rewards_of(config, rows)
+    assert {check.outcome for check in findings.checks if check.check in ("order", "empty")} == {"passed"}
+    assert findings.probes.filter(answer="42")["total_s"].null_count() == findings.probes.filter(answer="42").height
+
+
+RESERVED_COLUMNS = {"trainer_state": 1, "log_metric": 2, "prompts": 3, "answer": 4, "ngram": 5, "level": 6}
+
+
+def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own_module, rewards_config, make_row):
+    own_module("""
+        def state(prompts, completions, answer, trainer_state, level, **columns):
+            assert answer == ["42"] * len(completions), answer
+            return [float(trainer_state.global_step)] * len(completions)
+    """)
+    row = make_row(**RESERVED_COLUMNS | {"answer": "42"})
+    row.extra["answer"] = 4
+    config = rewards_config(state={"function": "my_rewards:state"})
+    rollout = Rollout([row], [[1]], [Completion([1], [0.0], "a b c d a b c d", "stop")] * 2, 2, 0.0)
+    with RewardSuite(config, ["state", "repetition"]) as suite:
+        trained = score_groups(suite, rollout, step=7).scores.raw
+        tried = suite.score(batch_of([row, row], ["a b c d a b c d"] * 2, [[1], [1]], step=7)).raw
+    np.testing.assert_array_equal(trained, tried)
+    assert trained[0, 0] == 7.0
+    # The column ngram is no parameter of repetition.
+    assert trained[0, 1] < 0.0
+
+
+def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    rows = [make_row(1), make_row(2, trainer_state="x", level=3)]
+    findings = probe_rewards_of(run_config({"s": ["format"]}, lab={"num_rows": 2}), rows)
+    [check] = [check for check in findings.checks if check.check == "columns"]
+    assert (check.outcome, check.place) == ("warned", "train.jsonl:2")
+    assert "trainer_state" in check.detail
+    assert {check.outcome for check in findings.checks if check.check != "columns"} == {"passed"}

@@ -1,0 +1,78 @@
+"""A setting that nothing reads is a promise that nobody keeps."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mypy import build, nodes
+from mypy.modulefinder import BuildSource
+from mypy.options import Options
+from mypy.types import Instance, UnionType, get_proper_type
+
+import schemas.config
+from grpo_tasks.stage.guards import GUARDS
+from schemas.config import GuardsConfig
+from schemas.section import Section
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+THROUGH = {
+    ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
+    ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
+    ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
+    ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
+    ("TrackingConfig", "experiment"): ("RunConfig", "experiment"),
+    ("TrackingConfig", "registered_model"): ("RunConfig", "registered_model"),
+}
+"""Fields that are read through a method or property of schemas/config.py, which is what the pipeline reads."""
+BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS} | {
+    (type(getattr(GuardsConfig(), guard.event)).__name__, field) for guard in GUARDS for field in ("action", "threshold")
+}
+"""`Guards.look` reads action and threshold of all guards as getattr(config, guard.event)."""
+
+
+def sections():
+    kinds = [kind for kind in vars(schemas.config).values() if isinstance(kind, type) and issubclass(kind, Section)]
+    return [kind for kind in kinds if kind is not Section]
+
+
+def reads(*packages):
+    """How often each attribute of a section is read, by the types that mypy infers: a `name` of something else is none."""
+    options = Options()
+    options.export_types, options.incremental = True, False
+    # Types of libraries say nothing here, and would take a minute.
+    options.follow_imports, options.ignore_missing_imports = "skip", True
+    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    types = build.build([BuildSource(str(file), name) for file, name in zip(files, names, strict=True)], options).types
+    found = Counter()
+    for expression in types:
+        if isinstance(expression, nodes.MemberExpr) and expression.expr in types:
+            owner = get_proper_type(types[expression.expr])
+            for kind in map(get_proper_type, owner.items if isinstance(owner, UnionType) else [owner]):
+                if isinstance(kind, Instance) and kind.type.module_name == "schemas.config":
+                    found[kind.type.name, expression.name] += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def read():
+    """Without the reads of schemas/ itself: a validator that looks at a field does nothing with it."""
+    return reads("flows", "grpo_tasks", "schemas") - reads("schemas")
+
+
+def test_every_field_of_a_config_is_read_by_the_pipeline(read):
+    used = set(read) | BY_NAME | {field for field, through in THROUGH.items() if through in read}
+    dead = [
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name in section.model_fields
+        if (section.__name__, name) not in used
+    ]
+    assert dead == []
+
+
+def test_a_field_that_is_read_through_a_method_is_read_there():
+    source = (ROOT / "schemas" / "config.py").read_text()
+    for (_, field), (_, method) in THROUGH.items():
+        body = source.split(f"def {method}(")[1].split("    def ")[0]
+        assert f".{field}" in body or f'"{field}"' in body

@@ -1,0 +1,134 @@
+"""What a config file or a `--set` value may be, and what is said of the others."""
+
+import itertools
+import os
+
+import pytest
+
+from schemas.errors import ConfigError, DataError, UserError
+from schemas.load import load_config
+from schemas.yaml_text import MAX_CHARS, parse_yaml
+
+MINIMAL = "data: {train: [{path: rows.jsonl}]}\nstages: [{name: only, rewards: [format]}]\n"
+LETTERS = "abcdefgh"
+NINE = "[{}, {}, {}, {}, {}, {}, {}, {}, {}]"
+LISTS = "a0: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}0: &{b} {NINE.replace('{}', '*' + a)}\n" for a, b in itertools.pairwise(LETTERS)
+)
+MERGES = "a0: &a {x: 1}\n" + "".join(
+    f"{b}0: &{b} {{<<: {NINE.replace('{}', '*' + a)}}}\n" for a, b in itertools.pairwise(LETTERS)
+)
+LONG_TEXTS = f"a: &a {'x' * 500_000}\nb: {NINE.replace('{}', '*a')}\n"
+
+REFUSED = {
+    "top key twice": ("seed: 1\nname: a\nseed: 2\n", "seed is given twice, first in line 1", ":3"),
+    "nested key twice": ("model:\n  lora:\n    r: 8\n    r: 16\n", "r is given twice, first in line 3", ":4"),
+    "key twice in a list": ("stages:\n- {name: a, name: b}\n", "name is given twice", ":2"),
+    "nested too deep": (f"a: {'[' * 200}{']' * 200}", "more than 50 levels deep", ""),
+    "nested thousands deep": (f"a: {'[' * 50_000}", "more than 50 levels deep", ""),
+    "a mapping nested thousands deep": (f"{'{a: ' * 20_000}", "more than 50 levels deep", ""),
+    "aliases that multiply": (LISTS, "once its aliases are written out", ":"),
+    "merge keys that multiply": (MERGES, "once its aliases are written out", ":"),
+    "a long text many times": (LONG_TEXTS, "once its aliases are written out", ":"),
+    "a value inside itself": ("a: &a [1, *a]", "contains itself", ":1"),
+    "a tab": ("model:\n\tpath: x\n", "indent with spaces", ":2"),
+    "no closing bracket": ("a: [1, 2\nb: 3\n", "correct that line", ":2"),
+    "an unknown alias": ("a: *nowhere", "undefined alias", ":1"),
+    "python code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor", ":1"),
+    "two documents": ("a: 1\n---\nb: 2\n", "single document", ":2"),
+    "a date that is none": ("a: 2024-99-99", "month must be", ""),
+    "an empty number": ("a: !!int ''", "a value that YAML cannot read", ""),
+    "a number of 5,000 digits": (f"a: {'9' * 5_000}", "a value that YAML cannot read", ""),
+    "a NUL": ("a: \x00", "not readable as YAML", ""),
+    "two million characters": ("a: " + "x" * 2 * MAX_CHARS, "at most 1,048,576", ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_yaml_that_is_broken_doubled_or_a_bomb_is_refused_with_its_line(name):
+    text, says, line = REFUSED[name]
+    for place, refused in (("file.yaml", lambda: parse_yaml(text, place="file.yaml")), ("--set", lambda: _override(text))):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert says in str(caught.value)
+        assert line in caught.value.place.removeprefix(place)
+        assert caught.value.mend
+        assert len(str(caught.value)) < 3_000
+
+
+def _override(text):
+    load_config("demo", [f"rollout.stop={text}"])
+
+
+def test_the_rules_hold_in_a_file_that_is_extended(tmp_path):
+    (tmp_path / "below.yaml").write_text(MINIMAL + "seed: 1\nseed: 2\n")
+    (tmp_path / "top.yaml").write_text("extends: below.yaml\n")
+    with pytest.raises(ConfigError, match="seed is given twice") as caught:
+        load_config(tmp_path / "top.yaml")
+    assert caught.value.place == f"{tmp_path / 'below.yaml'}:4"
+
+
+def test_merge_keys_and_aliases_still_work_and_a_written_key_wins():
+    text = "base: &base {a: 1, b: 2}\nmore: &more {c: 3}\nmade: {<<: [*base, *more], b: 5}\nagain: *base\n"
+    read = parse_yaml(text, place="")
+    assert read["made"] == {"a": 1, "b": 5, "c": 3}
+    assert read["again"] == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.mkdir(), "it is a folder"),
+        (os.mkfifo, "named pipe"),
+        (lambda path: path.symlink_to(path), "cannot be followed"),
+        (lambda path: path.symlink_to("nowhere"), "a link to a file that does not exist"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
+        (lambda path: path.write_bytes(b"x" * 20 * 2**20), "20,971,520 bytes"),
+        (lambda path: path.write_bytes(b"name: a\nseed: \xff\n"), "byte 0xff is not UTF-8"),
+        (lambda path: path.write_text(MINIMAL, encoding="utf-16"), "is not UTF-8"),
+        (lambda path: path.write_text("- a\n- b\n"), "no mapping"),
+        (lambda path: path.write_text(""), "no mapping"),
+        (lambda _: None, "no such configuration"),
+    ],
+    ids=["folder", "fifo", "loop", "dead link", "device", "20 MB", "bad byte", "UTF-16", "list", "empty", "missing"],
+)
+@pytest.mark.parametrize("extended", [False, True])
+def test_what_is_no_config_is_refused_at_once_and_by_name(tmp_path, make, says, extended):
+    make(tmp_path / "bad.yaml")
+    top = tmp_path / "bad.yaml"
+    if extended:
+        top = tmp_path / "top.yaml"
+        top.write_text("extends: bad.yaml\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(top)
+    assert says in str(caught.value)
+    assert "bad" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "x" * 300 + "/y", "a\x00b", "x" * 100_000])
+def test_a_name_that_no_disk_can_hold_is_no_configuration(name):
+    with pytest.raises(ConfigError, match="no such configuration") as caught:
+        load_config(name)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_folder_that_is_called_like_a_preset_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert load_config("demo").name == "grpo-demo"
+
+
+def test_a_chain_that_leads_back_under_another_spelling_is_refused(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("extends: sub/../a.yaml\n" + MINIMAL)
+    with pytest.raises(ConfigError, match="does not lead back here"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_an_error_repeats_little_of_what_was_typed_and_twice_shortened_is_once():
+    for text in ("x" * 20_000_000, "y\n" * 500_000, "z" * 20_000_000 + "; the end"):
+        error = DataError(text, place=text, mend=text)
+        assert len(str(error)) < 10_000
+        assert str(UserError.from_json(error.to_json())) == str(error)
+    assert "the end" in str(error)
+    assert "19,998,509 characters left out" in str(error)
