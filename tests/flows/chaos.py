@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -55,6 +56,16 @@ KINDS = ("flow", "publish", "trainer", "sampler", "merge", "reward worker", "for
 """What a pipeline consists of; a server is a kind of its own."""
 SHARES = {"run": 6, "merge": 1, "rollback": 1}
 """Kills of one command before it is left in peace, so that all three ways of working get their turn."""
+
+SECOND_VERSION = """
+from mlflow import MlflowClient
+client = MlflowClient()
+first = client.get_model_version("small", "1")
+client.create_model_version("small", first.source, run_id=first.run_id)
+client.set_registered_model_alias("small", "champion", "2")
+client.set_registered_model_alias("small", "previous", "1")
+"""
+"""The same model again, as the champion: something to roll back."""
 
 Kill = Callable[[], None]
 
@@ -201,10 +212,9 @@ def _a_day(shop: Shop, hunt: "Hunt", wanted: dict, where: str) -> list[str]:
     [whole] = shop.root.glob("runs/small/merge_adapter/*/model")
     if any((whole / name).read_bytes() != (shop.root / "merged" / name).read_bytes() for name in files) or not files:
         found.append(f"{where}: the merged copy is not the merged model")
-    first = shop.client.get_model_version("small", "1")
-    shop.client.create_model_version("small", first.source, run_id=first.run_id)
-    for alias, version in (("champion", "2"), ("previous", "1")):
-        shop.client.set_registered_model_alias("small", alias, version)
+    # In a process of its own: mlflow looks such a source up in its global store.
+    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{shop.root / 'mlflow.db'}"} | shop.environment
+    subprocess.run([sys.executable, "-c", SECOND_VERSION], cwd=shop.root, env=store, check=True, capture_output=True)
     hunt.until_done("rollback", "small", "--to", "1", fine="is the champion already")
     aliases = dict(shop.client.get_registered_model("small").aliases)
     return found + ([] if str(aliases["champion"]) == "1" else [f"{where}: aliases {aliases} after the rollback"])
