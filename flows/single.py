@@ -87,16 +87,19 @@ def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh:
 
 
 def _adapter(folder: Path, config: RunConfig) -> ModelRef:
-    ref = named_model(str(folder), config)
-    if ref.adapter is None:
+    if not _is_adapter(folder):
         raise ModelError("no adapter there", place=str(folder), mend="name a folder that holds adapter_config.json")
-    return ref
+    return named_model(str(folder), config)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return os.path.exists(folder / "adapter_config.json")  # noqa: PTH110 - takes a name of any length
 
 
 def named_model(name: str, config: RunConfig) -> ModelRef:
     """What a user means by a name: an adapter folder goes on the config's base; anything else is a model."""
     path = Path(name)
-    if os.path.exists(path / "adapter_config.json"):  # noqa: PTH110 - takes a name of any length
+    if _is_adapter(path):
         return first_model(config).model_copy(update={"adapter": path.resolve()})
     check_model(name, "MODEL")
     return ModelRef(path=str(path.resolve()) if is_local(name) else name)

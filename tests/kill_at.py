@@ -20,7 +20,7 @@ PROCESSES.set_forkserver_preload(["grpo_tasks.grpo.__main__", "grpo_tasks.tracki
 
 def preload_only(*modules: str) -> None:
     """For tests whose children need less than all; has an effect when they are the first of their process."""
-    _PROCESSES.set_forkserver_preload(list(modules))
+    PROCESSES.set_forkserver_preload(list(modules))
 
 
 def count_calls(work: Callable[[], object], calls: frozenset[str], under: str = "") -> int:
@@ -47,8 +47,8 @@ def some(total: int, how_many: int, seed: int) -> list[int]:
 
 def at_once(processes: int, work: Callable[[], object]) -> list[int | None]:
     """Do the work in so many processes that begin at the same moment; their exit codes."""
-    barrier = _PROCESSES.Barrier(processes)
-    started = [_PROCESSES.Process(target=_together, args=(work, barrier)) for _ in range(processes)]
+    barrier = PROCESSES.Barrier(processes)
+    started = [PROCESSES.Process(target=_together, args=(work, barrier)) for _ in range(processes)]
     for process in started:
         process.start()
     for process in started:

@@ -1,6 +1,5 @@
 """A file read in spans by several processes gives what one reader gives: the same rows, lines, faults, in the same order."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,13 @@ from grpo_tasks.data.records import Columns
 from grpo_tasks.data.side_by_side import read_parts_side_by_side
 from schemas.config import DataConfig
 from schemas.errors import DataError
+
+
+def readers() -> list[psutil.Process]:
+    """The processes that read spans; others of this process belong to other tests."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "grpo_tasks.data.serve_spans" in child.cmdline()]
+
 
 COLUMNS = Columns("question", "prompt", "answer")
 GOOD = {"question": "What is 1 + 1?", "answer": "2", "level": 3}
@@ -57,7 +63,7 @@ def test_several_readers_give_what_one_gives(
     for part in together[1:]:
         seen.add(part.seen)
     assert seen == alone[0].seen
-    assert not psutil.Process().children(recursive=True)
+    assert not readers()
 
 
 lines = st.one_of(
@@ -114,10 +120,10 @@ def test_a_reader_that_is_killed_is_told_and_leaves_nothing(
     monkeypatch.setattr(jsonl, "SPAN_BYTES", 1000)
     parts = read_parts_side_by_side(Path(path), COLUMNS, side="train", source=path, processes=2)
     next(parts)
-    psutil.Process().children()[0].kill()
+    readers()[0].kill()
     with pytest.raises(DataError, match="ended with code -9"):
         list(parts)
-    assert not psutil.Process().children(recursive=True)
+    assert not readers()
 
 
 def test_readers_end_with_whoever_reads(tmp_path: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +131,6 @@ def test_readers_end_with_whoever_reads(tmp_path: Path, write: Callable[..., str
     path = write(*[GOOD] * 5000)
     parts = read_parts_side_by_side(Path(path), COLUMNS, side="train", source=path, processes=2)
     next(parts)
-    assert len(psutil.Process(os.getpid()).children()) == 2
+    assert len(readers()) == 2
     parts.close()
-    assert not psutil.Process().children(recursive=True)
+    assert not readers()

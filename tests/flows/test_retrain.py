@@ -67,8 +67,8 @@ def test_a_second_retraining_of_a_model_waits_and_says_for_whom(place, small):
 
 @pytest.mark.long
 @pytest.mark.parametrize("attempt", range(5))
-@pytest.mark.parametrize("with_server", [True, False])
-def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_path, request, with_server, attempt):
+def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_path, request, attempt):
+    with_server = attempt % 2 == 0
     api = request.getfixturevalue("prefect_api") if with_server else None
     place = Place(tmp_path, api)
     place.write("small.yaml", yaml.safe_dump(SMALL))

@@ -130,7 +130,8 @@ def test_a_server_that_was_killed_is_replaced_and_its_child_counts_as_killed(tmp
 
 
 def servers_of(pid):
-    return [child for child in psutil.Process(pid).children() if "grpo_tasks.running.fork_server" in child.cmdline()]
+    children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "grpo_tasks.running.fork_server" in child.cmdline()]
 
 
 def children_with(path, module=""):
