@@ -87,10 +87,13 @@ def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(dem
     assert "<answer>42</answer>" in asked.stdout
 
 
-def test_a_second_run_skips_everything_and_keeps_the_model_version(demo):
+def test_a_second_run_that_prefect_knows_nothing_of_skips_everything_and_keeps_the_model_version(demo, tmp_path):
     place, _ = demo
-    output = place.grpo("run", "demo")
+    process = place.start("run", "demo", PREFECT_HOME=str(tmp_path))
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
     assert output.count("unchanged, skipped") == 11, output
+    assert output.count("Finished in state Cached") == 11, output
     assert len(place.client.search_model_versions("name='grpo-demo'")) == 1
     assert place.parent().info.status == "FINISHED"
 
