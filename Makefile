@@ -19,7 +19,7 @@ test: $(READY) ## all tests but the long ones (ARGS="tests/data -k csv" for some
 test-ci: $(READY) ## one of each kind of the long ones: a demo by vLLM, a browser, kills, a day of operation (10 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" $(ARGS)
 
-test-long: $(READY) ## all long ones: servers day after day, kills, browsers, vLLM, more demos (50 minutes)
+test-long: $(READY) ## all long ones: servers day after day, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
