@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_tasks.policy.ask import Chat, Manner
-from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
-from grpo_tasks.tracking.registry import find_version, lineage_of
+from grpo_tasks.tracking.downloads import ORIGIN
+from grpo_tasks.tracking.models import download_model
+from grpo_tasks.tracking.registry import lineage_of
 from schemas.config import TrackingConfig
 from schemas.results import Lineage
 
@@ -35,9 +36,7 @@ def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
     if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - takes a name of any length
         origin = Path(name) / ORIGIN
         return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
-    version = find_version(name, tracking)
-    folder = fetch_version(version, tracking, DOWNLOADS / f"{version.name}-{version.version}")
-    return folder, _prompt(lineage_of(f"{version.name}/{version.version}", tracking))
+    return Path(download_model(name, tracking, DOWNLOADS).path), _prompt(lineage_of(name, tracking))
 
 
 def _prompt(lineage: Lineage) -> str:
