@@ -78,4 +78,4 @@ def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_p
     reasons = [line for output in outputs for line in output.splitlines() if line.startswith("TOLD")]
     assert sum("nothing to do" in reason for reason in reasons) == 1
     assert "waiting for the slot retrain-small, held by the run" in "".join(outputs)
-    assert [version.version for version in place.client.search_model_versions("name='small'")] == ["1"]
+    assert [int(version.version) for version in place.client.search_model_versions("name='small'")] == [1]
