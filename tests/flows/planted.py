@@ -9,6 +9,7 @@ result agrees with its manifest, and what is published is what it was) or refuse
 import json
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +78,14 @@ def finished_run(place: Place) -> None:
     place.grpo(*RUN)
     place.client.set_registered_model_alias("small", "champion", "1")
     place.grpo(*EVALUATE)
+    # The decision is another one now, and with it the report.
+    place.grpo(*RUN)
 
 
 def plant(place: Place, kinds: tuple[Kind, ...], number: int) -> list[Outcome]:
     """Flip a byte in a file of each kind, run the command once, and look at what has become of the files."""
     # What a damaged stage has left aside is used by nobody.
-    paths = {kind: max(path for path in place.root.glob(kind.pattern) if ".damaged-" not in str(path)) for kind in kinds}
+    paths = {kind: _newest(path for path in place.root.glob(kind.pattern) if ".damaged-" not in str(path)) for kind in kinds}
     before = {kind: path.read_bytes() for kind, path in paths.items()}
     published = _published(place)
     for path in paths.values():
@@ -106,6 +109,11 @@ def plant(place: Place, kinds: tuple[Kind, ...], number: int) -> list[Outcome]:
     faults = [*_faults(place), *(["what is published has changed"] if _published(place) != published else [])]
     faults += _download(place, number)
     return [Outcome(one.kind, one.what, "; ".join(filter(None, [one.wrong, *faults]))) for one in outcomes]
+
+
+def _newest(paths: Iterable[Path]) -> Path:
+    """Of the folders of a step the one that the next run will use."""
+    return max(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
 def flip_byte(path: Path) -> None:
