@@ -35,6 +35,9 @@ app = typer.Typer(
 )
 out = Console()
 
+PATIENT, BRIEF = "8", "4"
+"""Times that a request to Prefect is repeated, after 2, 4, 8 ... seconds."""
+
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a preset's name: demo, gsm8k-qwen2.5-0.5b, ...")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, e.g. stages.0.learning_rate=1e-5.")
@@ -383,7 +386,7 @@ def prepare_environment() -> None:
         # On a busy or slow machine Prefect's own server needs more than its 20 s.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         # A server that goes away in the middle: up to eight minutes, twice as long each time.
-        "PREFECT_CLIENT_MAX_RETRIES": "8",
+        "PREFECT_CLIENT_MAX_RETRIES": PATIENT,
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -436,6 +439,9 @@ def _lock_temporary_server() -> None:
     if get_current_settings().api.url is None:
         password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
         os.environ["PREFECT_API_AUTH_STRING"] = password
+        # Nobody starts this server again while the command waits for it.
+        if os.environ["PREFECT_CLIENT_MAX_RETRIES"] == PATIENT:
+            os.environ["PREFECT_CLIENT_MAX_RETRIES"] = BRIEF
         refresh_global_settings_context()
 
 
