@@ -61,7 +61,8 @@ SECOND_VERSION = """
 from mlflow import MlflowClient
 client = MlflowClient()
 first = client.get_model_version("small", "1")
-client.create_model_version("small", first.source, run_id=first.run_id)
+model = first.source.rpartition("/")[2]
+client.create_model_version("small", f"models:/{model}", run_id=first.run_id, model_id=model)
 client.set_registered_model_alias("small", "champion", "2")
 client.set_registered_model_alias("small", "previous", "1")
 """

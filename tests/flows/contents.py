@@ -33,7 +33,7 @@ def contents(place: Place) -> dict:
         "metrics": {name: _history(place, run) for name, run in {"parent": parent, **children}.items()},
         "artifacts": {name: sorted(_artifacts(place, run.info.run_id)) for name, run in {"parent": parent, **children}.items()},
         "versions": [
-            (version.version, version.tags["grpo.sha256"]) for version in place.client.search_model_versions("name='small'")
+            (int(version.version), version.tags["grpo.sha256"]) for version in place.client.search_model_versions("name='small'")
         ],
         "aliases": dict(place.client.get_registered_model("small").aliases),
     }

@@ -1,12 +1,14 @@
 """When an answer is right: numbers, expressions, choices and text."""
 
 import threading
+import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_tasks.rewards import expressions
 from grpo_tasks.rewards.answers import answers_equal
 from grpo_tasks.rewards.choices import choice_letter
 from grpo_tasks.rewards.expressions import is_harmless
@@ -204,3 +206,24 @@ def test_exact_equality_is_of_trimmed_text_after_normalisation():
     assert answers_equal(" caf\u00e9 ", "cafe\u0301", "exact")
     assert not answers_equal("Cafe", "cafe", "exact")
     assert not answers_equal("x" * 10_001, "x" * 10_001, "exact")
+
+
+def test_a_limit_that_rings_inside_a_destructor_rings_again():
+    class Slow:
+        def __del__(self):
+            compute(0.2)
+
+    def compute(seconds):
+        began = time.process_time()
+        while time.process_time() - began < seconds:
+            pass
+
+    def work():
+        with expressions._deadline(0.05):
+            Slow()
+            compute(20.0)
+
+    with pytest.raises(expressions._OutOfTime):
+        work()
+    # Nothing rings afterwards.
+    compute(0.3)
