@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -324,8 +325,15 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(databas
 
 
 def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
-    with open_run(make_config(None), key="default") as run:
-        pass
-    assert run.store.uri == "sqlite:///mlflow.db"
-    assert MlflowClient(database).get_run(run.run_id).info.status == "FINISHED"
+    # In a process of its own: mlflow remembers relative addresses of the folders that a process worked in before.
+    code = (
+        "import sys; from schemas.config import RunConfig; from grpo_tasks.tracking.runs import open_run\n"
+        "with open_run(RunConfig.model_validate_json(sys.argv[1]), key='default') as run: pass\n"
+        "print(run.store.uri, run.run_id)"
+    )
+    command = [sys.executable, "-c", code, make_config(None).model_dump_json()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    uri, run_id = done.stdout.split()
+    assert uri == "sqlite:///mlflow.db"
+    assert MlflowClient(database).get_run(run_id).info.status == "FINISHED"
     assert (tmp_path / "mlruns").is_dir()
