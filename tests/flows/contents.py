@@ -35,7 +35,7 @@ def contents(place: Place) -> dict:
         "versions": [
             (int(version.version), version.tags["grpo.sha256"]) for version in place.client.search_model_versions("name='small'")
         ],
-        "aliases": dict(place.client.get_registered_model("small").aliases),
+        "aliases": {alias: str(version) for alias, version in place.client.get_registered_model("small").aliases.items()},
     }
 
 
