@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from schemas.config import DataSource, RunConfig
+from schemas.config.data import DataSource
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
@@ -29,7 +30,7 @@ def _check_source(source: DataSource, place: str) -> None:
     looks_like_a_file = source.format in ("jsonl", "csv", "parquet") or path.suffix or source.path.startswith(EMBEDDED)
     reason = why_not_a_file(path)
     if reason and (looks_like_a_file or reason != "no such file"):
-        raise ConfigError(f"{reason}: {path}", place=place, mend=_RELATIVE)
+        raise ConfigError(f"{reason}: {path}", place=place, fix=_RELATIVE)
 
 
 def check_model(name: str, place: str) -> None:
@@ -38,11 +39,9 @@ def check_model(name: str, place: str) -> None:
     if os.path.lexists(path):
         reason = why_not_a_file(path / "config.json") if path.is_dir() else "it is not a folder"
         if reason:
-            raise ConfigError(
-                f"no model there ({reason}): {path}", place=place, mend="name a folder with config.json and weights"
-            )
+            raise ConfigError(f"no model there ({reason}): {path}", place=place, fix="name a folder with config.json and weights")
     elif path.is_absolute() or name.startswith((".", EMBEDDED)) or name.count("/") > 1 or "\0" in name:
-        raise ConfigError(f"no such folder: {path}", place=place, mend=f"{_RELATIVE}; a hub id is OWNER/NAME")
+        raise ConfigError(f"no such folder: {path}", place=place, fix=f"{_RELATIVE}; a hub id is OWNER/NAME")
 
 
 def check_output(config: RunConfig) -> None:
@@ -61,5 +60,5 @@ def check_output(config: RunConfig) -> None:
         raise ConfigError(
             f"the run cannot write to {folder}: {error.strerror}",
             place="resources.output_dir",
-            mend="remove what stands in its place, or name another folder",
+            fix="remove what stands in its place, or name another folder",
         ) from error

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import yaml
 
-from schemas.config import RunConfig
-from schemas.load import PRESETS, read_tree
-from schemas.section import form_values
+from schemas.config.load import PRESETS, read_tree
+from schemas.config.run import RunConfig
+from schemas.config.section import form_values
 
 POOL = "grpo"
 QUEUES = ("cpu", "gpu")

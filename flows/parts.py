@@ -9,7 +9,9 @@ from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
-from schemas.config import JudgeInputs, LabInputs, RewardsConfig, RunConfig, StageConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import JudgeInputs, LabInputs, RunConfig
+from schemas.config.stage import StageConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, StageResult
 
 

@@ -8,7 +8,7 @@ from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.write_report import write_report
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.results import PipelineResult, PublishedFacts
 
 

@@ -8,11 +8,12 @@ from flows.parts import checked_data, first_model, trained
 from flows.session import session
 from grpo_tasks.tracking.environment import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
-from schemas.config import RunConfig, TrackingConfig
+from schemas.config.load import check_config, tracking_at
+from schemas.config.operations import TrackingConfig
+from schemas.config.run import RunConfig
+from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ConfigError
-from schemas.load import check_config, tracking_at
 from schemas.results import DataReport, Lineage, Reproduction
-from schemas.yaml_text import parse_yaml
 
 
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:
@@ -32,7 +33,7 @@ def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_u
     lineage = lineage_of(model, tracking)
     config = config_of(lineage, tracking, output_dir)
     if output_dir.exists() and any(output_dir.iterdir()):
-        raise ConfigError("the folder is not empty", place=str(output_dir), mend="name a new one with --output-dir")
+        raise ConfigError("the folder is not empty", place=str(output_dir), fix="name a new one with --output-dir")
     with session(config, flow=f"reproduce {lineage.name} {lineage.version}", fresh=True) as run:
         run.tracked.handle.tags({"grpo.reproduces": lineage.run_id})
         data = checked_data(run)

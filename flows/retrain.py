@@ -16,9 +16,9 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
 from grpo_tasks.tracking.registry import find_tagged, tag_version
-from schemas.config import RunConfig
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
 from schemas.errors import ModelError
-from schemas.load import load_config
 from schemas.paths import is_local
 from schemas.results import RetrainResult
 
@@ -72,7 +72,7 @@ def _hub_digest(config: RunConfig) -> dict[str, str]:
 def _from_champion(config: RunConfig) -> RunConfig:
     found = fetch_champion(config.registered_model, config.tracking, (config.resources.output_dir / "champions").resolve())
     if found is None:
-        raise ModelError(f"{config.registered_model} has no champion to start from", mend="start_from: base")
+        raise ModelError(f"{config.registered_model} has no champion to start from", fix="start_from: base")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None})})
 
 

@@ -23,9 +23,7 @@ def serve_all() -> None:
         UserError: no server is configured; nobody could trigger anything.
     """
     if not os.environ.get("PREFECT_API_URL"):
-        raise UserError(
-            "no Prefect server is configured", mend="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up"
-        )
+        raise UserError("no Prefect server is configured", fix="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up")
     prefect.serve(*(_runner(deployment) for deployment in deployments()))
 
 

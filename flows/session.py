@@ -11,14 +11,15 @@ from prefect.runtime import flow_run
 
 from flows.checks import check_inputs, check_output
 from flows.ends import cancellable, noted
-from grpo_tasks.running.child import no_room
+from grpo_tasks.processes.child import no_room
+from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
-from schemas.config import ResourcesConfig, RunConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, TrackingError, UserError, disk_full, hidden_errors
-from schemas.lock import alone
 from schemas.results import StepResult
 from schemas.secret import hide
 
@@ -130,7 +131,7 @@ def _require_installed(config: RunConfig) -> None:
         wanted += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []
     for place, library in wanted:
         if importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{library} is not installed", place=place, mend=f"pip install '.[{EXTRAS[library]}]'")
+            raise ConfigError(f"{library} is not installed", place=place, fix=f"pip install '.[{EXTRAS[library]}]'")
 
 
 def pipeline_key(config: RunConfig, start_from: str) -> str:

@@ -13,9 +13,9 @@ from flows.session import session
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import download_model
-from schemas.config import RunConfig
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
-from schemas.load import load_config
 from schemas.paths import is_local
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, PipelineResult, Publication, StageResult
 
@@ -48,7 +48,7 @@ def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> Me
     """`adapter`: a folder with adapter_config.json; `into`: where to copy the merged model."""
     ref = _adapter(adapter, config)
     if into is not None and into.exists() and any(into.iterdir()):
-        raise ModelError("the folder is not empty", place=str(into), mend="name a new folder with --into")
+        raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with session(config, flow="merge") as run:
         proof = merge_adapter(run, ref, checked_data(run), model=config.model)
     if into is not None:
@@ -61,7 +61,7 @@ def train_flow(config: RunConfig, stage: str, start: str | None = None, fresh: b
     """`stage`: name of one of the config's stages; `start`: an adapter folder or model to go on from, none for the base model."""
     if stage not in [known.name for known in config.stages]:
         known = ", ".join(known.name for known in config.stages)
-        raise ConfigError(f"no stage {stage} in this config", place="stage", mend=f"one of {known}")
+        raise ConfigError(f"no stage {stage} in this config", place="stage", fix=f"one of {known}")
     with session(config, flow="train", fresh=fresh) as run:
         ref = named_model(start, config) if start else first_model(config)
         return trained(run, config.stage(stage), ref, checked_data(run))
@@ -88,7 +88,7 @@ def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh:
 
 def _adapter(folder: Path, config: RunConfig) -> ModelRef:
     if not _is_adapter(folder):
-        raise ModelError("no adapter there", place=str(folder), mend="name a folder that holds adapter_config.json")
+        raise ModelError("no adapter there", place=str(folder), fix="name a folder that holds adapter_config.json")
     return named_model(str(folder), config)
 
 

@@ -3,11 +3,14 @@
 import time
 
 from grpo_tasks.evaluation.report import evaluate_samples
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
-from grpo_tasks.running.child import run_module
 from grpo_tasks.running.step import Work, step
-from schemas.child import SPEC
-from schemas.config import EvaluationConfig, ModelConfig, RewardsConfig, RolloutConfig
+from schemas.config.evaluation import EvaluationConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results import DataReport, EvalReport, ModelRef
 
 

@@ -3,10 +3,10 @@
 import time
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.running.child import run_module
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import RESULT, SPEC
 from grpo_tasks.running.step import Work, step
-from schemas.child import RESULT, SPEC
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 from schemas.results import DataReport, MergeFigures, MergeProof, MergeSpec, ModelRef
 
 PROOF_PROMPTS = 16

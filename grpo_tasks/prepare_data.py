@@ -4,7 +4,7 @@ import time
 
 from grpo_tasks.data.load import load_sources
 from grpo_tasks.running.step import Work, step
-from schemas.config import DataConfig
+from schemas.config.data import DataConfig
 from schemas.results import PreparedData
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.rewards.forecast import GroupSample
-from grpo_tasks.rewards.lab import lab_error, probe_rewards_of
-from grpo_tasks.rewards.report import report_markdown
+from grpo_tasks.lab.forecast import GroupSample
+from grpo_tasks.lab.lab import lab_error, probe_rewards_of
+from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import LOG, SPEC
 from grpo_tasks.rollout.spec import SampleSpec
-from grpo_tasks.running.child import run_module
 from grpo_tasks.running.step import Work, step
-from schemas.child import LOG, SPEC
-from schemas.config import LabInputs, ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import LabInputs
 from schemas.results import DataReport, LabReport, ModelRef
 
 

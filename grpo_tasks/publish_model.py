@@ -7,12 +7,12 @@ from pathlib import Path
 
 from grpo_tasks.evaluation.paired import compare
 from grpo_tasks.evaluation.regressions import find_regressions
-from grpo_tasks.running.child import run_module
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion, Decision, publish
-from schemas.child import SPEC
-from schemas.config import PromotionConfig
+from schemas.config.evaluation import PromotionConfig
 from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
 

@@ -1,11 +1,14 @@
 """Step: one GRPO stage in a process of its own, followed live."""
 
-from grpo_tasks.running.child import run_module
+from grpo_tasks.processes.child import run_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config import ModelConfig, RewardsConfig, RolloutConfig, StageConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
 from schemas.results import DataReport, ModelRef, StageResult
 
 MODULES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}

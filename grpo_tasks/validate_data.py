@@ -5,13 +5,15 @@ import time
 import polars as pl
 from prefect import get_run_logger
 
+from grpo_tasks.answers.truths import find_unusable
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS
 from grpo_tasks.data.quarantine import enforce
 from grpo_tasks.data.report import REPORT, Origin, report_data, stop_warnings
-from grpo_tasks.rewards.truths import find_unusable
 from grpo_tasks.running.step import Work, step
-from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import JudgeInputs
 from schemas.results import DataReport, PreparedData
 
 

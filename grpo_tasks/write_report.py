@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from grpo_tasks.reporting.report import Parts, markdown, write_html
 from grpo_tasks.running.step import Work, step
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.results import (
     DataReport,
     EvalReport,

@@ -1,6 +1,6 @@
 """Every error a user can meet, on one page.
 
-Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`mend`). What a user typed
+Each says where (`place`: a file and line, a config field, a reward function and row) and what to do (`fix`). What a user typed
 may be of any length; an error never repeats more of it than a person would read.
 They cross process borders as JSON (`to_json`, `from_json`), so a step that runs in a child process fails with the
 same words as one that does not. Our own broken promises are `assert`s, not errors of this family.
@@ -43,42 +43,42 @@ OUR_PACKAGES = ("schemas", "grpo_tasks", "flows")
 
 
 class UserError(Exception):
-    """Something the user can mend. `str()` gives the whole text: message, place and mend."""
+    """Something the user can fix. `str()` gives the whole text: message, place and fix."""
 
     title: ClassVar[str] = "The run cannot go on"
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, place: str = "", mend: str = "") -> None:
-        self.message, self.place, self.mend = (shorten(hide(text)) for text in (message, place, mend))
+    def __init__(self, message: str, *, place: str = "", fix: str = "") -> None:
+        self.message, self.place, self.fix = (shorten(hide(text)) for text in (message, place, fix))
         super().__init__(self.message)
 
     def __str__(self) -> str:
         lines = [self.message]
         if self.place:
             lines.append(f"  where: {self.place}")
-        if self.mend:
-            lines.append(f"  mend:  {self.mend}")
+        if self.fix:
+            lines.append(f"  fix:  {self.fix}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.place, self.mend))
+        return (_rebuild, (type(self), self.message, self.place, self.fix))
 
     def to_json(self) -> str:
         """One JSON object that `from_json` turns back into the same error."""
         kind = type(self)
         fields = {"type": kind.__qualname__, "module": kind.__module__, "message": self.message}
-        return json.dumps(fields | {"place": self.place, "mend": self.mend})
+        return json.dumps(fields | {"place": self.place, "fix": self.fix})
 
     @staticmethod
     def from_json(text: str) -> "UserError":
         """The error that `to_json` wrote, of the same class; a class that is not ours comes back as plain `UserError`."""
         fields = json.loads(text)
         kind = _find(fields["type"], fields.get("module", __name__))
-        return kind(fields["message"], place=fields["place"], mend=fields["mend"])
+        return kind(fields["message"], place=fields["place"], fix=fields["fix"])
 
     def at(self, place: str) -> Self:
         """The same error with a place, for code that learns the place later than the fault."""
-        return type(self)(self.message, place=place, mend=self.mend)
+        return type(self)(self.message, place=place, fix=self.fix)
 
 
 def _find(name: str, module: str) -> type[UserError]:
@@ -92,8 +92,8 @@ def _find(name: str, module: str) -> type[UserError]:
     return found if isinstance(found, type) and issubclass(found, UserError) else UserError
 
 
-def _rebuild(kind: type[UserError], message: str, place: str, mend: str) -> UserError:
-    return kind(message, place=place, mend=mend)
+def _rebuild(kind: type[UserError], message: str, place: str, fix: str) -> UserError:
+    return kind(message, place=place, fix=fix)
 
 
 class ConfigError(UserError):
@@ -222,7 +222,7 @@ def refused_by_system(error: BaseException | None) -> UserError | None:
     if not isinstance(error, OSError) or error.errno not in _LIFTED or not isinstance(error.filename, str | bytes | os.PathLike):
         return None
     path = os.fsdecode(error.filename)
-    return UserError(f"the system refuses {path}: {error.strerror}", place=path, mend=_LIFTED[error.errno])
+    return UserError(f"the system refuses {path}: {error.strerror}", place=path, fix=_LIFTED[error.errno])
 
 
 _LIFTED = {

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 from schemas.errors import DamagedError
 
 

@@ -50,7 +50,7 @@ def policy(base_ref):
     import torch
 
     from grpo_tasks.policy.load import trainable_policy
-    from schemas.config import ModelConfig
+    from schemas.config.model import ModelConfig
 
     model = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=1)
     torch.manual_seed(2)

@@ -74,7 +74,7 @@ def test_the_digest_of_a_room_ignores_comments_and_sees_code(tmp_path, monkeypat
 
 def test_help_and_a_refused_config_import_nothing_heavy():
     code = (
-        "import sys, flows.cli\nfrom schemas.load import load_config\nfrom schemas.errors import ConfigError\n"
+        "import sys, flows.cli.main\nfrom schemas.config.load import load_config\nfrom schemas.errors import ConfigError\n"
         "try:\n    load_config('demo', ['seeed=1'])\nexcept ConfigError as error:\n    assert 'did you mean seed' in str(error)\n"
         "heavy = {'torch', 'pandera', 'polars', 'prefect', 'mlflow', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -89,7 +89,7 @@ def test_the_trainer_imports_neither_orchestrator_nor_tracker():
 
 def test_data_rewards_and_evaluation_need_no_torch():
     code = (
-        "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.rewards.lab, grpo_tasks.evaluation.report\n"
+        "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.lab.lab, grpo_tasks.evaluation.report\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -133,8 +133,8 @@ def test_init_files_hold_a_docstring_only():
 
 
 def test_every_field_of_the_config_is_described():
-    from flows.show import _fields
-    from schemas.config import RunConfig
+    from flows.cli.show import _fields
+    from schemas.config.run import RunConfig
 
     fields = _fields(RunConfig, "")
     assert len(fields) > 90

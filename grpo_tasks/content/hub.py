@@ -61,7 +61,7 @@ def _check_files(snapshot: Path) -> None:
             raise DamagedError(
                 f"{path.name} in the hub cache is not what was fetched (its hash differs)",
                 place=str(path),
-                mend=f"delete {path.resolve()} and run the same command again: it is fetched anew",
+                fix=f"delete {path.resolve()} and run the same command again: it is fetched anew",
             )
 
 

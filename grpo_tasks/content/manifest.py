@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
-from schemas.child import ERROR, RESULT
+from grpo_tasks.processes.entry import ERROR, RESULT
 from schemas.results import OutputFile
 
 NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})

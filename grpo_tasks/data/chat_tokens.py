@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from grpo_tasks.data.template import ChatTemplate, Message
-from schemas.config import ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 
@@ -79,7 +80,7 @@ class TokenCounter:
                 raise ConfigError(
                     f"the tokenizer cannot produce {stop!r}",
                     place="rollout.stop",
-                    mend="choose a string made of characters it knows",
+                    fix="choose a string made of characters it knows",
                 )
         self._check_parts(rollout.stop)
         for token_id in rollout.stop_token_ids:
@@ -87,7 +88,7 @@ class TokenCounter:
                 raise ConfigError(
                     f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
                     place="rollout.stop_token_ids",
-                    mend=f"an id from 0 to {self.vocab_size - 1}",
+                    fix=f"an id from 0 to {self.vocab_size - 1}",
                 )
 
     def _check_parts(self, stops: Sequence[str]) -> None:
@@ -101,7 +102,7 @@ class TokenCounter:
                 raise ConfigError(
                     f"{stop!r} is part of the special token {around!r}, and would end completions there",
                     place="rollout.stop",
-                    mend="leave it out, or the stop strings that contain special tokens",
+                    fix="leave it out, or the stop strings that contain special tokens",
                 )
 
     def _count_texts(self, texts: Sequence[str]) -> list[int]:
@@ -157,11 +158,11 @@ def load_counter(model: ModelConfig) -> TokenCounter:
         raise ModelError(
             f"no tokenizer can be loaded: {(str(error).splitlines() or [''])[0]}",
             place=f"model.path: {model.path}",
-            mend="a directory with tokenizer.json and tokenizer_config.json, a hub id, or embedded:base",
+            fix="a directory with tokenizer.json and tokenizer_config.json, a hub id, or embedded:base",
         ) from error
     if not tokenizer.chat_template:
         raise ModelError(
-            "the tokenizer has no chat template", place=f"model.path: {model.path}", mend="use the instruct version of the model"
+            "the tokenizer has no chat template", place=f"model.path: {model.path}", fix="use the instruct version of the model"
         )
     return TokenCounter(tokenizer)
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_tasks.data.records import Record
-from schemas.config import DataSource
+from schemas.config.data import DataSource
 from schemas.errors import DataError
 
 _BATCH = 4096
@@ -26,7 +26,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
         raise DataError(
             f"not readable as Parquet: {error}",
             place=f"{path}, after row {number}",
-            mend="write the file again, or set the source's format",
+            fix="write the file again, or set the source's format",
         ) from error
 
 
@@ -45,7 +45,7 @@ def read_hub(source: DataSource, path: str) -> Iterator[Record]:
         raise DataError(
             f"the hub data set cannot be loaded: {shorten_lines(error)}",
             place=f"{source.path} (name {source.name}, split {source.split})",
-            mend="check the id, data.*.name and data.*.split; a local file needs its ending (.jsonl, .csv, .parquet)",
+            fix="check the id, data.*.name and data.*.split; a local file needs its ending (.jsonl, .csv, .parquet)",
         ) from error
     number = 0
     for table in dataset.with_format("arrow").iter(_BATCH):

@@ -26,7 +26,7 @@ def read_csv(path: Path) -> Iterator[Record]:
         reader = csv.reader(file, strict=True)
         header = next(reader, None)
         if header is None:
-            raise DataError("the file is empty", place=str(path), mend="give it a header line and rows")
+            raise DataError("the file is empty", place=str(path), fix="give it a header line and rows")
         _check_header(header, path)
         begins = reader.line_num + 1
         while (cells := _next(reader, path, begins)) is not None:
@@ -43,7 +43,7 @@ def _next(reader: Iterator[list[str]], path: Path, begins: int) -> list[str] | F
             raise DataError(
                 "a quote is opened and never closed, so the rest of the file is one cell",
                 place=f"{path}:{begins}",
-                mend="close the quote, or double it inside a quoted cell",
+                fix="close the quote, or double it inside a quoted cell",
             ) from error
         return Fault("line_too_long" if "field limit" in str(error) else "unreadable_line", str(error))
 
@@ -64,7 +64,7 @@ def _record(line: int, header: list[str], cells: list[str]) -> Record:
 def _check_header(header: list[str], path: Path) -> None:
     twice = [name for name in header if header.count(name) > 1]
     if twice:
-        raise DataError(f"column {twice[0]!r} stands twice in the header", place=f"{path}:1", mend="rename one")
+        raise DataError(f"column {twice[0]!r} stands twice in the header", place=f"{path}:1", fix="rename one")
     for mark, name in ((";", "semicolons"), ("\t", "tabs")):
         if len(header) == 1 and mark in header[0]:
-            raise DataError(f"the cells are separated by {name}, not commas", place=f"{path}:1", mend="save it with commas")
+            raise DataError(f"the cells are separated by {name}, not commas", place=f"{path}:1", fix="save it with commas")

@@ -76,8 +76,8 @@ def refuse_foreign(path: Path, file: BinaryIO) -> None:
     start = file.read(4)
     for mark, kind in _FOREIGN_MARKS.items():
         if start.startswith(mark):
-            mend = f"iconv -f {kind} -t UTF-8" if kind.startswith("UTF") else "unpack it, or set the source's format"
-            raise DataError(f"the file is {kind}, not UTF-8 text", place=str(path), mend=mend)
+            fix = f"iconv -f {kind} -t UTF-8" if kind.startswith("UTF") else "unpack it, or set the source's format"
+            raise DataError(f"the file is {kind}, not UTF-8 text", place=str(path), fix=fix)
     file.seek(3 if start.startswith(b"\xef\xbb\xbf") else 0)
 
 
@@ -114,7 +114,7 @@ def _array(path: Path) -> list[object] | None:
         raise DataError(
             f"the JSON array is broken: {error}",
             place=f"{path}:{error.lineno}",
-            mend="mend it, or write one object per line as .jsonl",
+            fix="fix it, or write one object per line as .jsonl",
         ) from error
     return array
 

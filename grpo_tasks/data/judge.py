@@ -19,7 +19,7 @@ from grpo_tasks.data.relations import broken_copies, broken_separation, relation
 from grpo_tasks.data.row_rules import RowRule, broken_rules, row_rules, with_views
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import split_sides
-from schemas.config import JudgeInputs, RunConfig
+from schemas.config.run import JudgeInputs, RunConfig
 from schemas.results import RuleCount, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 

@@ -25,7 +25,7 @@ from grpo_tasks.data.raw_table import RAW_ARROW
 from grpo_tasks.data.records import Columns, Record
 from grpo_tasks.data.seen import Seen
 from grpo_tasks.data.side_by_side import BIG, num_processes, read_parts_side_by_side
-from schemas.config import DataConfig, DataSource
+from schemas.config.data import DataConfig, DataSource
 from schemas.errors import DataError
 from schemas.paths import is_local, resolve, why_not_a_file
 from schemas.results import SourceFile
@@ -80,7 +80,7 @@ def source_kind(source: DataSource) -> str:
         raise DataError(
             f"the ending {path.suffix!r} does not tell the format",
             place=source.path,
-            mend="set format: jsonl, csv, parquet or hub",
+            fix="set format: jsonl, csv, parquet or hub",
         )
     return "hub"
 
@@ -139,13 +139,11 @@ def _check_file(path: Path, source: DataSource) -> None:
     if reason:
         names = [file.name for file in path.parent.iterdir()] if reason == "no such file" and path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
-        mend = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"
-        raise DataError(reason, place=source.path, mend=mend)
+        fix = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"
+        raise DataError(reason, place=source.path, fix=fix)
     if path.stat().st_size == 0:
-        raise DataError("the file is empty", place=source.path, mend="give it rows or take it out of the config")
+        raise DataError("the file is empty", place=source.path, fix="give it rows or take it out of the config")
     try:
         path.open("rb").close()
     except OSError as error:
-        raise DataError(
-            f"the file cannot be opened: {error.strerror}", place=source.path, mend="check its permissions"
-        ) from error
+        raise DataError(f"the file cannot be opened: {error.strerror}", place=source.path, fix="check its permissions") from error

@@ -51,8 +51,8 @@ def normalised(answer: pl.Expr) -> pl.Expr:
     tidy = answer.str.contains(_TIDY)
     text = pl.when(~tidy).then(answer).str.replace_all(*_TIDY_TEXT[0]).str.strip_chars(BLANKS)
     number = (text.str.len_chars() <= _MAX_NUMBER_LENGTH) & text.str.contains(_NUMBER)
-    mended = pl.when(number).then(_replace(text, _TIDY_NUMBER)).otherwise(_replace(text, _TIDY_TEXT))
-    return pl.when(tidy).then(answer).otherwise(mended)
+    fixed = pl.when(number).then(_replace(text, _TIDY_NUMBER)).otherwise(_replace(text, _TIDY_TEXT))
+    return pl.when(tidy).then(answer).otherwise(fixed)
 
 
 def _replace(text: pl.Expr, table: tuple[tuple[str, str], ...]) -> pl.Expr:

@@ -10,7 +10,7 @@ import orjson
 import polars as pl
 
 from grpo_tasks.data.normalise import normalised
-from schemas.config import DataConfig
+from schemas.config.data import DataConfig
 from schemas.errors import ConfigError
 from schemas.tables import MESSAGES
 
@@ -35,14 +35,14 @@ def check_pattern(pattern: str | None) -> None:
     """Raise `ConfigError` unless the pattern is linear-time syntax with a group."""
     if pattern is None:
         return
-    mend = "for example '#### (.+)'; Rust regex syntax: no look-around, no back-references"
+    fix = "for example '#### (.+)'; Rust regex syntax: no look-around, no back-references"
     try:
         groups = pl.DataFrame({"text": [""]}).select(pl.col("text").str.extract_groups(pattern)).to_series().struct.fields
     except pl.exceptions.ComputeError as error:
         reason = str(error).strip().splitlines()[-1]
-        raise ConfigError(f"not a pattern: {reason}", place=f"data.answer_pattern: {pattern}", mend=mend) from error
+        raise ConfigError(f"not a pattern: {reason}", place=f"data.answer_pattern: {pattern}", fix=fix) from error
     if not groups or groups == [""]:
-        raise ConfigError("the pattern has no group to take the answer from", place=f"data.answer_pattern: {pattern}", mend=mend)
+        raise ConfigError("the pattern has no group to take the answer from", place=f"data.answer_pattern: {pattern}", fix=fix)
 
 
 def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.data.judge import Verdict
-from schemas.config import ValidationConfig
+from schemas.config.data import ValidationConfig
 from schemas.errors import DataError
 
 QUARANTINE = "quarantine.parquet"
@@ -36,7 +36,7 @@ def enforce(verdict: Verdict, validation: ValidationConfig) -> None:
             f"{verdict.quarantined:,} of {verdict.rows:,} rows are refused ({share:.1%}), "
             f"max_invalid_fraction allows {validation.max_invalid_fraction:.1%}\n{_worst(verdict)}",
             place=_first_place(verdict),
-            mend=f"mend the rows ({QUARANTINE} and report.md name all of them), or raise validation.max_invalid_fraction",
+            fix=f"fix the rows ({QUARANTINE} and report.md name all of them), or raise validation.max_invalid_fraction",
         )
     for side, fewest in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
         rows = verdict.side(side).height
@@ -44,7 +44,7 @@ def enforce(verdict: Verdict, validation: ValidationConfig) -> None:
             raise DataError(
                 f"{rows} good rows on the {side} side, min_{side}_rows asks for {fewest}",
                 place=f"validation.min_{side}_rows",
-                mend="add data, or change data.eval_fraction" if side == "eval" else "add data",
+                fix="add data, or change data.eval_fraction" if side == "eval" else "add data",
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
 from grpo_tasks.data.quarantine import write_tables
-from schemas.config import RolloutConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results import DataReport, SourceFile
 
 REPORT = "report.md"

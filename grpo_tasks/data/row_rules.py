@@ -13,7 +13,7 @@ import polars as pl
 
 from grpo_tasks.data.normalise import BLANKS, INVISIBLE, normalised
 from grpo_tasks.data.rules import RULES
-from schemas.config import TagsConfig
+from schemas.config.rewards import TagsConfig
 
 ROLES = ["system", "user", "assistant"]
 GENERIC_MARKERS = (

@@ -86,12 +86,12 @@ def check_ignored(names: Sequence[str]) -> frozenset[str]:
         rule = BY_NAME.get(name)
         if rule is None:
             near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.5)
-            mend = f"did you mean {near[0]}?" if near else f"one of {', '.join(BY_NAME)}"
-            raise ConfigError(f"no such rule: {name}", place="validation.ignore_rules", mend=mend)
+            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(BY_NAME)}"
+            raise ConfigError(f"no such rule: {name}", place="validation.ignore_rules", fix=fix)
         if not rule.ignorable:
             raise ConfigError(
                 f"{name} cannot be ignored: without it there is no row to train on",
                 place="validation.ignore_rules",
-                mend="take it out; to go on despite such rows raise validation.max_invalid_fraction",
+                fix="take it out; to go on despite such rows raise validation.max_invalid_fraction",
             )
     return frozenset(names)

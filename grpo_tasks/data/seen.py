@@ -40,9 +40,9 @@ class Seen:
     def check(self, place: str, columns: Columns) -> None:
         """Raise `DataError` when the source has no rows, none that can be read, or none with a prompt or an answer."""
         if not self.rows:
-            raise DataError("the source holds no rows", place=place, mend="give it rows or take it out of the config")
+            raise DataError("the source holds no rows", place=place, fix="give it rows or take it out of the config")
         if not self.readable:
-            raise DataError("no line of the file can be read", place=place, mend="check the file, or set the source's format")
+            raise DataError("no line of the file can be read", place=place, fix="check the file, or set the source's format")
         if not self.with_prompt:
             raise self._missing(place, question=columns.question, prompt=columns.prompt)
         if not self.with_answer:
@@ -55,5 +55,5 @@ class Seen:
         return DataError(
             f"no row has a column {' or '.join(wanted.values())}; there are: {', '.join(self.columns)}",
             place=place,
-            mend=f"set {setting}: {near[0]}" if near else f"set {setting} to one of them",
+            fix=f"set {setting}: {near[0]}" if near else f"set {setting} to one of them",
         )

@@ -23,7 +23,7 @@ from grpo_tasks.data.jsonl import Span, line_spans
 from grpo_tasks.data.parts import Part
 from grpo_tasks.data.records import Columns
 from grpo_tasks.data.seen import Seen
-from schemas.child import PARENT
+from grpo_tasks.processes.entry import PARENT
 from schemas.errors import DataError
 
 BIG = 32 * 2**20
@@ -105,5 +105,5 @@ class _Reader:
         return DataError(
             f"a process that read the file ended with code {self._process.wait()}",
             place=self._place,
-            mend="its own words stand above, if it had any; run it again when it was killed, with more memory free",
+            fix="its own words stand above, if it had any; run it again when it was killed, with more memory free",
         )

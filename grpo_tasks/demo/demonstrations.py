@@ -1,4 +1,4 @@
-"""What the base model is taught: demonstrations of mixed quality, so that GRPO has something to mend.
+"""What the base model is taught: demonstrations of mixed quality, so that GRPO has something to fix.
 
 A good completion works digit by digit, which a tiny model can learn and which makes the answer easy to read off:
 

@@ -48,7 +48,7 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, al
             f"{ours.label} and {theirs.label} were evaluated on different prompts: {left.height} and {right.height}, "
             f"{common} in common",
             place=str(theirs.samples),
-            mend="evaluate both with the same data and evaluation.max_prompts",
+            fix="evaluate both with the same data and evaluation.max_prompts",
         )
     return paired_test(left["figure"].to_numpy(), right["figure"].to_numpy(), alpha=alpha, metric=metric, against=theirs.label)
 

@@ -3,7 +3,7 @@
 Limits, not tests: each can only keep a model from being promoted, so the level of the promotion's test is untouched.
 """
 
-from schemas.config import PromotionConfig
+from schemas.config.evaluation import PromotionConfig
 from schemas.results import EvalReport, Regression
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.evaluation.score import GREEDY, Figures, Prompt, score_samples, summarise
-from schemas.config import EvaluationConfig, RewardsConfig
+from schemas.config.evaluation import EvaluationConfig
+from schemas.config.rewards import RewardsConfig
 from schemas.metrics import describe
 from schemas.results import EvalReport, Interval, ModelRef
 from schemas.tables import Samples

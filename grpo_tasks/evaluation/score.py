@@ -3,7 +3,7 @@
     samples + prompts -> strict_format, correct, lenient_correct, truncated -> one value a prompt -> mean with interval
 
 Strict means: format kept and answer equal. Lenient takes the last thing that looks like an answer. What counts as format, as
-answer and as equal is written down in grpo_tasks/rewards/answers.py, and only there.
+answer and as equal is written down in grpo_tasks/answers/extract.py, and only there.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from grpo_tasks.answers.extract import Equality, Tags, answers_equal, extract_answer
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
-from grpo_tasks.rewards.answers import Equality, Tags, answers_equal, extract_answer
-from schemas.config import EvaluationConfig, RewardsConfig
+from schemas.config.evaluation import EvaluationConfig
+from schemas.config.rewards import RewardsConfig
 from schemas.results import Interval
 
 GREEDY = -1

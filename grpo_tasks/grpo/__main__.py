@@ -13,9 +13,9 @@ import_libraries()
 
 from grpo_tasks.grpo.launch import launch, rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.processes.entry import run_child
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.child import run_child
 
 
 def main(root: Path) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_tasks.rewards.totals import total_scores
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 TIE = 1e-6
 """Rewards of a group that differ by no more than this, relative to their size, are a tie."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.rewards.compose import RewardSuite, Scores
 from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 
 

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
+from grpo_tasks.processes.entry import ERROR, PARENT
+from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.child import ERROR, PARENT
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
-from schemas.ports import HOST, free_port
 
 POLL_S = 0.1
 
@@ -68,5 +68,5 @@ def launch(directory: Path, num_processes: int) -> None:
         raise ChildDied(
             f"process {rank} of {num_processes} ended with code {codes[rank]}; the others were ended too",
             place=str(directory),
-            mend="see the end of the log; start the same command again: the stage goes on from its last checkpoint",
+            fix="see the end of the log; start the same command again: the stage goes on from its last checkpoint",
         )

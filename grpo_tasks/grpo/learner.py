@@ -22,14 +22,15 @@ from transformers import PreTrainedModel
 
 from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, k3, policy_loss, sampling_correction
 from grpo_tasks.grpo.microbatches import Microbatch
-from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard, whole
 from grpo_tasks.policy.shared_prompt import UnsupportedError
-from schemas.config import ModelConfig, StageConfig
+from schemas.config.model import ModelConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import NotFiniteError, TrainingError
 from schemas.results import ModelRef
 
@@ -252,7 +253,7 @@ class Learner:
             raise TrainingError(
                 f"sampler and trainer differ by {figures.mismatch / figures.tokens:.3g} nats a token, more than {limit}",
                 place=f"stage {self.stage.name}",
-                mend="the completions come from other weights or another tokenizer: see that the rollout engine takes over the "
+                fix="the completions come from other weights or another tokenizer: see that the rollout engine takes over the "
                 "policy's weights, or raise max_sampling_logp_difference",
             )
         if not math.isfinite(figures.loss):
@@ -287,7 +288,7 @@ class Learner:
         raise NotFiniteError(
             f"loss {figures.loss}, gradient norm {figures.grad_norm}: not finite",
             place=f"stage {self.stage.name}",
-            mend="lower learning_rate, or use bfloat16 instead of float16",
+            fix="lower learning_rate, or use bfloat16 instead of float16",
         )
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from torch import Tensor
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
-from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 
 @dataclass(frozen=True, slots=True)

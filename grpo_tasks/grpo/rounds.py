@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.groups import ScoredRollout, join, sample_groups, score_groups, take_groups
-from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import RolloutEngine, Sampling, completion_seed
 from grpo_tasks.stage.stage_dir import StageSpec
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from grpo_tasks.rollout.engine import completion_seed
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
         raise ConfigError(
             f"optim {stage.optim} needs bitsandbytes",
             place=f"stage {stage.name}",
-            mend="pip install '.[gpu]', or optim: adamw_torch",
+            fix="pip install '.[gpu]', or optim: adamw_torch",
         ) from error
     kind = adamw.PagedAdamW8bit if stage.optim.startswith("paged") else adamw.AdamW8bit
     return kind(parameters, **options)

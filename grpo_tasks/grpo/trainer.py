@@ -17,11 +17,11 @@ from grpo_tasks.grpo.device_meter import DeviceMeter
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, microbatches
-from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
@@ -172,7 +172,7 @@ class Trainer:
                     f"stopped at update {self.step} of {self.updates}, after resources.max_hours "
                     f"{self.spec.resources.max_hours:g}; a checkpoint is written",
                     place=f"stage {self.stage.name}",
-                    mend="start the same command again: the stage goes on from there",
+                    fix="start the same command again: the stage goes on from there",
                 )
         return "max_steps"
 
@@ -273,7 +273,7 @@ class Trainer:
                 raise TrainingError(
                     f"{firing.event}: {firing.detail}",
                     place=f"stage {self.stage.name}, update {self.step}",
-                    mend=f"change what the advice says, or stages.N.guards.{firing.event}: warn",
+                    fix=f"change what the advice says, or stages.N.guards.{firing.event}: warn",
                 )
         back = [firing.event for firing in firings if firing.action == "rollback"]
         if back:
@@ -286,7 +286,7 @@ class Trainer:
             raise TrainingError(
                 f"{why}, after {guards.max_rollbacks} roll backs",
                 place=f"stage {self.stage.name}, update {self.step}",
-                mend="lower learning_rate; the events before say what happened",
+                fix="lower learning_rate; the events before say what happened",
             )
         if self.ahead is not None:
             self.ahead.drop()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
 from grpo_tasks.policy.merge import merge
-from schemas.child import RESULT, SPEC, run_child
-from schemas.config import ResourcesConfig
+from grpo_tasks.processes.entry import RESULT, SPEC, run_child
+from schemas.config.operations import ResourcesConfig
 from schemas.results import MergeSpec
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo_tasks.policy.folded import causal_model
 from grpo_tasks.policy.sharded import is_sharded, whole
-from schemas.config import ModelConfig, ResourcesConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
 from schemas.results import ModelRef
@@ -36,7 +37,7 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     if resources.num_threads:
         torch.set_num_threads(resources.num_threads)
     if resources.device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("no CUDA device answers", place="resources.device", mend="resources.device: auto or cpu")
+        raise ModelError("no CUDA device answers", place="resources.device", fix="resources.device: auto or cpu")
     torch.use_deterministic_algorithms(resources.deterministic, warn_only=True)
     _keep_freed_memory()
     wanted = "cuda" if resources.device == "auto" and torch.cuda.is_available() else resources.device
@@ -63,7 +64,7 @@ def load_faults(what: str, place: str) -> Iterator[None]:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, RuntimeError for shapes, ...
         raise ModelError(
-            f"{what} cannot be loaded: {type(error).__name__}: {error}", place=place, mend="check its files, or name another"
+            f"{what} cannot be loaded: {type(error).__name__}: {error}", place=place, fix="check its files, or name another"
         ) from error
 
 
@@ -76,7 +77,7 @@ def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
     with load_faults("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
     if tokenizer.chat_template is None:
-        raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", mend="use an instruct model")
+        raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", fix="use an instruct model")
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -51,7 +51,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
         raise MergeError(
             f"merged and base + adapter differ by {merge_difference:.2g} nats in a token's log-probability",
             place=str(spec.ref.adapter),
-            mend="check that the adapter belongs to this base model",
+            fix="check that the adapter belongs to this base model",
         )
     target = directory / "model"
     _save(merged, tokenizer, target, dtype=spec.model.merged_dtype)
@@ -70,7 +70,7 @@ def _compare_reloaded(
             f"the saved model differs from base + adapter by {difference.mean().item():.2g} nats a token on average, "
             f"more than rounding to {spec.model.merged_dtype} explains ({tolerance})",
             place=str(target),
-            mend="model.merged_dtype: float32",
+            fix="model.merged_dtype: float32",
         )
     return MergeFigures(
         sha256=folder_sha256(target),

@@ -12,7 +12,7 @@ from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.environment import describe_environment
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 
 FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "pass_at_k", "truncated_rate", "mean_length")
@@ -163,7 +163,7 @@ def events_of(stage: StageResult) -> list[dict[str, object]]:
 
 
 def samples_of(parts: Parts) -> dict[str, list[Pair]]:
-    """The same prompts before and after: mended, still wrong, spoilt; the first sample of each prompt."""
+    """The same prompts before and after: fixed, still wrong, spoilt; the first sample of each prompt."""
     by_label = {report.label: report for report in parts.evaluations}
     truth = {
         prompt_id: (messages[-1]["content"], answer)

@@ -6,7 +6,7 @@ function failed or applied to nothing is left out. The scale stays within [min_s
 
 from typing import TypedDict
 
-from schemas.config import AdaptiveWeightConfig
+from schemas.config.rewards import AdaptiveWeightConfig
 
 
 class AdaptiveState(TypedDict):

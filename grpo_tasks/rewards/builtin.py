@@ -16,7 +16,7 @@ A hollow completion (an empty answer, or a tag twice; see answers.py) earns noth
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.rewards.answers import Equality, Extraction, Tags, answers_equal, extract_answer
+from grpo_tasks.answers.extract import Equality, Extraction, Tags, answers_equal, extract_answer
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages of which the last is the assistant's."""

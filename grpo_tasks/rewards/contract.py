@@ -133,7 +133,7 @@ class Fault:
     """File, line and function that raised, when known."""
     index: int | None = None
     """Number of the completion in the batch, when known."""
-    mend: str = ""
+    fix: str = ""
 
 
 class ContractError(Exception):
@@ -176,8 +176,8 @@ def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
     if len(batch):
         only_together = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
         places.append(f"{only_together}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
-    mend = fault.mend or "mend the function, or set on_error: zero | skip for it"
-    return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, places)), mend=mend)
+    fix = fault.fix or "fix the function, or set on_error: zero | skip for it"
+    return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, places)), fix=fix)
 
 
 def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
@@ -202,8 +202,8 @@ def _score(value: Any, index: int) -> float | None:
 
 def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]:
     if len(values) != length:
-        mend = "return one number per id of completion_ids, or one number for the whole completion"
-        raise _breach(f"returned {len(values)} numbers for a completion of {length} tokens", mend, index)
+        fix = "return one number per id of completion_ids, or one number for the whole completion"
+        raise _breach(f"returned {len(values)} numbers for a completion of {length} tokens", fix, index)
     return [_number(value, index) for value in values]
 
 
@@ -228,5 +228,5 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
 
 
-def _breach(detail: str, mend: str, index: int | None = None) -> ContractError:
-    return ContractError(Fault("broken", detail, index=index, mend=mend))
+def _breach(detail: str, fix: str, index: int | None = None) -> ContractError:
+    return ContractError(Fault("broken", detail, index=index, fix=fix))

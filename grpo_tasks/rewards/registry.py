@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.rewards.answers import Tags
+from grpo_tasks.answers.extract import Tags
 from grpo_tasks.rewards.builtin import BUILTIN
-from schemas.config import RewardConfig, RewardsConfig
+from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
@@ -66,22 +66,22 @@ def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) 
         if param not in known:
             near = difflib.get_close_matches(param, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-            raise ConfigError(f"{param} is no parameter of this reward", place=f"{place}.params", mend=hint)
+            raise ConfigError(f"{param} is no parameter of this reward", place=f"{place}.params", fix=hint)
 
 
 def _import(path: str, folders: Sequence[Path], *, place: str) -> RewardFunction:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{path} names no function", place=place, mend="write package.module:function")
+        raise ConfigError(f"{path} names no function", place=place, fix="write package.module:function")
     found: Any = _module(module_name, folders, place=place)
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hint = f"did you mean {near[0]}?" if near else f"define it there, or name another: {_functions_of(found)}"
-            raise ConfigError(f"{module_name} has no {part}", place=place, mend=hint)
+            raise ConfigError(f"{module_name} has no {part}", place=place, fix=hint)
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{path} is {type(found).__name__}, which cannot be called", place=place, mend="name a function")
+        raise ConfigError(f"{path} is {type(found).__name__}, which cannot be called", place=place, fix="name a function")
     function: RewardFunction = found
     return function
 
@@ -92,7 +92,7 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{name} wants {error.name}, which is not installed", place=place, mend=f"install {error.name}"
+                f"{name} wants {error.name}, which is not installed", place=place, fix=f"install {error.name}"
             ) from error
         files = [path.stem for folder in folders for path in folder.glob("*.py")]
         files += [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
@@ -102,11 +102,11 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
             if near
             else f"put it beside the config or where you start the command ({Path.cwd()}), or install it"
         )
-        raise ConfigError(f"there is no module {error.name}", place=place, mend=hint) from error
+        raise ConfigError(f"there is no module {error.name}", place=place, fix=hint) from error
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", mend="mend that line") from error
+        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="fix that line") from error
 
 
 def _functions_of(module: Any) -> str:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, ValidationError
 
+from grpo_tasks.processes.framing import MAX_TEXT
+from grpo_tasks.processes.link import GarbledError
 from grpo_tasks.rewards.contract import Fault, Values
-from grpo_tasks.rewards.frames import MAX_TEXT
-from grpo_tasks.rewards.link import GarbledError
 from schemas.errors import UserError
 
 ANSWER_BYTES = 2**16
@@ -37,7 +37,7 @@ class _Fault(_Strict):
     detail: Text
     source: Text
     index: int | None
-    mend: Text
+    fix: Text
 
 
 class _Answer(_Strict):
@@ -80,7 +80,7 @@ def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> Values 
     if fault is not None:
         if fault.index is not None and not 0 <= fault.index < len(lengths):
             raise GarbledError(f"blamed completion {fault.index} of {len(lengths)}")
-        return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.mend)
+        return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.fix)
     assert values is not None
     if len(values.scores) != len(lengths):
         raise GarbledError(f"gave an answer with {len(values.scores)} scores for {len(lengths)} completions")

@@ -18,11 +18,11 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_tasks.processes.entry import die_with_parent
+from grpo_tasks.processes.framing import MAX_TEXT, read_frame, write_frame
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result, shorten
-from grpo_tasks.rewards.frames import MAX_TEXT, read_frame, write_frame
 from grpo_tasks.rewards.registry import RewardFunction, load_function
-from schemas.child import die_with_parent
-from schemas.config import RewardsConfig
+from schemas.config.rewards import RewardsConfig
 from schemas.errors import UserError
 from schemas.secret import hide
 
@@ -96,14 +96,14 @@ def _drop(*_: object, **__: object) -> None:
 def _raised(error: BaseException) -> Fault:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "grpo_tasks/rewards/" not in frame.filename]
     source = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    mend = ""
+    fix = ""
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-        mend = "let the function take **kwargs: it is given every column of the data, as in TRL"
+        fix = "let the function take **kwargs: it is given every column of the data, as in TRL"
     if isinstance(error, TypeError) and "required" in str(error) and "argument" in str(error):
-        mend = (
+        fix = (
             "give the data a column of that name (the one that data.answer_column names is passed as answer), or set it in params"
         )
-    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(_words(error)))}", source=source, mend=mend)
+    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(_words(error)))}", source=source, fix=fix)
 
 
 def _words(error: BaseException) -> str:

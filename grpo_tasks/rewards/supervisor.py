@@ -24,8 +24,8 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.rewards.frames import HOW, READY
-from schemas.child import PARENT, adopt_orphans
+from grpo_tasks.processes.entry import PARENT, adopt_orphans
+from grpo_tasks.processes.framing import HOW, READY
 
 LOOK_S = 0.05
 """Seconds between two looks at the memory during a call."""

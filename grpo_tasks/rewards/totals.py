@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.config import RewardsConfig, StageConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.stage import StageConfig
 
 Real = TypeVar("Real", bound=np.floating[Any])
 

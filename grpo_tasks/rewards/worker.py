@@ -20,11 +20,11 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values
-from grpo_tasks.rewards.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.replies import LOADED_BYTES, max_bytes, read_loaded, read_scores
-from schemas.child import PARENT
-from schemas.config import RewardsConfig
+from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
 
 LOAD_LIMIT_S = 300.0
@@ -81,12 +81,12 @@ class RewardWorker:
             try:
                 self._start()
             except UserError as error:
-                return Fault("died", f"could not be loaded again: {error.message}", source=error.place, mend=error.mend)
+                return Fault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
         assert self._link is not None
         if self._link.stray():
             # Nobody knows what else that process would do.
             self.close()
-            return Fault("broken", f"could not be asked: {_STRAY}", mend=_CHANNEL)
+            return Fault("broken", f"could not be asked: {_STRAY}", fix=_CHANNEL)
         lengths = [len(ids) for ids in batch.completion_ids]
         message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
 
@@ -139,7 +139,7 @@ class RewardWorker:
         if isinstance(loaded, Fault):
             raise RewardError(
                 f"loading the rewards {', '.join(self.names)} {loaded.detail}",
-                mend=loaded.mend or "import the modules of your own functions in a Python session and see what ends it",
+                fix=loaded.fix or "import the modules of your own functions in a Python session and see what ends it",
             )
         raise loaded
 
@@ -157,9 +157,9 @@ class RewardWorker:
             answer = read(self._link.receive(most_bytes, deadline), request)
         except TimeoutError:
             part = f" (after {self._link.received:,} bytes of an answer)" if self._link.received else ""
-            fault = Fault("hung", f"did not return within {limit_s:g} s{part}", mend="make it faster, or raise its time_limit_s")
+            fault = Fault("hung", f"did not return within {limit_s:g} s{part}", fix="make it faster, or raise its time_limit_s")
         except GarbledError as error:
-            fault = Fault("broken", f"{error} on the socket of its worker", mend=_CHANNEL)
+            fault = Fault("broken", f"{error} on the socket of its worker", fix=_CHANNEL)
         except WorkerEndedError:
             fault = self._ending()
         else:
@@ -175,7 +175,7 @@ class RewardWorker:
         if "memory" in report:
             limit = self.limit_bytes / 1e9
             found = f"used more than {limit:.3g} GB of memory ({report['memory'] / 1e9:.3g} GB when its worker was ended)"
-            return Fault("died", found, mend="make it use less, or raise rewards.memory_limit_gb")
+            return Fault("died", found, fix="make it use less, or raise rewards.memory_limit_gb")
         code = report.get("code")
         if code is None:
             how = "it closed its socket"

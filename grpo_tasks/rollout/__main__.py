@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.rollout.sample import sample
 from grpo_tasks.rollout.spec import SampleSpec
-from schemas.child import SPEC, run_child
 
 
 def main(directory: Path) -> None:

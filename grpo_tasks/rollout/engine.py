@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from schemas.config import RolloutConfig
+from schemas.config.rollout import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from grpo_tasks.data.table import PromptRow, read_prompts
-from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results import ModelRef, Result
 
 GREEDY = -1

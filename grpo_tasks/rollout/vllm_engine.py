@@ -32,7 +32,7 @@ from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
-from schemas.config import VllmConfig
+from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
 
 PROBE_IDS = [3 + 7 * place % 200 for place in range(12)]
@@ -132,7 +132,7 @@ class VllmSampler:
         if len(answers) != len(group):
             raise RolloutError(f"a server gave {len(answers)} completions for {len(group)}", place=server.address)
         if any(answer.get("token_ids") is None for answer in answers):
-            raise RolloutError("this vLLM returns no token ids", place=server.address, mend="vLLM 0.32 is known to work")
+            raise RolloutError("this vLLM returns no token ids", place=server.address, fix="vLLM 0.32 is known to work")
         return sorted(answers, key=lambda answer: int(answer["index"]))
 
     def _completion(self, answer: dict[str, Any], stop: StopRule) -> Completion:
@@ -198,7 +198,7 @@ class VllmSampler:
                     answer = self._client.post(f"{server.address}{path}", json=body)
         except httpx.TransportError as error:
             raise ServerGoneError(
-                f"{path} has no answer: {error!r}", place=server.address, mend="see its log, vllm.log"
+                f"{path} has no answer: {error!r}", place=server.address, fix="see its log, vllm.log"
             ) from error
         if answer.is_server_error:
             raise ServerGoneError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=server.address)
@@ -238,7 +238,7 @@ class VllmEngine(VllmSampler):
             raise RolloutError(
                 "vLLM on a CPU does not take over trained embeddings that are also the output layer",
                 place="rollout.engine",
-                mend="engine: local, or train an adapter",
+                fix="engine: local, or train an adapter",
             )
         self._folded = sampling_copy(policy) if merged else None
         shutil.rmtree(weights, ignore_errors=True)
@@ -321,7 +321,7 @@ class VllmEngine(VllmSampler):
                 raise RolloutError(
                     f"the server serves another policy than the trainer's: {difference:.3g} nats a token apart after the swap",
                     place=server.address,
-                    mend="restart the server; see that it was started with the same base weights and precision",
+                    fix="restart the server; see that it was started with the same base weights and precision",
                 )
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import httpx
 
-from schemas.child import PARENT
-from schemas.config import ModelConfig, VllmConfig
+from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.ports import HOST, free_port
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
-from schemas.ports import HOST, free_port
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
@@ -25,7 +26,7 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first the first log-probs take seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests ends vLLM's engine on a CPU."""
-GUARD = Path(__file__).resolve().parents[1] / "guard"
+GUARD = Path(__file__).resolve().parents[1] / "web"
 """Folder of the middleware that keeps web pages away; vLLM's own key does not cover the paths that hand over weights."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
@@ -66,7 +67,7 @@ class VllmServer:
             RolloutError: it is not ours, or does not come up.
         """
         raise RolloutError(
-            "the server does not answer", place=self.address, mend="start it, then the same command again: the stage goes on"
+            "the server does not answer", place=self.address, fix="start it, then the same command again: the stage goes on"
         )
 
 
@@ -102,7 +103,7 @@ class OwnServer(VllmServer):
         server = command(self._config, self._served, Path(self._config.python), port)
         with self._log.open("ab") as output:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_tasks.rollout.keeper", *server],
+                [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *server],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -125,9 +126,7 @@ def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[V
         RolloutError: there is no vLLM environment, or a server does not come up.
     """
     if not Path(config.python).exists():
-        raise RolloutError(
-            f"there is no {config.python}", place="rollout.vllm.python", mend="make vllm, or rollout.engine: local"
-        )
+        raise RolloutError(f"there is no {config.python}", place="rollout.vllm.python", fix="make vllm, or rollout.engine: local")
     with ExitStack() as stack:
         servers: list[VllmServer] = []
         for number in range(config.replicas):
@@ -159,14 +158,14 @@ def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
             )
         except (httpx.HTTPError, ValueError) as error:
             raise RolloutError(
-                f"no vLLM server answers: {error}", place=url, mend="see rollout.vllm.base_urls; a key is taken from VLLM_API_KEY"
+                f"no vLLM server answers: {error}", place=url, fix="see rollout.vllm.base_urls; a key is taken from VLLM_API_KEY"
             ) from error
         missing = [path for path in wanted if path not in paths["paths"]]
         if missing:
             raise RolloutError(
                 f"vLLM {version['version']} offers no {', '.join(missing)}",
                 place=url,
-                mend="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
+                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
             )
         server.base = next(model["id"] for model in models["data"] if not model.get("parent"))
         servers.append(server)
@@ -223,7 +222,7 @@ def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, l
     raise RolloutError(
         f"the vLLM server did not come up within {limit_s:g} s; the end of its log:\n{tail(log)}",
         place=str(log),
-        mend="raise rollout.vllm.start_timeout_s",
+        fix="raise rollout.vllm.start_timeout_s",
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from prefect import get_run_logger
 
 from grpo_tasks.content.manifest import find_changes
-from schemas.child import RESULT
+from grpo_tasks.processes.entry import RESULT
 from schemas.errors import DamagedError
 from schemas.results import StepResult
 
@@ -93,7 +93,7 @@ def require_unchanged(inputs: Mapping[str, Any]) -> None:
             raise DamagedError(
                 str(changes[0]),
                 place=str(result.directory / changes[0].path),
-                mend="run the same command again: the step that made it runs again",
+                fix="run the same command again: the step that made it runs again",
             )
 
 

@@ -20,7 +20,9 @@ from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
-from schemas.config import DataSource, ModelConfig, RewardConfig, RewardsConfig
+from schemas.config.data import DataSource
+from schemas.config.model import ModelConfig
+from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results import ModelRef, StepResult
@@ -138,7 +140,7 @@ def model_contents(ref: ModelRef) -> dict[str, str]:
         raise DamagedError(
             "the model is not what its step wrote (its SHA-256 differs)",
             place=str(ref.adapter or base),
-            mend="run the same command again: the step that made it runs again",
+            fix="run the same command again: the step that made it runs again",
         )
     return made_of
 

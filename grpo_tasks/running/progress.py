@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, read_lines
 from grpo_tasks.stage.stage_dir import StageDir
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 LOOK_S = 0.5
 WATCHED = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}

@@ -30,7 +30,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.variables import Variable
 
-from schemas.config import ResourcesConfig
+from schemas.config.operations import ResourcesConfig
 
 LEASE_S = 60.0
 """The shortest Prefect allows; a machine that vanishes loses its slot after this."""

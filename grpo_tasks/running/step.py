@@ -24,13 +24,13 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
 
 from grpo_tasks.content.manifest import take_manifest
+from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold_all, slots_of
-from schemas.child import RESULT
-from schemas.config import ResourcesConfig
+from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
-from schemas.lock import alone
 from schemas.results import StepResult
 from schemas.secret import hide
 

@@ -94,7 +94,7 @@ def roll_back(folder: Path, state: TrainingState, *, before: int, writes: bool =
     """
     whole_ones = [checkpoint for checkpoint in _newest_first(folder) if is_whole(checkpoint)]
     if not whole_ones:
-        raise TrainingError("there is no whole checkpoint to go back to", place=str(folder), mend="start the stage anew")
+        raise TrainingError("there is no whole checkpoint to go back to", place=str(folder), fix="start the stage anew")
     good = next((checkpoint for checkpoint in whole_ones if _step_of(checkpoint) <= before), whole_ones[-1])
     _load_weights(state.model, good / "weights")
     _load_optimizer(good, state)

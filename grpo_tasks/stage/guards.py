@@ -13,7 +13,8 @@ from math import sqrt
 from statistics import fmean, median, pvariance
 
 from grpo_tasks.stage.journal import Journal
-from schemas.config import GuardAction, GuardConfig, GuardsConfig, StageConfig
+from schemas.config.guards import GuardAction, GuardConfig, GuardsConfig
+from schemas.config.stage import StageConfig
 
 WINDOW = 10
 """Updates a guard looks back over."""

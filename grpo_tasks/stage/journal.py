@@ -70,7 +70,7 @@ def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[l
         return [], 0
     except OSError as error:
         raise TrainingError(
-            f"the file cannot be read: {error.strerror}", place=str(path), mend=f"remove {path.parent} to train the stage again"
+            f"the file cannot be read: {error.strerror}", place=str(path), fix=f"remove {path.parent} to train the stage again"
         ) from error
     whole = content[: content.rfind(b"\n") + 1]
     lines: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, at: int) -> dict[s
     raise TrainingError(
         f"a line is damaged: {raw[:80]!r}",
         place=f"{path}:{number}",
-        mend=f"remove that line (only the figures of one update are lost), or {path.parent} to train the stage again",
+        fix=f"remove that line (only the figures of one update are lost), or {path.parent} to train the stage again",
     ) from cause
 
 

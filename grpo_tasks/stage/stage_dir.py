@@ -14,8 +14,12 @@ log.txt                  what the trainer and the reward functions print
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.child import LOG, RESULT, SPEC
-from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
+from grpo_tasks.processes.entry import LOG, RESULT, SPEC
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
 from schemas.results import ModelRef, Result
 
 

@@ -25,8 +25,8 @@ from mlflow.store.db import utils
 from mlflow.store.db.base_sql_model import Base
 from sqlalchemy.engine import make_url
 
+from grpo_tasks.processes.lock import alone
 from schemas.errors import TrackingError
-from schemas.lock import alone
 
 HALF = "_alembic_tmp_"
 """Prefix of the tables that a migration fills before they take another's place."""
@@ -99,7 +99,7 @@ def _beyond_repair(file: Path, fault: Exception) -> TrackingError:
     return TrackingError(
         f"the store is half migrated (a migration was killed) and cannot be repaired: {said}",
         place=str(file),
-        mend=f"restore a copy from before; or move the file away (mv {file} {file}.broken), and the next run makes a new store",
+        fix=f"restore a copy from before; or move the file away (mv {file} {file}.broken), and the next run makes a new store",
     )
 
 
@@ -146,7 +146,7 @@ def _refuse_newer(file: Path, connection: sqlite3.Connection) -> None:
         raise TrackingError(
             f"another MLflow made this store: its schema {version} is not known here",
             place=str(file),
-            mend="install the MLflow that made it, or name another store with tracking.tracking_uri",
+            fix="install the MLflow that made it, or name another store with tracking.tracking_uri",
         )
 
 
@@ -268,7 +268,7 @@ def _faults_of(file: Path) -> Iterator[None]:
         raise TrackingError(
             f"the database cannot be opened: {fault}",
             place=f"sqlite:///{file}",
-            mend="end the processes that use it, then run the same command"
+            fix="end the processes that use it, then run the same command"
             if used
             else "give a file in a folder you may write to",
         ) from fault

@@ -16,7 +16,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 
 FOLDER = "model"
@@ -64,7 +64,7 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
         if not faults:
             return target
         if not ours:
-            raise ModelError("the folder holds something else", place=str(target), mend="name a new folder, or empty this one")
+            raise ModelError("the folder holds something else", place=str(target), fix="name a new folder, or empty this one")
         _log.warning("%s: %s is not what was published; fetching the model again", target, faults[0])
         shutil.rmtree(target)
     part = target.with_name(target.name + ".part")
@@ -79,7 +79,7 @@ def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path,
         raise ModelError(
             f"{wrong[0]} is not what was published (its SHA-256 differs)",
             place=str(part),
-            mend="download again; if it stays so, the file in the store was changed",
+            fix="download again; if it stays so, the file in the store was changed",
         )
     if target.exists():
         target.rmdir()
@@ -100,14 +100,14 @@ def read_manifest(store: Store, version: ModelVersion) -> Manifest:
         raise ModelError(
             f"version {version.version} of {version.name} has no manifest: it was not published by this project",
             place=store.uri,
-            mend=f"mlflow artifacts download -u models:/{version.name}/{version.version}",
+            fix=f"mlflow artifacts download -u models:/{version.name}/{version.version}",
         )
     manifest = parse_manifest(text)
     if manifest is None or manifest_sha256(manifest) != sha256:
         raise ModelError(
             f"the manifest of version {version.version} of {version.name} does not agree with the registry (tag grpo.sha256)",
             place=f"{store.uri}, run {version.run_id}, {manifest_path(sha256)}",
-            mend="do not use this version: its manifest or its tag was changed; publish the model again",
+            fix="do not use this version: its manifest or its tag was changed; publish the model again",
         )
     return manifest
 
@@ -133,7 +133,7 @@ def parse_manifest(text: str) -> Manifest | None:
         return None
     for name in entries:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ModelError(f"the manifest names a file outside the model: {name}", mend="do not use this model")
+            raise ModelError(f"the manifest names a file outside the model: {name}", fix="do not use this model")
     return manifest
 
 

@@ -91,7 +91,7 @@ class JournalShipper:
             raise TrackingError(
                 f"{len(self._waiting)} lines of the journal could not be shipped for {timeout_s:.0f} s",
                 place=f"{self.store.uri}, journal {StageDir(self.stage_dir).journal}",
-                mend="start the server, then run the same command: the stage is not trained again",
+                fix="start the server, then run the same command: the stage is not trained again",
             ) from error
 
     def _send(self) -> None:

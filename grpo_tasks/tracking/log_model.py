@@ -8,9 +8,9 @@ from pathlib import Path
 import mlflow.transformers
 
 from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.tracking.store import FAULTS, open_store
-from schemas.child import SPEC, run_child
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError
 from schemas.results import Result
 
@@ -62,7 +62,7 @@ def _require_proved(spec: LogSpec) -> None:
         raise DamagedError(
             "the merged model is not what the merge proof saw (its SHA-256 differs)",
             place=str(spec.path),
-            mend="run the same command again: the merge runs again; nothing was published",
+            fix="run the same command again: the merge runs again; nothing was published",
         )
 
 

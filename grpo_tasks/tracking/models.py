@@ -34,7 +34,7 @@ from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from grpo_tasks.tracking.runs import TrackedRun
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError, TrackingError
 from schemas.results import EvalReport, MergeProof, ModelRef, PairedTest, Regression
 
@@ -147,7 +147,7 @@ def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
         raise DamagedError(
             "the merged model is not what the merge proof saw (its SHA-256 differs)",
             place=proof.model.path,
-            mend="run the same command again: the merge runs again; nothing was published",
+            fix="run the same command again: the merge runs again; nothing was published",
         )
     stored = stored_manifest(run.store, run.run_id, proof.sha256)
     known = parse_manifest(stored) if stored is not None else None
@@ -157,7 +157,7 @@ def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
         raise TrackingError(
             "the manifest in the store is not the one that this model was published with",
             place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
-            mend="somebody changed it: restore it from a backup, or publish in a new run with --fresh",
+            fix="somebody changed it: restore it from a backup, or publish in a new run with --fresh",
         )
     # There is none yet, or a kill has torn it before anything was registered with it.
     run.handle.text(json.dumps(manifest, indent=2), manifest_path(proof.sha256))

@@ -13,7 +13,8 @@ from mlflow.entities import Run, ViewType
 from grpo_tasks.tracking.params import flatten
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config import RunConfig, TrackingConfig
+from schemas.config.operations import TrackingConfig
+from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 
 Curve = list[tuple[int, float]]
@@ -53,7 +54,7 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
         samples = _artifact(store, run, "evaluation/merged/samples.parquet", Path(folder))
         config = _artifact(store, run, "config.yaml", Path(folder))
         if samples is None or config is None:
-            raise ModelError(f"run {run.info.run_id} has no evaluated model", mend="name a pipeline run that was finished")
+            raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a pipeline run that was finished")
         tree = yaml.safe_load(config.read_text(encoding="utf-8"))
         children = _children(store, run)
         return PastRun(
@@ -80,7 +81,7 @@ def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
         if fitting:
             return fitting[0]
     names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in found[:8])
-    raise ModelError(f"no such run: {reference}", place=store.uri, mend=f"the newest are {names}" if names else "there are none")
+    raise ModelError(f"no such run: {reference}", place=store.uri, fix=f"the newest are {names}" if names else "there are none")
 
 
 def _parents(client: MlflowClient) -> list[Run]:

@@ -15,10 +15,10 @@ import polars as pl
 from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
+from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
-from schemas.child import RESULT
 from schemas.results import (
     DataReport,
     EvalReport,

@@ -15,7 +15,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.results import Lineage
 
@@ -47,7 +47,7 @@ def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
 
     found = store.ask(work)
     if found is None:
-        raise ModelError(f"no such model: {reference}", place=store.uri, mend=_known(store, name))
+        raise ModelError(f"no such model: {reference}", place=store.uri, fix=_known(store, name))
     return found
 
 
@@ -91,7 +91,7 @@ def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig
     current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
     target = str(find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking).version)
     if target == current:
-        raise ModelError(f"version {target} of {name} is the champion already", mend="name another version with --to")
+        raise ModelError(f"version {target} of {name} is the champion already", fix="name another version with --to")
     said = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "to": target, "reason": reason})
 
     def work(client: MlflowClient) -> None:
@@ -113,7 +113,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
     """
     version = find_version(reference, tracking)
     if "grpo.key" not in version.tags or not version.run_id:
-        raise ModelError(f"{reference} was not made by this project", mend="name a version with the tag grpo.key")
+        raise ModelError(f"{reference} was not made by this project", fix="name a version with the tag grpo.key")
     store = open_store(tracking)
     run_id = version.run_id
     run = store.ask(lambda client: client.get_run(run_id))

@@ -26,7 +26,7 @@ from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.params import flatten
 from grpo_tasks.tracking.store import Store, open_store
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
 from schemas.results import (
     DataReport,
@@ -223,7 +223,7 @@ def _experiment(store: Store, name: str) -> str:
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",
                 place=store.uri,
-                mend=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
+                fix=f"restore it (mlflow experiments restore -x {found.experiment_id}) or set tracking.experiment",
             )
         return str(found.experiment_id)
 

@@ -1,4 +1,4 @@
-"""Where MLflow is, and how it is asked: quietly, again while it cannot be reached, and with errors a user can mend.
+"""Where MLflow is, and how it is asked: quietly, again while it cannot be reached, and with errors a user can fix.
 
     TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
                                                                          ->  alone("publish-NAME"): one process of this machine
@@ -38,10 +38,10 @@ import tenacity
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.processes.lock import alone
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import TrackingError, disk_full
-from schemas.lock import alone
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 T = TypeVar("T")
@@ -98,12 +98,12 @@ class Store:
     def error(self, fault: Exception) -> TrackingError:
         """The fault in the user's words."""
         if disk_full(fault):
-            mend = "free some space, then run the same command: it goes on where it stopped"
+            fix = "free some space, then run the same command: it goes on where it stopped"
         elif passes(fault):
-            mend = "start the server or set tracking.tracking_uri, then run the same command: it goes on where it stopped"
+            fix = "start the server or set tracking.tracking_uri, then run the same command: it goes on where it stopped"
         else:
-            mend = "see the message; tracking.tracking_uri or MLFLOW_TRACKING_URI say where MLflow is"
-        return TrackingError(str(fault).strip().splitlines()[0][:500], place=self.uri, mend=mend)
+            fix = "see the message; tracking.tracking_uri or MLFLOW_TRACKING_URI say where MLflow is"
+        return TrackingError(str(fault).strip().splitlines()[0][:500], place=self.uri, fix=fix)
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
@@ -186,13 +186,13 @@ def connect(uri: str) -> Store:
         return Store(uri=uri, client=_attempts(None)(MlflowClient, tracking_uri=uri))
     except ModuleNotFoundError as fault:
         raise TrackingError(
-            f"the database driver {fault.name} is not installed", place=uri, mend=f"pip install {fault.name}"
+            f"the database driver {fault.name} is not installed", place=uri, fix=f"pip install {fault.name}"
         ) from fault
     except FAULTS as fault:
         raise TrackingError(
             str(fault).strip().splitlines()[0][:500],
             place=uri,
-            mend="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
+            fix="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
         ) from fault
 
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.processes.entry import run_child
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.trainer import train
-from schemas.child import run_child
 
 
 def main(root: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from trl.trainer.grpo_config import GRPOConfig
 
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 
 OURS_ALONE = {
@@ -46,7 +46,7 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
     unknown = sorted(set(stage.trl) - known)
     if unknown:
         raise ConfigError(
-            f"GRPOConfig of TRL has no {unknown[0]}", place=f"stages {stage.name}: trl", mend="see TRL's documentation"
+            f"GRPOConfig of TRL has no {unknown[0]}", place=f"stages {stage.name}: trl", fix="see TRL's documentation"
         )
     rollout = spec.rollout
     options: dict[str, Any] = {
@@ -86,5 +86,5 @@ def _refuse(spec: StageSpec) -> None:
         _impossible(stage, "resources.num_processes", "start it by torchrun, or engine: native")
 
 
-def _impossible(stage: StageConfig, what: str, mend: str) -> None:
-    raise ConfigError(f"engine trl has nothing like {what}", place=f"stages {stage.name}", mend=mend)
+def _impossible(stage: StageConfig, what: str, fix: str) -> None:
+    raise ConfigError(f"engine trl has nothing like {what}", place=f"stages {stage.name}", fix=fix)

@@ -16,8 +16,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
-from grpo_tasks.rewards.compose import RewardSuite, Scores
 from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed
 from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off

@@ -10,16 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_tasks.rewards.answers import answers_equal
+from tests.rewards.test_equality import HOSTILE
+
+from grpo_tasks.answers.extract import answers_equal
 from grpo_tasks.rewards.builtin import BUILTIN
 from grpo_tasks.rewards.contract import Fault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.config import RewardsConfig
+from schemas.config.rewards import RewardsConfig
 from schemas.errors import DataError
 from tests.data.test_load_sources import BROKEN, UNREADABLE, faults, load
 from tests.rewards.conftest import PlainRow
 from tests.rewards.test_builtin import GAMES, LONG, TAGS, score, total
-from tests.rewards.test_equality import HOSTILE
 from tests.rewards.test_worker import BREACHES, FUNCTIONS, LIMIT_S
 
 WORK = "15 and 27 make together what is asked for"
@@ -140,7 +141,7 @@ def _files() -> Iterator[Line]:
             try:
                 load(Path(folder), str(Path(folder) / name))
             except DataError as error:
-                told += says in error.message and name in error.place and bool(error.mend)
+                told += says in error.message and name in error.place and bool(error.fix)
     yield "files: empty, UTF-16, packed, another format, broken, open quotes, ...", len(UNREADABLE), f"{told} refused by name"
 
 

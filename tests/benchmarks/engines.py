@@ -13,13 +13,15 @@ from grpo_tasks.grpo.launch import rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import Served, serving
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig, VllmConfig
 from schemas.paths import resolve
 from schemas.results import ModelRef
 from tests.benchmarks.sides import Work, write_stage

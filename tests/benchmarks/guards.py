@@ -16,12 +16,13 @@ import polars as pl
 
 from grpo_tasks.data.prompts import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.guards import GUARDS, Guards
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config import GuardsConfig, ResourcesConfig
-from schemas.load import load_config
+from schemas.config.guards import GuardsConfig
+from schemas.config.load import load_config
+from schemas.config.operations import ResourcesConfig
 from schemas.results import ModelRef
 from tests.benchmarks.learning import chats
 

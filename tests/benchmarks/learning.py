@@ -13,14 +13,18 @@ from pathlib import Path
 import polars as pl
 import torch
 
+from grpo_tasks.answers.extract import Tags
 from grpo_tasks.data.prompts import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.answers import Tags
 from grpo_tasks.rewards.builtin import format, incremental_format
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
-from schemas.load import load_config
+from schemas.config.load import load_config
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
 from schemas.paths import resolve
 from schemas.results import ModelRef
 

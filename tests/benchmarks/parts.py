@@ -17,7 +17,9 @@ from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.policy.logprobs import score_tokens
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results import ModelRef
 
 PROMPTS, GROUP, LENGTH, ROUNDS = 8, 8, 64, 7

@@ -19,7 +19,10 @@ from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import ROWS, load_sources
 from grpo_tasks.data.report import Origin, report_data
 from grpo_tasks.data.side_by_side import num_processes
-from schemas.config import DataConfig, DataSource, JudgeInputs, ModelConfig, RewardsConfig, ValidationConfig
+from schemas.config.data import DataConfig, DataSource, ValidationConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import JudgeInputs
 
 NUM_ROWS = 1_000_000
 

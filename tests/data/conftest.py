@@ -11,7 +11,8 @@ import pytest
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.judge import Verdict, judge
 from grpo_tasks.data.load import load_sources
-from schemas.config import ModelConfig, RunConfig
+from schemas.config.model import ModelConfig
+from schemas.config.run import RunConfig
 
 STAGE = {"name": "format", "rewards": ["format"]}
 

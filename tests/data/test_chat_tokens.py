@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
-from schemas.config import ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 from schemas.tables import MESSAGES
@@ -147,7 +148,7 @@ def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> No
 import sys
 import grpo_tasks.data.load, grpo_tasks.data.judge, grpo_tasks.data.report, grpo_tasks.data.table
 from grpo_tasks.data.chat_tokens import load_counter
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 load_counter(ModelConfig()).count([[{"role": "user", "content": "q"}]])
 print(sorted({"torch", "prefect", "mlflow", "datasets"} & set(sys.modules)))
 """

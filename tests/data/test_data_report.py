@@ -10,7 +10,8 @@ from grpo_tasks.data.judge import Verdict
 from grpo_tasks.data.quarantine import enforce
 from grpo_tasks.data.report import Origin, report_data, stop_warnings
 from grpo_tasks.data.table import read_prompts
-from schemas.config import RolloutConfig, ValidationConfig
+from schemas.config.data import ValidationConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import DataError
 from schemas.results import DataReport, SourceFile
 from schemas.tables import Prompts, Quarantine
@@ -110,7 +111,7 @@ def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: V
     assert "answer_missing" in caught.value.message
     assert "rows.jsonl:61" in caught.value.message
     assert caught.value.place.endswith("rows.jsonl:61")
-    assert "max_invalid_fraction" in caught.value.mend
+    assert "max_invalid_fraction" in caught.value.fix
 
 
 def test_allowed_share_of_refused_rows_goes_on(verdict: Verdict) -> None:

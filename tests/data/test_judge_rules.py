@@ -163,7 +163,7 @@ def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
 def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest(planted: Callable[..., Verdict], name: str, says: str) -> None:
     with pytest.raises(ConfigError, match="no such rule") as caught:
         planted(ignore_rules=[name])
-    assert says in caught.value.mend
+    assert says in caught.value.fix
 
 
 def test_rule_without_which_there_is_no_row_cannot_be_ignored(planted: Callable[..., Verdict]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_tasks.data.jsonl import MAX_LINE_BYTES, parse_line
 from grpo_tasks.data.load import ROWS, load_sources
-from schemas.config import DataConfig
+from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from schemas.tables import Raw
 
@@ -193,7 +193,7 @@ def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
     with pytest.raises(DataError, match=says) as caught:
         load(tmp_path, str(tmp_path / name))
     assert name in caught.value.place
-    assert caught.value.mend
+    assert caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -205,7 +205,7 @@ def test_open_quote_is_told_with_the_line_it_opens_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "mend"),
+    ("row", "fix"),
     [
         ({"Question": "q", "answer": "1"}, "data.question_column: Question"),
         ({"question": "q", "answers": "1"}, "data.answer_column: answers"),
@@ -213,18 +213,18 @@ def test_open_quote_is_told_with_the_line_it_opens_on(tmp_path: Path) -> None:
     ],
 )
 def test_missing_column_is_an_error_with_the_nearest_name(
-    tmp_path: Path, write: Callable[..., str], row: dict[str, str], mend: str
+    tmp_path: Path, write: Callable[..., str], row: dict[str, str], fix: str
 ) -> None:
     with pytest.raises(DataError, match="there are") as caught:
         load(tmp_path, write(row))
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path, write: Callable[..., str]) -> None:
     write(GOOD, name="train.jsonl")
     with pytest.raises(DataError, match="no such file") as caught:
         load(tmp_path, str(tmp_path / "trian.jsonl"))
-    assert "train.jsonl" in caught.value.mend
+    assert "train.jsonl" in caught.value.fix
 
 
 def test_long_line_is_not_kept_in_memory(tmp_path: Path, write: Callable[..., str]) -> None:

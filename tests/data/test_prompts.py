@@ -36,7 +36,7 @@ def test_prompt_id_heeds_neither_key_order_nor_other_keys() -> None:
 def test_pattern_that_is_no_linear_pattern_with_a_group_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="pattern") as caught:
         check_pattern(pattern)
-    assert "####" in caught.value.mend
+    assert "####" in caught.value.fix
 
 
 @pytest.mark.parametrize(

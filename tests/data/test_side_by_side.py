@@ -15,7 +15,7 @@ from grpo_tasks.data.jsonl import line_spans, read_jsonl, read_span
 from grpo_tasks.data.parts import Part, read_parts
 from grpo_tasks.data.records import Columns
 from grpo_tasks.data.side_by_side import read_parts_side_by_side
-from schemas.config import DataConfig
+from schemas.config.data import DataConfig
 from schemas.errors import DataError
 
 

@@ -7,7 +7,9 @@ import pytest
 from grpo_tasks import validate_data as module
 from grpo_tasks.data.load import load_sources
 from grpo_tasks.running.step import Work
-from schemas.config import JudgeInputs, ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import JudgeInputs
 from schemas.errors import DataError
 from schemas.results import PreparedData
 

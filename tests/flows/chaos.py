@@ -48,7 +48,7 @@ MODULES = {
     "grpo_tasks.rollout": "sampler",
     "grpo_tasks.policy": "merge",
     "grpo_tasks.rewards.serve": "reward worker",
-    "grpo_tasks.running.fork_server": "fork server",
+    "grpo_tasks.processes.fork_server": "fork server",
     "grpo_tasks.tracking.log_model": "upload",
     "uvicorn": "temporary Prefect server",
 }

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli import app, errors_told
+from flows.cli.main import app, errors_told
+from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
-from schemas.load import load_config
 from tests.flows.place import SMALL, Place
 
 # Together, because they share a Prefect server and a pipeline that went through.

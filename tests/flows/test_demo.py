@@ -6,7 +6,7 @@ import sys
 import polars as pl
 import pytest
 
-from schemas.load import load_config
+from schemas.config.load import load_config
 from tests.flows.place import BIN
 
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 import yaml
 
-from schemas.load import PRESETS
+from schemas.config.load import PRESETS
 from schemas.results import DataReport, LabReport
 
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]

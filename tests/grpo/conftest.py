@@ -8,9 +8,13 @@ import pytest
 
 from grpo_tasks.data.prompts import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config import ModelConfig, ResourcesConfig, RewardsConfig, RolloutConfig, StageConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
 from schemas.results import ModelRef
 
 SYSTEM = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}

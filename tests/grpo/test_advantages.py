@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from trl.trainer import grpo_trainer
 
 from grpo_tasks.grpo.advantages import STD_FLOOR, Rewards, advantages, nanstd
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 rewards_of_groups = arrays(np.float64, (3, 4), elements=st.floats(-5, 5, width=32))
 BASELINES = ["group_mean", "leave_one_out"]

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_tasks.content.hashes import file_sha256
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import journal
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_tasks.policy import logprobs
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import journal
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.errors import NotFiniteError
 from tests.grpo.conftest import journal
 
@@ -133,6 +133,6 @@ def test_float16_is_refused_where_gradients_cannot_be_scaled():
         "resources": {"fsdp": True, "num_processes": 2},
     }
     with pytest.raises(
-        ValueError, match=r"float16 scales its gradients, which resources\.fsdp cannot; mend: model\.dtype: bfloat16"
+        ValueError, match=r"float16 scales its gradients, which resources\.fsdp cannot; fix: model\.dtype: bfloat16"
     ):
         RunConfig.model_validate(tree)

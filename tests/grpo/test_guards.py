@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from tests.grpo.conftest import journal

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.results import StageResult
 from tests.grpo.conftest import journal

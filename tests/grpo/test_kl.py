@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_tasks.policy.load import load_policy
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.results import ModelRef

@@ -15,7 +15,7 @@ from grpo_tasks.grpo.losses import (
     sampling_correction,
     token_weights,
 )
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 MAX_LENGTH = 9
 

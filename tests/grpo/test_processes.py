@@ -6,15 +6,15 @@ import sys
 
 import torch
 
+from grpo_tasks.processes.ports import free_port
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
-from schemas.ports import free_port
 
 SHOW = """
 import sys
 from pathlib import Path
 import torch
-from grpo_tasks.grpo.processes import Processes
+from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.stage.stage_dir import StageSpec
 processes = Processes.of(StageSpec.load(Path(sys.argv[1])), torch.device("cpu"))
 group = torch.distributed.distributed_c10d._get_default_group()

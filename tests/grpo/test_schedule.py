@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.grpo.schedule import PromptSchedule, make_optimizer, make_scheduler, num_updates
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 
 @given(num=st.integers(1, 40), per=st.integers(1, 12), seed=st.integers(0, 1000))

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from grpo_tasks.grpo.__main__ import main
-from grpo_tasks.rewards.compose import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.metrics import describe

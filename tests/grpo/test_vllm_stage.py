@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from schemas.config import VllmConfig
+from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.results import StageResult
 from tests.grpo.conftest import journal

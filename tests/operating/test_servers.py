@@ -9,9 +9,9 @@ import psutil
 import pytest
 import yaml
 
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
+from schemas.config.section import form_values
 from schemas.results import StageResult
-from schemas.section import form_values
 from tests.flows.place import SMALL
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
@@ -59,7 +59,7 @@ def test_both_servers_keep_their_tables_in_postgresql(operated):
         pytest.skip("PostgreSQL is not installed on this machine")
     import psycopg2
 
-    from grpo_tasks.running.servers import database_url
+    from grpo_tasks.operating.servers import database_url
 
     for database, table in (("prefect", "deployment"), ("mlflow", "experiments")):
         with (

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_tasks.policy import merge as merging
 from grpo_tasks.policy.load import save_trained
 from grpo_tasks.policy.merge import merge
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 from schemas.errors import MergeError
 from schemas.results import MergeSpec
 

@@ -15,7 +15,7 @@ from grpo_tasks.policy.folded import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import like, sampling_copy, shard, whole
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 from schemas.results import ModelRef
 
 torch.distributed.init_process_group("gloo")

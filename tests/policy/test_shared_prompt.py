@@ -9,7 +9,7 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, UnsupportedError
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from schemas.config import RolloutConfig
+from schemas.config.rollout import RolloutConfig
 
 SMALL = {
     "hidden_size": 64,

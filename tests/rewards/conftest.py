@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from grpo_tasks.rewards.contract import ScoreBatch, batch_of
-from schemas.config import RewardsConfig, RunConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.rewards.answers import Tags, is_blank
+from grpo_tasks.answers.extract import Tags, is_blank
+from grpo_tasks.lab.probes import long_texts
 from grpo_tasks.rewards.builtin import BUILTIN, FULL_SCORES
-from grpo_tasks.rewards.probes import long_texts
-from schemas.config import BUILTIN_REWARDS
+from schemas.config.rewards import BUILTIN_REWARDS
 
 TAGS = Tags()
 LONG = long_texts(TAGS)

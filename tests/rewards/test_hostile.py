@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_tasks.lab.lab import probe_rewards_of
+from grpo_tasks.processes.framing import HEADER, MARK, frame
+from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.contract import Fault, Values
-from grpo_tasks.rewards.frames import HEADER, MARK, frame
-from grpo_tasks.rewards.lab import probe_rewards_of
-from grpo_tasks.rewards.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.replies import max_bytes, read_loaded, read_scores
 from grpo_tasks.rewards.supervisor import MAX_BYTES, MAX_LINES, Output
 from grpo_tasks.rewards.worker import RewardWorker
@@ -210,7 +210,7 @@ NEARLY = st.fixed_dictionaries(
             {}, optional={"scores": st.lists(NUMBERS, max_size=3) | JSONS, "seconds": NUMBERS, "tokens": JSONS, "more": JSONS}
         ),
         "fault": st.fixed_dictionaries(
-            {"kind": JSONS, "detail": JSONS}, optional={"source": JSONS, "index": JSONS, "mend": JSONS}
+            {"kind": JSONS, "detail": JSONS}, optional={"source": JSONS, "index": JSONS, "fix": JSONS}
         ),
     },
 )
@@ -255,9 +255,9 @@ def test_arbitrary_bytes_never_hang_the_parent_and_never_raise_anything_else(pie
         {"request": "7", "values": {"scores": [1.0, 1.0], "seconds": 0.0}},
         {"request": "7", "values": {"scores": [1.0, 1.0], "seconds": 0.0, "tokens": {"2": [1.0]}}},
         {"request": "7", "values": {"scores": [1.0, 1.0], "seconds": 0.0, "tokens": {"0": [1.0]}}},
-        {"request": "7", "fault": {"kind": "hung", "detail": "", "source": "", "index": None, "mend": ""}},
-        {"request": "7", "fault": {"kind": "raised", "detail": "", "source": "", "index": 2, "mend": ""}},
-        {"request": "7", "fault": {"kind": "raised", "detail": "x" * 10_000, "source": "", "index": None, "mend": ""}},
+        {"request": "7", "fault": {"kind": "hung", "detail": "", "source": "", "index": None, "fix": ""}},
+        {"request": "7", "fault": {"kind": "raised", "detail": "", "source": "", "index": 2, "fix": ""}},
+        {"request": "7", "fault": {"kind": "raised", "detail": "x" * 10_000, "source": "", "index": None, "fix": ""}},
         [[]],
     ],
 )
@@ -297,7 +297,7 @@ def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of
     outcome = worker.call(name, make_batch("fine", "all"), 60.0)
     assert isinstance(outcome, Fault)
     assert (outcome.kind, "used more than 0.4 GB of memory" in outcome.detail) == ("died", True)
-    assert "rewards.memory_limit_gb" in outcome.mend
+    assert "rewards.memory_limit_gb" in outcome.fix
     assert isinstance(worker.call(name, make_batch("fine"), 30.0), Values)
 
 
@@ -340,7 +340,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(own_module, tmp_path):
         import os, time
         from grpo_tasks.rewards.contract import ScoreBatch
         from grpo_tasks.rewards.worker import RewardWorker
-        from schemas.config import RewardsConfig
+        from schemas.config.rewards import RewardsConfig
         rewards = RewardsConfig.model_validate({"functions": {"detaches": {"function": "my_rewards:detaches"}}})
         with RewardWorker(rewards, ["detaches"]) as worker:
             left = worker.call("detaches", ScoreBatch([[]], ["a"], [[1]], {}), 30.0).scores[0]
@@ -388,7 +388,7 @@ def test_a_million_lines_neither_block_the_function_nor_fill_the_log(worker_of, 
 def test_what_a_function_prints_in_the_lab_reaches_the_steps_log_alone(
     own_module, run_config, make_row, capfd, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
     own_module(FUNCTIONS)
     config = run_config(
         {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
-from grpo_tasks.rewards.compose import RewardSuite
-from schemas.config import AdaptiveWeightConfig, RewardsConfig
+from grpo_tasks.rewards.suite import RewardSuite
+from schemas.config.rewards import AdaptiveWeightConfig, RewardsConfig
 from schemas.errors import RewardError
 
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"

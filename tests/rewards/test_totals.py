@@ -9,14 +9,15 @@ from hypothesis.extra.numpy import arrays
 from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import held_out_metrics, rollout_metrics
-from grpo_tasks.rewards.compose import RewardSuite, Scores
+from grpo_tasks.lab.forecast import GroupSample, forecast
+from grpo_tasks.lab.lab import probe_rewards_of
+from grpo_tasks.lab.stage_checks import stage_totals
 from grpo_tasks.rewards.contract import batch_of
-from grpo_tasks.rewards.forecast import GroupSample, forecast
-from grpo_tasks.rewards.lab import probe_rewards_of
-from grpo_tasks.rewards.stages import stage_totals
+from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.totals import stage_weights, total_scores
 from grpo_tasks.rollout.engine import Completion
-from schemas.config import RewardsConfig, StageConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.stage import StageConfig
 
 scores_of_functions = arrays(np.float64, (8, 3), elements=st.sampled_from([np.nan, -1.0, 0.0, 0.5, 2.0]))
 REWARDS = RewardsConfig.model_validate(
@@ -69,7 +70,7 @@ def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_
 
 
 def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_module, run_config, make_row, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
     own_module("""
         import re
         def one_task(prompts, completions, answer, task, **columns):
@@ -106,7 +107,7 @@ def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own
 
 
 def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.rewards.probes.LONG_CHARS", 110_000)
+    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
     rows = [make_row(1), make_row(2, trainer_state="x", level=3)]
     findings = probe_rewards_of(run_config({"s": ["format"]}, lab={"num_rows": 2}), rows)
     [check] = [check for check in findings.checks if check.check == "columns"]

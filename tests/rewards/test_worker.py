@@ -14,9 +14,9 @@ import pytest
 
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.config import RewardsConfig
+from schemas.config.load import load_config
+from schemas.config.rewards import RewardsConfig
 from schemas.errors import ConfigError, RewardError
-from schemas.load import load_config
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a hang is waited for; long elsewhere, for busy machines."""
@@ -207,7 +207,7 @@ def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: P
         import sys
         from grpo_tasks.rewards.contract import ScoreBatch
         from grpo_tasks.rewards.worker import RewardWorker
-        from schemas.config import RewardsConfig
+        from schemas.config.rewards import RewardsConfig
         rewards = RewardsConfig.model_validate({"functions": {"hangs": {"function": "my_rewards:hangs"}}})
         with RewardWorker(rewards, ["hangs"]) as worker:
             print(worker._process.pid, flush=True)
@@ -333,7 +333,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it
     assert isinstance(outcome, Values)
     assert outcome.scores == [1.0, 0.0]
     assert isinstance(missing, Fault)
-    assert "data.answer_column" in missing.mend
+    assert "data.answer_column" in missing.fix
 
 
 def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_tasks.policy.load import load_base, load_tokenizer
-from schemas.config import ModelConfig
+from schemas.config.model import ModelConfig
 from schemas.results import ModelRef
 from tests.rollout.stops import ORDINARY, SPECIAL
 

@@ -5,7 +5,7 @@ from scipy import stats
 
 from grpo_tasks.rollout.draw import draw, filtered, uniforms
 from grpo_tasks.rollout.engine import Sampling
-from schemas.config import RolloutConfig
+from schemas.config.rollout import RolloutConfig
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.stop import StopRule
-from schemas.config import ModelConfig, RolloutConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from tests.rollout.stops import ORDINARY, SPECIAL, assert_stops, reference, stop_requests, stop_settings
 
 

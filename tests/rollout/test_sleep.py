@@ -17,7 +17,8 @@ from peft import PeftModel
 from grpo_tasks.policy.load import load_base
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import VllmServer
-from schemas.config import ModelConfig, VllmConfig
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmConfig
 from schemas.errors import ServerGoneError
 
 LOAD, UNLOAD, PROBE, WAKE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions", "/wake_up"

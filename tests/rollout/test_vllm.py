@@ -29,7 +29,9 @@ from grpo_tasks.rollout.sample import sample
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine, VllmSampler
 from grpo_tasks.rollout.vllm_server import Served, authorization, elsewhere, serving
-from schemas.config import ModelConfig, ResourcesConfig, RolloutConfig, VllmConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
 from schemas.results import ModelRef
@@ -294,7 +296,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from grpo_tasks.rollout.vllm_server import Served, serving
-from schemas.config import VllmConfig
+from schemas.config.rollout import VllmConfig
 from schemas.paths import resolve
 served = Served(Path(resolve("embedded:base")), "float32", None, False)
 with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
@@ -403,7 +405,7 @@ def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, w
     with pytest.raises(RolloutError, match="has no answer") as caught:
         remote.generate(requests, sampling())
     assert caught.value.place == mortal.address
-    assert "vllm.log" in caught.value.mend
+    assert "vllm.log" in caught.value.fix
 
 
 def listener(address):

@@ -8,7 +8,7 @@ from grpo_tasks.running import progress as progress_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import TrainingError
 
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from grpo_tasks.running.slots import slots_of
-from schemas.config import ResourcesConfig
+from schemas.config.operations import ResourcesConfig
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import time
 import psutil
 import pytest
 
-from grpo_tasks.running.child import run_module
+from grpo_tasks.processes.child import run_module
 from grpo_tasks.running.key import content_key
-from schemas.config import DataSource, RewardConfig, RewardsConfig
+from schemas.config.data import DataSource
+from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ChildDied, ModelError
 from schemas.results import PreparedData
 
@@ -103,7 +104,7 @@ def test_whatever_ends_the_wait_ends_the_child(tmp_path):
 
 def test_the_child_and_its_server_end_with_the_process_that_waits_however_it_ends(tmp_path):
     os.mkfifo(tmp_path / "spec.json")
-    program = "import sys, pathlib; from grpo_tasks.running.child import run_module; "
+    program = "import sys, pathlib; from grpo_tasks.processes.child import run_module; "
     program += "run_module('grpo_tasks.policy', pathlib.Path(sys.argv[1]))"
     with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as waits:
         try:
@@ -131,7 +132,7 @@ def test_a_server_that_was_killed_is_replaced_and_its_child_counts_as_killed(tmp
 
 def servers_of(pid):
     children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "grpo_tasks.running.fork_server" in child.cmdline()]
+    return [child for child in children if "grpo_tasks.processes.fork_server" in child.cmdline()]
 
 
 def children_with(path, module=""):

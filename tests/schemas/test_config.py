@@ -3,9 +3,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config import BUILTIN_REWARDS, RunConfig, StageConfig
+from schemas.config.load import PRESETS, check_config, load_config
+from schemas.config.rewards import BUILTIN_REWARDS
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError, DataError, UserError
-from schemas.load import PRESETS, check_config, load_config
 from schemas.metrics import TRAINING, describe
 
 STAGE = {"name": "only", "rewards": ["format"]}
@@ -42,7 +44,7 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "mend"),
+    ("settings", "fix"),
     [
         ({"resources": {"fsdp": True}, "model": {"quantization": "nf4"}}, "fsdp: false"),
         ({"resources": {"fsdp": True}, "model": {"lora": None, "dtype": "float16"}}, "bfloat16"),
@@ -61,8 +63,8 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
     ],
     ids=str,
 )
-def test_what_cannot_go_together_is_refused_with_the_mend(settings, mend):
-    with pytest.raises(ConfigError, match=mend):
+def test_what_cannot_go_together_is_refused_with_the_mend(settings, fix):
+    with pytest.raises(ConfigError, match=fix):
         check_config(TREE | settings)
 
 
@@ -160,7 +162,7 @@ def test_all_faults_are_told_at_once():
 
 def test_the_mend_for_an_impossible_batch_is_possible():
     settings = {"name": "s", "rewards": ["format"], "num_generations": 6}
-    with pytest.raises(ValueError, match="mend: per_device_train_batch_size: 6") as caught:
+    with pytest.raises(ValueError, match="fix: per_device_train_batch_size: 6") as caught:
         StageConfig(**settings, per_device_train_batch_size=8)
     assert "= 8 completions" in str(caught.value)
     StageConfig(**settings, per_device_train_batch_size=6)
@@ -203,10 +205,10 @@ def test_an_own_reward_gets_its_settings_and_a_builtin_its_default_weight():
 
 
 def test_an_error_of_ours_crosses_a_process_border_whole():
-    error = DataError("bad rows", place="a.jsonl:3", mend="mend them")
+    error = DataError("bad rows", place="a.jsonl:3", fix="fix them")
     again = UserError.from_json(error.to_json())
     assert type(again) is DataError
-    assert str(again) == str(error) == "bad rows\n  where: a.jsonl:3\n  mend:  mend them"
+    assert str(again) == str(error) == "bad rows\n  where: a.jsonl:3\n  fix:  fix them"
 
 
 def test_every_training_metric_is_named_once_and_families_are_found():

@@ -21,7 +21,7 @@ from schemas.errors import UserError
 for line in sys.stdin:
     error = UserError.from_json(line)
     kind = type(error)
-    print(json.dumps([kind.__module__, kind.__qualname__, kind.title, kind.exit_code, error.message, error.place, error.mend]))
+    print(json.dumps([kind.__module__, kind.__qualname__, kind.title, kind.exit_code, error.message, error.place, error.fix]))
 """
 
 
@@ -62,7 +62,7 @@ def read(lines, folder):
 def test_every_error_comes_back_as_itself_in_a_process_that_knows_nothing_of_it(tmp_path):
     kinds = [getattr(importlib.import_module(module), name) for module, name in family()]
     assert {"NotFiniteError", "ServerGoneError", "ConfigError"} <= {kind.__name__ for kind in kinds}
-    errors = [kind("what happened", place="where", mend="the fix") for kind in kinds]
+    errors = [kind("what happened", place="where", fix="the fix") for kind in kinds]
     assert read([error.to_json() for error in errors], tmp_path) == [
         [kind.__module__, kind.__qualname__, kind.title, kind.exit_code, "what happened", "where", "the fix"] for kind in kinds
     ]
@@ -74,7 +74,7 @@ def test_an_error_defined_in_a_module_that_is_not_loaded_keeps_its_class_title_a
         "class PlantedError(TrainingError):\n"
         "    title, exit_code = 'A title of its own', 7\n"
     )
-    line = json.dumps({"type": "PlantedError", "module": "grpo_tasks.planted", "message": "m", "place": "p", "mend": "f"})
+    line = json.dumps({"type": "PlantedError", "module": "grpo_tasks.planted", "message": "m", "place": "p", "fix": "f"})
     assert read([line], tmp_path) == [["grpo_tasks.planted", "PlantedError", "A title of its own", 7, "m", "p", "f"]]
 
 
@@ -85,9 +85,9 @@ def test_an_error_defined_in_a_module_that_is_not_loaded_keeps_its_class_title_a
 def test_a_class_that_is_not_ours_comes_back_plain_and_is_never_imported(module, name, tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "mend": "f"}))
-    assert (type(error), str(error)) == (UserError, "m\n  where: p\n  mend:  f")
+    error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "fix": "f"}))
+    assert (type(error), str(error)) == (UserError, "m\n  where: p\n  fix:  f")
 
 
 def test_an_error_written_before_modules_were_named_keeps_its_class():
-    assert type(UserError.from_json('{"type": "ConfigError", "message": "m", "place": "", "mend": ""}')) is ConfigError
+    assert type(UserError.from_json('{"type": "ConfigError", "message": "m", "place": "", "fix": ""}')) is ConfigError

@@ -1,6 +1,7 @@
 """A setting that nothing reads is a promise that nobody keeps."""
 
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,9 @@ from mypy.modulefinder import BuildSource
 from mypy.options import Options
 from mypy.types import Instance, UnionType, get_proper_type
 
-import schemas.config
 from grpo_tasks.stage.guards import GUARDS
-from schemas.config import GuardsConfig
-from schemas.section import Section
+from schemas.config.guards import GuardsConfig
+from schemas.config.section import Section
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 THROUGH = {
@@ -24,7 +24,7 @@ THROUGH = {
     ("TrackingConfig", "experiment"): ("RunConfig", "experiment"),
     ("TrackingConfig", "registered_model"): ("RunConfig", "registered_model"),
 }
-"""Fields that are read through a method or property of schemas/config.py, which is what the pipeline reads."""
+"""Fields that are read through a method or property of schemas/config, which is what the pipeline reads."""
 BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS} | {
     (type(getattr(GuardsConfig(), guard.event)).__name__, field) for guard in GUARDS for field in ("action", "threshold")
 }
@@ -32,8 +32,9 @@ BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS} | {
 
 
 def sections():
-    kinds = [kind for kind in vars(schemas.config).values() if isinstance(kind, type) and issubclass(kind, Section)]
-    return [kind for kind in kinds if kind is not Section]
+    modules = [import_module(f"schemas.config.{file.stem}") for file in sorted((ROOT / "schemas/config").glob("*.py"))]
+    kinds = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Section)}
+    return sorted(kinds - {Section}, key=lambda kind: kind.__name__)
 
 
 def reads(*packages):
@@ -50,7 +51,7 @@ def reads(*packages):
         if isinstance(expression, nodes.MemberExpr) and expression.expr in types:
             owner = get_proper_type(types[expression.expr])
             for kind in map(get_proper_type, owner.items if isinstance(owner, UnionType) else [owner]):
-                if isinstance(kind, Instance) and kind.type.module_name == "schemas.config":
+                if isinstance(kind, Instance) and kind.type.module_name.startswith("schemas.config."):
                     found[kind.type.name, expression.name] += 1
     return found
 
@@ -73,7 +74,7 @@ def test_every_field_of_a_config_is_read_by_the_pipeline(read):
 
 
 def test_a_field_that_is_read_through_a_method_is_read_there():
-    source = (ROOT / "schemas" / "config.py").read_text()
+    source = "".join(file.read_text() for file in sorted((ROOT / "schemas/config").glob("*.py")))
     for (_, field), (_, method) in THROUGH.items():
         body = source.split(f"def {method}(")[1].split("    def ")[0]
         assert f".{field}" in body or f'"{field}"' in body

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.config.load import load_config
 from schemas.errors import ConfigError, TrackingError, hidden_errors
-from schemas.load import load_config
 from schemas.secret import has_password, hide, is_secret_name, secrets_in
 
 SECRET_NAMES = """
@@ -218,13 +218,13 @@ def test_an_error_is_let_out_without_the_secrets_that_led_to_it(fault, kind, say
 
 def test_errors_hold_no_secret(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "planted-value")
-    error = TrackingError("planted-value was refused", place="http://me:pw@host", mend="not planted-value")
+    error = TrackingError("planted-value was refused", place="http://me:pw@host", fix="not planted-value")
     assert "planted-value" not in error.to_json() + str(error)
     assert "http://me:***@host" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("override", "mend"),
+    ("override", "fix"),
     [
         ("tracking.tracking_uri=http://me:planted@host:5000", "MLFLOW_TRACKING_URI"),
         ("rollout.vllm.base_urls=[http://me:planted@host:8000]", "VLLM_API_KEY"),
@@ -245,8 +245,8 @@ def test_errors_hold_no_secret(monkeypatch):
         ("rewards.functions.own={function: 'a:b', params: {urls: ['x://me:planted@h']}}", "rewards.functions.own.params.urls.0"),
     ],
 )
-def test_a_config_with_a_password_is_refused_without_repeating_it(override, mend):
-    with pytest.raises(Exception, match=mend) as refused:
+def test_a_config_with_a_password_is_refused_without_repeating_it(override, fix):
+    with pytest.raises(Exception, match=fix) as refused:
         load_config("demo", [override])
     assert "planted" not in str(refused.value)
 

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config import RunConfig, StageConfig
+from schemas.config.load import PRESETS, check_config, load_config, read_tree
+from schemas.config.run import RunConfig
+from schemas.config.section import Section, form_values
+from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
-from schemas.load import PRESETS, check_config, load_config, read_tree
-from schemas.section import Section, form_values
 
 SCHEMA = RunConfig.model_json_schema()
 

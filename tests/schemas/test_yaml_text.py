@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from schemas.config.load import load_config
+from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import ConfigError, DataError, UserError
-from schemas.load import load_config
-from schemas.yaml_text import MAX_CHARS, parse_yaml
 
 MINIMAL = "data: {train: [{path: rows.jsonl}]}\nstages: [{name: only, rewards: [format]}]\n"
 LETTERS = "abcdefgh"
@@ -52,7 +52,7 @@ def test_yaml_that_is_broken_doubled_or_a_bomb_is_refused_with_its_line(name):
             refused()
         assert says in str(caught.value)
         assert line in caught.value.place.removeprefix(place)
-        assert caught.value.mend
+        assert caught.value.fix
         assert len(str(caught.value)) < 3_000
 
 
@@ -127,7 +127,7 @@ def test_a_chain_that_leads_back_under_another_spelling_is_refused(tmp_path):
 
 def test_an_error_repeats_little_of_what_was_typed_and_twice_shortened_is_once():
     for text in ("x" * 20_000_000, "y\n" * 500_000, "z" * 20_000_000 + "; the end"):
-        error = DataError(text, place=text, mend=text)
+        error = DataError(text, place=text, fix=text)
         assert len(str(error)) < 10_000
         assert str(UserError.from_json(error.to_json())) == str(error)
     assert "the end" in str(error)

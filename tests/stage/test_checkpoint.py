@@ -3,13 +3,13 @@ import torch
 
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, roll_back, save_checkpoint
-from schemas.config import StageConfig
+from schemas.config.stage import StageConfig
 
 
 @pytest.fixture
 def make_state(base_ref, tokenizer):
     from grpo_tasks.policy.load import trainable_policy
-    from schemas.config import ModelConfig
+    from schemas.config.model import ModelConfig
 
     def make(lora=True, optim="adamw_torch"):
         config = ModelConfig() if lora else ModelConfig(lora=None)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from flows.show import show_fields
+from flows.cli.show import show_fields
 from grpo_tasks.stage.guards import GUARDS, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.tracking.params import flatten
-from schemas.config import GuardsConfig, StageConfig
+from schemas.config.guards import GuardsConfig
+from schemas.config.stage import StageConfig
 
 HEALTHY = {
     "reward": 1.0,

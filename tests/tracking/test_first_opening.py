@@ -136,7 +136,7 @@ def test_a_half_made_store_with_runs_that_cannot_be_repaired_is_refused_and_left
     before = file.read_bytes()
     with pytest.raises(TrackingError, match="half migrated") as caught:
         connect(uri)
-    assert "mv" in caught.value.mend
+    assert "mv" in caught.value.fix
     assert file.read_bytes() == before
 
 

@@ -18,7 +18,7 @@ from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.lines import read_from, read_journal
 from grpo_tasks.tracking.store import open_store
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 from schemas.errors import TrackingError, TrainingError
 
 from .conftest import STARTED_MS, history, write_journal
@@ -123,7 +123,7 @@ from pathlib import Path
 from grpo_tasks.tracking import journal
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.store import open_store
-from schemas.config import TrackingConfig
+from schemas.config.operations import TrackingConfig
 uri, run_id, stage = sys.argv[1:]
 journal.MAX_BATCH = 50
 store = open_store(TrackingConfig(tracking_uri=uri))
@@ -185,7 +185,7 @@ def test_a_child_that_cannot_be_made_yet_does_not_stop_the_training(stage, dead_
     with pytest.raises(TrackingError, match="1 lines of the journal") as caught:
         shipper.finish(timeout_s=0.1)
     assert dead_store.uri in str(caught.value)
-    assert "not trained again" in caught.value.mend
+    assert "not trained again" in caught.value.fix
 
 
 def test_a_refusal_of_the_server_is_an_error_not_a_delay(child, stage):
@@ -237,7 +237,7 @@ def test_a_store_that_cannot_be_is_refused_at_once_with_uri_and_mend(uri, word):
     with pytest.raises(TrackingError, match=word) as caught:
         open_store(TrackingConfig(tracking_uri=uri)).ask(lambda client: client.search_experiments())
     assert caught.value.place == uri
-    assert caught.value.mend
+    assert caught.value.fix
     assert time.monotonic() - began < 5
 
 
@@ -245,7 +245,7 @@ def test_an_unreachable_server_is_an_error_with_uri_and_mend(dead_store):
     with pytest.raises(TrackingError) as caught:
         dead_store.ask(lambda client: client.search_experiments())
     assert caught.value.place == dead_store.uri
-    assert "goes on where it stopped" in caught.value.mend
+    assert "goes on where it stopped" in caught.value.fix
 
 
 def test_asking_makes_no_lasting_change_of_mlflows_globals(database, monkeypatch):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from grpo_tasks.tracking.params import MAX_KEY, MAX_VALUE, flatten
-from schemas.config import RunConfig
-from schemas.load import PRESETS, load_config
+from schemas.config.load import PRESETS, load_config
+from schemas.config.run import RunConfig
 
 
 def field_paths(section: BaseModel, prefix=""):

@@ -14,7 +14,7 @@ from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, decide, find_champion, publish
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback
 from grpo_tasks.tracking.runs import open_run
-from schemas.config import PromotionConfig
+from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ModelError
 from schemas.results import PairedTest
 
@@ -225,10 +225,10 @@ def test_an_unknown_model_or_alias_says_what_there_is(database, publish_one):
     config = publish_one(database, "1")
     with pytest.raises(ModelError) as caught:
         find_version(f"{config.registered_model}@champoin", config.tracking)
-    assert "aliases: champion" in caught.value.mend
+    assert "aliases: champion" in caught.value.fix
     with pytest.raises(ModelError) as caught:
         lineage_of("nobody", config.tracking)
-    assert config.registered_model in caught.value.mend
+    assert config.registered_model in caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from grpo_tasks.tracking.params import flatten
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
-from schemas.config import RunConfig
+from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
 from schemas.results import PairedTest, PreparedData, Publication, SourceFile
 
@@ -320,14 +320,14 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(databas
     client.delete_experiment(client.get_experiment_by_name(config.experiment).experiment_id)
     with pytest.raises(TrackingError, match="deleted") as caught, open_run(config, key="x"):
         pass
-    assert "mlflow experiments restore" in caught.value.mend
+    assert "mlflow experiments restore" in caught.value.fix
     assert caught.value.place == database
 
 
 def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
     # In a process of its own: mlflow remembers relative addresses of the folders that a process worked in before.
     code = (
-        "import sys; from schemas.config import RunConfig; from grpo_tasks.tracking.runs import open_run\n"
+        "import sys; from schemas.config.run import RunConfig; from grpo_tasks.tracking.runs import open_run\n"
         "with open_run(RunConfig.model_validate_json(sys.argv[1]), key='default') as run: pass\n"
         "print(run.store.uri, run.run_id)"
     )

@@ -1,0 +1,50 @@
+"""A talk with a model in the terminal."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_tasks.policy.ask import Chat, Manner
+from grpo_tasks.tracking.downloads import ORIGIN
+from grpo_tasks.tracking.models import download_model
+from grpo_tasks.tracking.registry import lineage_of
+from schemas.config.operations import TrackingConfig
+from schemas.results import Lineage
+
+DOWNLOADS = Path("runs") / "downloads"
+
+
+def talk(
+    console: Console, model: str, question: str | None, *, system: str | None, manner: Manner, tracking: TrackingConfig
+) -> None:
+    """Answer one question, or one after the other until an empty line or Ctrl-D."""
+    folder, prompt = _model(model, tracking)
+    system = prompt if system is None else system
+    chat = Chat(folder)
+    before = [{"role": "system", "content": system}] if system else []
+    while (text := question or _read(console)) is not None:
+        for piece in chat.answer([*before, {"role": "user", "content": text}], manner):
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        if question:
+            return
+
+
+def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
+    """Folder of the model and the system message it was trained with."""
+    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - takes a name of any length
+        origin = Path(name) / ORIGIN
+        return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
+    return Path(download_model(name, tracking, DOWNLOADS).path), _prompt(lineage_of(name, tracking))
+
+
+def _prompt(lineage: Lineage) -> str:
+    return "" if lineage.system_prompt == "null" else lineage.system_prompt
+
+
+def _read(console: Console) -> str | None:
+    try:
+        return console.input("[bold]> [/]").strip() or None
+    except EOFError:
+        return None

@@ -1,0 +1,214 @@
+"""What the command line shows: plans and results as tables. Light to import: a dry run must answer at once."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
+from schemas.results import DataReport, EvalReport, LabReport, Lineage, MergeProof, PipelineResult, Reproduction
+
+if TYPE_CHECKING:
+    import polars as pl
+    from pydantic.fields import FieldInfo
+
+    from grpo_tasks.operating.trace import Trace
+    from grpo_tasks.reporting.compare import Comparison
+
+FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
+
+
+def show_plan(console: Console, config: RunConfig) -> None:
+    """What a run would do."""
+    table = Table(title=f"{config.name}: nothing was run", title_justify="left")
+    for heading in ("step", "what"):
+        table.add_column(heading, overflow="fold")
+    sources = ", ".join(source.path for source in [*config.data.train, *config.data.eval])
+    table.add_row("prepare_data", sources)
+    table.add_row("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens")
+    table.add_row("probe_rewards", ", ".join(sorted({name for stage in config.stages for name in stage.rewards})))
+    table.add_row("evaluate_model", f"base: {config.model.path}")
+    for stage in config.stages:
+        table.add_row(f"train_stage {stage.name}", stage_in_words(stage))
+    table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
+    prompts = config.evaluation.max_prompts or "all"
+    table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
+    table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}")
+    console.print(table)
+
+
+def stage_in_words(stage: StageConfig) -> str:
+    """One line about a stage."""
+    length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
+    prompts = stage.completions_per_update // stage.num_generations
+    sizes = f"{prompts} prompts x {stage.num_generations} completions"
+    return f"{length} of {sizes}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
+
+
+def show_data(console: Console, report: DataReport) -> None:
+    """The verdict on the data."""
+    console.print(
+        f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
+        f"{report.quarantined:,} quarantined"
+    )
+    for rule in report.rules:
+        if rule.rows:
+            console.print(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})")
+    lengths = report.prompt_tokens
+    console.print(f"prompts: {lengths.p50} tokens in the median, {lengths.max} at most, limit {lengths.limit}")
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_lab(console: Console, report: LabReport) -> None:
+    """What the reward lab found."""
+    counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
+    console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+    for forecast in report.forecasts:
+        console.print(
+            f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups carry signal, "
+            f"mean reward {forecast.mean_reward:.2f}"
+        )
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
+    """Evaluations side by side."""
+    table = Table()
+    table.add_column("model")
+    for name in FIGURES:
+        table.add_column(name.replace("_", " "), justify="right")
+    for report in reports:
+        table.add_row(report.label, *(_figure(report, name) for name in FIGURES))
+    console.print(table)
+    if reports:
+        last = reports[-1]
+        console.print(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
+
+
+def show_merge(console: Console, proof: MergeProof) -> None:
+    """The merged model and its proof."""
+    console.print(f"merged model: {proof.model.path}", soft_wrap=True)
+    console.print(
+        f"differs from base + adapter by {proof.merge_difference:.2g} nats (float32), "
+        f"{proof.mean_logprob_difference:.2g} on average after saving; {proof.greedy_agreement:.1%} of greedy tokens agree"
+    )
+
+
+def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -> None:
+    """The end of a pipeline run: figures, decision, where everything is."""
+    show_evaluations(console, result.evaluations)
+    publication = result.publication
+    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the alias champion has not moved"
+    console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
+    console.print(f"report: {result.report}", soft_wrap=True)
+    console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")
+
+
+def show_trace(console: Console, trace: "Trace") -> None:
+    """One row's way, arrow by arrow."""
+    console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.side}", highlight=False)
+    if trace.faults is not None:
+        for fault in trace.faults.iter_rows(named=True):
+            console.print(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})", markup=False)
+    if trace.prompt is not None:
+        row = trace.prompt.row(0, named=True)
+        console.print(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}", markup=False)
+        for message in row["prompt"]:
+            console.print(f"  {message['role']}: {message['content']}", markup=False)
+    for stage, rows in trace.completions.items():
+        _show_rows(console, f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
+    for label, rows in trace.samples.items():
+        _show_rows(console, f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
+
+
+def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
+    if rows.is_empty():
+        console.print(f"{title}: not among the completions that were kept")
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows.select(columns).iter_rows():
+        table.add_row(*(escape(f"{value:.3f}" if isinstance(value, float) else str(value)) for value in row))
+    console.print(table)
+
+
+def show_lineage(console: Console, lineage: Lineage) -> None:
+    """Where a version came from."""
+    table = Table(title=f"{lineage.name} version {lineage.version}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in lineage.model_dump().items():
+        if name not in ("name", "version", "packages"):
+            table.add_row(name.replace("_", " "), escape(", ".join(value) if isinstance(value, list) else str(value)))
+    table.add_row("packages", escape(", ".join(f"{name} {version}" for name, version in lineage.packages.items())))
+    for name in ("config.yaml", "data/report.md", "data/quarantine.parquet", "environment.json"):
+        table.add_row("artifact", f"runs:/{lineage.run_id}/{name}")
+    console.print(table)
+
+
+def show_comparison(console: Console, found: "Comparison") -> None:
+    """Figures and settings of two runs."""
+    titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
+    table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
+    for row in found.figures:
+        interval = f"{100 * row.difference:+.1f} ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
+        table.add_row(row.name, f"{row.first:.1%}", f"{row.second:.1%}", interval)
+    console.print(table)
+    settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
+    for setting in found.settings:
+        settings.add_row(*(escape(value) for value in setting))
+    console.print(settings)
+    console.print(f"the two disagree on {len(found.disagreements)} prompts or more" if found.disagreements else "no disagreement")
+
+
+def show_reproduction(console: Console, made: Reproduction) -> None:
+    """Whether it came out the same."""
+    for difference in made.differences:
+        console.print(f"not as it was: {difference}", markup=False)
+    verdict = "the same bytes" if made.same else "DIFFERENT"
+    console.print(
+        f"the adapter came out {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
+        f"(MLflow run {made.run_id})",
+        soft_wrap=True,
+    )
+
+
+def show_fields(console: Console) -> None:
+    """Every field of the config tree."""
+    table = Table("field", "default", "meaning")
+    for name, field in _fields(RunConfig, ""):
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        table.add_row(name, default if len(default) < 40 else "...", " ".join((field.description or "").split()))
+    console.print(table)
+
+
+def _fields(model: type[BaseModel], prefix: str) -> list[tuple[str, "FieldInfo"]]:
+    rows: list[tuple[str, FieldInfo]] = []
+    for name, field in model.model_fields.items():
+        inner, marker = _section_in(field.annotation)
+        if inner is None:
+            rows.append((prefix + name, field))
+        else:
+            rows += _fields(inner, f"{prefix}{name}{marker}.")
+    return rows
+
+
+def _section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, marker
+    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
+    for argument in get_args(annotation):
+        inner, found = _section_in(argument, marker)
+        if inner is not None:
+            return inner, found
+    return None, marker
+
+
+def _figure(report: EvalReport, name: str) -> str:
+    interval = report.metrics.get(name)
+    if interval is None:
+        return ""
+    return f"{interval.value:.1f}" if name == "mean_length" else f"{interval.value:.1%}"

@@ -1,0 +1,1 @@
+"""The reward lab: every reward function is probed before any training."""

@@ -1,0 +1,74 @@
+"""One row's way through a run, read from the folders its steps have left.
+
+line of a file -> verdict -> prompt -> completions of each stage with their rewards -> samples of each evaluation
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.data.quarantine import QUARANTINE
+from grpo_tasks.processes.entry import RESULT
+from schemas.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What became of one row."""
+
+    side: str
+    source: str
+    line: int
+    faults: pl.DataFrame | None = None
+    """Rules a refused row breaks (schemas/tables.py Quarantine)."""
+    prompt: pl.DataFrame | None = None
+    """The accepted row (schemas/tables.py Prompts)."""
+    completions: dict[str, pl.DataFrame] = field(default_factory=dict)
+    """By stage: its completions with rewards and advantages, of the updates whose tables were kept."""
+    samples: dict[str, pl.DataFrame] = field(default_factory=dict)
+    """By evaluation: its samples as judged."""
+
+
+def trace_row(folder: Path, name: str) -> Trace:
+    """Follow a row through the last run of each step.
+
+    Args:
+        folder: where the run's steps left their folders, `resources.output_dir`/`name`.
+        name: a prompt_id, or FILE:LINE with the file as the config spells it.
+
+    Raises:
+        UserError: nothing was run there, or no row has that name.
+    """
+    validated = _newest(folder / "validate_data").get("all")
+    if validated is None:
+        raise UserError("no validated data there", place=str(folder), fix="grpo validate CONFIG or grpo run CONFIG comes first")
+    source, _, line = name.rpartition(":")
+    by_line = (pl.col("source") == source) & (pl.col("line") == (int(line) if line.isdecimal() else 0))
+    for side in ("train", "eval"):
+        rows = pl.read_parquet(validated / f"{side}.parquet").filter((pl.col("prompt_id") == name) | by_line)
+        if not rows.is_empty():
+            return _accepted(folder, side, rows.head(1))
+    faults = pl.read_parquet(validated / QUARANTINE).filter(by_line)
+    if faults.is_empty():
+        raise UserError(f"no row is called {name}", place=str(validated), fix="a prompt_id of its tables, or FILE:LINE")
+    return Trace(faults["side"][0], source, int(line), faults=faults)
+
+
+def _accepted(folder: Path, side: str, row: pl.DataFrame) -> Trace:
+    same = pl.col("prompt_id") == row["prompt_id"][0]
+    stages = {
+        name: _rows(sorted(made.glob("completions/*.parquet")), same) for name, made in _newest(folder / "train_stage").items()
+    }
+    evaluations = {name: _rows([made / "samples.parquet"], same) for name, made in _newest(folder / "evaluate_model").items()}
+    return Trace(side, row["source"][0], row["line"][0], prompt=row, completions=stages, samples=evaluations)
+
+
+def _rows(tables: list[Path], condition: pl.Expr) -> pl.DataFrame:
+    return pl.concat([pl.read_parquet(table).filter(condition) for table in tables], how="diagonal_relaxed")
+
+
+def _newest(step: Path) -> dict[str, Path]:
+    """The last finished folder of each label of a step, in the order in which they were finished."""
+    results = sorted(step.glob(f"*/{RESULT}"), key=lambda result: result.stat().st_mtime_ns)
+    return {result.parent.name.rpartition("-")[0]: result.parent for result in results}

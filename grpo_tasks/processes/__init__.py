@@ -1,0 +1,1 @@
+"""Child processes: started, supervised, spoken to, and ended with whoever started them."""

@@ -1,0 +1,114 @@
+"""What every part of the configuration tree has in common, and how rarely used fields fold away in a form.
+
+    class Stage(Section):
+        GROUPS = {"optimizer_details": ("adam_beta1", "adam_beta2")}
+
+A YAML file and the command line know the flat names only (`adam_beta1`). A form made of the JSON schema (Prefect's "Custom run")
+shows the group as one line that opens on demand; what it sends back, `{"optimizer_details": {"adam_beta1": 0.9}}`, is read as the
+flat fields. `form_values` goes the other way, for a form's defaults.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+MAX_TEXT = 100_000
+"""Characters of a text in a config; the longest that makes sense is a system prompt."""
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, unknown keys refused, docstrings of fields are their descriptions."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        # A limit of .inf or a rate of .nan passes every comparison and is found hours later; JSON has no word for either.
+        allow_inf_nan=False,
+        str_max_length=MAX_TEXT,
+        # What somebody typed may be a secret in the wrong field.
+        hide_input_in_errors=True,
+        field_title_generator=lambda name, _: _words(name),
+        model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
+    )
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Fields that a form folds away, by the name of their group."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unfold(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or not any(group in given for group in cls.GROUPS):
+            return given
+        flat = {name: value for name, value in given.items() if name not in cls.GROUPS}
+        for group, members in cls.GROUPS.items():
+            folded = given.get(group) or {}
+            if not isinstance(folded, Mapping):
+                raise ValueError(f"{group} holds settings, not {folded!r}; fix: {group}: {{{members[0]}: ...}}")
+            twice = sorted(flat.keys() & folded.keys())
+            if twice:
+                raise ValueError(f"{twice[0]} is given twice, alone and in {group}; fix: give it once")
+            flat |= folded
+        return flat
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema with its rarely used fields moved into groups; those come last."""
+        made = handler(core_schema)
+        schema = handler.resolve_ref_schema(made)
+        properties = schema.get("properties", {})
+        for group, members in cls.GROUPS.items():
+            folded = {name: properties.pop(name) for name in members}
+            _number(folded)
+            shown = {"title": "Show", "type": "object", "additionalProperties": False, "properties": folded}
+            properties[group] = {
+                "title": _words(group),
+                "description": f"Rarely changed: {', '.join(members)}.",
+                "anyOf": [shown, {"type": "null", "title": "Defaults"}],
+                "default": None,
+            }
+        _number(properties)
+        return made
+
+
+def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """A tree of settings (as in YAML) in the shape that a form of the section's schema wants: folded fields in their groups."""
+    group_of = {name: group for group, members in section.GROUPS.items() for name in members}
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = _sections_in(section.model_fields[name].annotation) if name in section.model_fields else []
+        shaped = _shape(value, inner[0]) if inner else value
+        target = values.setdefault(group_of[name], {}) if name in group_of else values
+        target[name] = shaped
+    return values
+
+
+def _number(properties: dict[str, Any]) -> None:
+    # Prefect's form goes by `position`; PostgreSQL does not keep the order of keys.
+    for position, field in enumerate(properties.values()):
+        field["position"] = position
+
+
+def _shape(value: Any, section: type[Section]) -> Any:
+    if isinstance(value, list):
+        return [_shape(item, section) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() <= section.model_fields.keys():
+        return form_values(value, section)
+    return {name: _shape(item, section) for name, item in value.items()}
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for argument in getattr(annotation, "__args__", ()) for found in _sections_in(argument)]
+
+
+def _words(name: str) -> str:
+    """LoraTraining or lora_training -> Lora training."""
+    spaced = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).replace("_", " ")
+    return spaced.strip().capitalize()

@@ -1,0 +1,125 @@
+"""YAML text -> plain values, within bounds and without surprises. `load.py` uses it for files and for `--set` values alike.
+
+Beyond what YAML itself refuses: a key that is given twice, deep nesting, anchors that grow without bound ("billion laughs"), a
+value that contains itself. Merge keys (`<<: *anchor`) work, and a key written out wins over a merged one.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from schemas.errors import ConfigError
+
+MAX_CHARS = 2**20
+"""A longer text is no config. The largest preset has 4,000 characters; PyYAML reads a million in some seconds."""
+MAX_DEPTH = 50
+"""The deepest field of a run lies at depth 6; what is below belongs to the parameters of a reward function."""
+MAX_WRITTEN_OUT = 2 * MAX_CHARS
+"""Values and characters after every alias and merge key is written out; a text without aliases always stays below."""
+
+
+def parse_yaml(text: str, *, place: str) -> Any:
+    """The value of one YAML document.
+
+    Raises:
+        ConfigError: with the line, when the text is no YAML or breaks one of the bounds above.
+    """
+    if len(text) > MAX_CHARS:
+        raise ConfigError(
+            f"{len(text):,} characters; at most {MAX_CHARS:,} make a config", place=place, fix="put rows into data files"
+        )
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _Check(place).size(node, 1)
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
+    except yaml.YAMLError as error:
+        raise _not_yaml(error, place) from error
+    except RecursionError as error:
+        raise _too_deep(place) from error
+    except Exception as error:  # its constructors raise many kinds: !!int "", 2024-99-99, a number of 5,000 digits
+        raise ConfigError(f"a value that YAML cannot read: {error}", place=place, fix="quote it: 'VALUE'") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-5 (no dot, no sign) as text; everybody means the number. Quoted it stays text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class _Check:
+    """Walks over the nodes before any value is made of them: making the values is what bombs explode in."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._sizes: dict[yaml.Node, int | None] = {}
+        """None while a node's children are counted."""
+
+    def size(self, node: yaml.Node, depth: int) -> int:
+        """Values and characters in a node with its aliases written out."""
+        if depth > MAX_DEPTH:
+            raise _too_deep(self._at(node))
+        if node in self._sizes:
+            known = self._sizes[node]
+            if known is None:
+                raise ConfigError("a value contains itself", place=self._at(node), fix="take the alias out")
+            return known
+        self._sizes[node] = None
+        if isinstance(node, yaml.MappingNode):
+            self._refuse_doubled(node)
+        own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        total = 1 + own + sum(self.size(child, depth + 1) for child in _children(node))
+        if total > MAX_WRITTEN_OUT:
+            raise ConfigError(
+                f"more than {MAX_WRITTEN_OUT:,} characters once its aliases are written out",
+                place=self._at(node),
+                fix="use fewer aliases",
+            )
+        self._sizes[node] = total
+        return total
+
+    def _refuse_doubled(self, node: yaml.MappingNode) -> None:
+        seen: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            first = seen.setdefault((key.tag, key.value), key)
+            if first is not key:
+                raise ConfigError(
+                    f"{key.value} is given twice, first in line {first.start_mark.line + 1}; only one of them can count",
+                    place=self._at(key),
+                    fix="remove one" if key.value != "<<" else "merge both in one line: <<: [*a, *b]",
+                )
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self._place}:{node.start_mark.line + 1}"
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        yield from node.value
+    elif isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+
+
+def _too_deep(place: str) -> ConfigError:
+    return ConfigError(f"values are nested more than {MAX_DEPTH} levels deep", place=place, fix="remove the superfluous brackets")
+
+
+def _not_yaml(error: yaml.YAMLError, place: str) -> ConfigError:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ConfigError(f"not readable as YAML: {error}", place=place, fix="save the file as plain UTF-8 text")
+    what = ": ".join(part for part in (error.context, error.problem) if part)
+    tab = "'\\t'" in (error.problem or "")
+    fix = "indent with spaces; YAML does not allow tabs there" if tab else "correct that line"
+    return ConfigError(f"not readable as YAML: {what}", place=f"{place}:{error.problem_mark.line + 1}", fix=fix)

@@ -1,0 +1,229 @@
+"""When an answer is right: numbers, expressions, choices and text."""
+
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_tasks.answers import expressions
+from grpo_tasks.answers.choices import choice_letter
+from grpo_tasks.answers.expressions import is_harmless
+from grpo_tasks.answers.extract import answers_equal
+from grpo_tasks.answers.numerals import parse_number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        (" 42.\n", 42),
+        ("+7", 7),
+        ("-7", -7),
+        ("−7", -7),
+        ("1,234,567.50", Fraction("1234567.5")),
+        ("$5", 5),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("5 €", 5),
+        ("42%", 42),
+        ("3/4", Fraction(3, 4)),
+        (".5", Fraction(1, 2)),
+        ("1e3", 1000),
+        ("$42$", 42),
+        (r"\boxed{42}", 42),
+        ("**42**", 42),
+        ("٤٢", 42),
+        ("４２", 42),
+        ("\u200b42\ufeff", 42),
+    ],
+)
+def test_one_number_in_any_usual_dress_is_read(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "42 43 44",
+        "42, 43",
+        "42 or 43",
+        "not 42",
+        "42 apples",
+        "--5",
+        "-$-5",
+        "1,23",
+        "12,34",
+        "4２",
+        "4²",
+        "½",
+        "Ⅻ",
+        "3/0",
+        "0x2a",
+        "1e9999",
+        "9**9**9",
+        "nan",
+        "inf",
+        "4_2",
+        "1" * 201,
+        "$",
+        "%",
+        ".",
+    ],
+)
+def test_everything_beside_the_number_makes_it_none(text):
+    assert parse_number(text) is None
+    assert not answers_equal(text, "42", "numeric")
+
+
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{:,}", "{}", "{}.0", " {}", "{}%", "{}.", "**{}**", "${}$"]))
+def test_a_number_equals_itself_however_it_is_written(value, dress):
+    assert answers_equal(dress.format(value), str(value), "numeric")
+    assert not answers_equal(dress.format(value + 1), str(value), "numeric")
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=30), st.sampled_from([" ", ", ", ",", "; ", " or ", "\n", " and "]))
+@pytest.mark.parametrize("how", ["exact", "numeric", "math"])
+def test_a_listing_is_not_the_number_it_holds(how, numbers, between):
+    listing = between.join(map(str, numbers))
+    assert not any(answers_equal(listing, str(number), how) for number in {*numbers} if {*numbers} != {number})
+
+
+@given(
+    st.text(max_size=300),
+    st.sampled_from(["42", "B", r"\frac{1}{2}", "x+1"]),
+    st.sampled_from(["exact", "numeric", "choice", "math"]),
+)
+def test_no_text_breaks_an_equality(text, truth, how):
+    assert isinstance(answers_equal(text, truth, how), bool)
+
+
+@pytest.mark.parametrize("how", ["exact", "numeric", "math", "choice"])
+@pytest.mark.parametrize("blank", ["", " \n", "\u200b", "\u2800"])
+def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
+    assert not answers_equal(blank, "42", how)
+    assert not answers_equal(blank, blank, how)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth"),
+    [
+        (r"\frac{84}{2}", "42"),
+        ("1/2", "0.5"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("x=42", "42"),
+        ("2**3", "8"),
+        ("2^{10}", "1024"),
+        ("sqrt(4)", "2"),
+        (r"42\text{ apples}", "42"),
+        (r"\{1, 2, 3\}", r"\{3, 2, 1\}"),
+        ("[1,2)", "[1,2)"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("Paris", "Paris"),
+    ],
+)
+def test_equal_mathematics_is_equal(prediction, truth):
+    assert answers_equal(prediction, truth, "math")
+
+
+@pytest.mark.parametrize(
+    "prediction", ["43", "42 43", "42, 43", "40 2", "43=42", "1=2=42", "not 42", r"\text{not }42", "x", "42!"]
+)
+def test_other_mathematics_is_not(prediction):
+    assert not answers_equal(prediction, "42", "math")
+
+
+def test_words_are_no_products_of_their_letters():
+    assert not answers_equal("siraP", "Paris", "math")
+
+
+HOSTILE = [
+    "9**9**9",
+    "9^{9^9}",
+    "9^9^9",
+    "(9^9)^9^9",
+    "9^{99999}",
+    "((9^{9})^{9})^{99}",
+    "100000!",
+    r"\sum_{i=1}^{10000000} i",
+    r"\binom{100000}{50000}",
+    r"\int_0^1 x^x dx",
+    "(" * 90 + "1" + ")" * 90,
+    r"\sqrt{" * 30 + "2" + "}" * 30,
+    r"\frac" * 40,
+    r"\tan(\tan(\tan(9^{99})))",
+    "(x+y+z+1)^{99}-1",
+    "9**" * 60 + "9",
+    "1e99999999",
+    "__import__('os').system('true')",
+    "{" * 200,
+    "9" * 10_000,
+    "9" * 1_000_000,
+]
+
+
+# The limit stands for "ends at all": unbounded, most of these take hours.
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:20])
+def test_hostile_expressions_are_refused_or_bounded(text):
+    assert not answers_equal(text, "7", "math")
+
+
+@pytest.mark.parametrize(
+    "text", ["9**9**9".replace("**", "^"), "9^{9^9}", "9^{12345}", "5!", "42 43", "import os", "1;2", "a=b=c"]
+)
+def test_what_could_run_for_ever_never_reaches_sympy(text):
+    assert not is_harmless(text)
+
+
+def test_math_equality_works_outside_the_main_thread():
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(answers_equal("y+2", "2+y", "math")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+@pytest.mark.parametrize(
+    "text", ["B", "b", "(B)", "B.", "**B**", " [B] ", "B) Paris", "(B) Paris", "B: Paris", "**B.** Paris", "$B$"]
+)
+def test_the_letter_of_a_choice_is_found(text):
+    assert choice_letter(text) == "B"
+    assert answers_equal(text, "B", "choice")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB"]
+)
+def test_a_listing_of_choices_is_none(text):
+    assert choice_letter(text) is None
+
+
+def test_exact_equality_is_of_trimmed_text_after_normalisation():
+    assert answers_equal(" caf\u00e9 ", "cafe\u0301", "exact")
+    assert not answers_equal("Cafe", "cafe", "exact")
+    assert not answers_equal("x" * 10_001, "x" * 10_001, "exact")
+
+
+def test_a_limit_that_rings_inside_a_destructor_rings_again():
+    class Slow:
+        def __del__(self):
+            compute(0.2)
+
+    def compute(seconds):
+        began = time.process_time()
+        while time.process_time() - began < seconds:
+            pass
+
+    def work():
+        with expressions._deadline(0.05):
+            Slow()
+            compute(20.0)
+
+    with pytest.raises(expressions._OutOfTime):
+        work()
+    # Nothing rings afterwards.
+    compute(0.3)

@@ -1,0 +1,53 @@
+"""Ground truths that nothing can equal are counted before anything is trained."""
+
+import polars as pl
+import pytest
+
+from grpo_tasks.answers.truths import MAX_DISTINCT, find_unusable
+from schemas.errors import DataError
+
+
+def rows(*answers):
+    return pl.DataFrame({"answer": answers, "source": "a.jsonl", "line": range(1, len(answers) + 1)})
+
+
+@pytest.mark.parametrize(
+    ("how", "answers", "count"),
+    [
+        ("numeric", ["1", "-2.5", "$1,234", "\\boxed{3/4}", "٤٢"], 0),
+        ("numeric", ["1", "Paris", "42 apples", "Paris"], 3),
+        ("math", ["1", "x^2+1", "\\frac{1}{2}", "Paris is lovely"], 1),
+        ("choice", ["A", "(b)", "C) Paris", "Paris"], 1),
+        ("exact", ["Paris", "1"], 0),
+    ],
+)
+def test_answers_that_can_never_be_right_are_counted_and_exact_is_named(how, answers, count):
+    found = find_unusable(rows(*answers), how)
+    assert (found.count, found.of) == (count, len(answers))
+    assert ("rewards.equality: exact" in found.warning) == (count > 0)
+    found.enforce()
+
+
+@pytest.mark.parametrize("how", ["numeric", "choice"])
+def test_a_column_of_text_alone_is_refused_with_the_first_row_and_the_fix(how):
+    with pytest.raises(DataError, match=r"none of the 2 answers can ever be right.*'Paris' in a.jsonl:1") as refused:
+        find_unusable(rows("Paris", "Rome"), how).enforce()
+    assert refused.value.place == f"rewards.equality: {how}"
+    assert "rewards.equality: exact" in refused.value.fix
+
+
+def test_text_under_mathematical_equality_is_warned_of_because_identical_text_is_right():
+    found = find_unusable(rows("Paris", "Rome"), "math")
+    found.enforce()
+    assert "2 of 2 answers" in found.warning
+    assert "identical" in found.warning
+
+
+def test_a_long_column_is_looked_at_by_a_sample_of_its_distinct_answers():
+    limit = MAX_DISTINCT["math"]
+    found = find_unusable(rows(*(f"{n} apples each" for n in range(2 * limit)), *["7"] * 1_000), "math")
+    assert (found.count, found.of) == (limit, limit + 1_000)
+
+
+def test_a_warning_repeats_little_of_a_long_answer():
+    assert len(find_unusable(rows(*["x" * 100_000] * 3), "numeric").warning) < 400

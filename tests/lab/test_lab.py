@@ -1,0 +1,308 @@
+"""The lab lets good rewards through and stops bad ones by name, before any training."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from grpo_tasks.answers.extract import Tags, answers_equal, extract_answer
+from grpo_tasks.lab.forecast import GroupSample, forecast
+from grpo_tasks.lab.lab import lab_error, probe_rewards_of
+from grpo_tasks.lab.probes import make_probes, wrong_answer
+from grpo_tasks.lab.report import report_markdown
+from schemas.config.run import RunConfig
+from schemas.results import LabReport
+
+HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
+pytestmark = pytest.mark.usefixtures("short_long_texts")
+
+SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05}
+
+FUNCTIONS = """
+    import itertools, os, random, re, time
+
+    def texts(completions):
+        return [chat[-1]["content"] for chat in completions]
+
+    def good(prompts, completions, answer, **columns):
+        found = [re.findall("<answer>([^<>]*)</answer>", text[-2000:]) for text in texts(completions)]
+        return [float(len(one) == 1 and one[0].strip() == truth) for one, truth in zip(found, answer)]
+
+    def raises(prompts, completions, **columns):
+        return [1.0 / len(text.strip()) for text in texts(completions)]
+
+    def hangs(prompts, completions, **columns):
+        while any("42 43" in text for text in texts(completions)):
+            time.sleep(0.01)
+        return [1.0] * len(completions)
+
+    def dies(prompts, completions, **columns):
+        os._exit(1)
+
+    def returns_none(prompts, completions, **columns):
+        pass
+
+    def all_none(prompts, completions, **columns):
+        return [None] * len(completions)
+
+    def some_none(prompts, completions, **columns):
+        return [1.0 if "<answer>" in text else None for text in texts(completions)]
+
+    def returns_nan(prompts, completions, **columns):
+        return [float("nan") if not text else 1.0 for text in texts(completions)]
+
+    def too_few(prompts, completions, **columns):
+        return [1.0 for text in texts(completions) if text]
+
+    def rewards_tags(prompts, completions, **columns):
+        return [float(text.count("reasoning>") + text.count("answer>")) for text in texts(completions)]
+
+    def somewhere(prompts, completions, answer, **columns):
+        blocks = [text.rpartition("<answer>")[2].partition("</answer>")[0] for text in texts(completions)]
+        return [float(truth in block.split()) for block, truth in zip(blocks, answer)]
+
+    def rewards_silence(prompts, completions, **columns):
+        return [1.0 / (1.0 + len(text)) for text in texts(completions)]
+
+    calls = itertools.count()
+    def remembers(prompts, completions, **columns):
+        return [float(next(calls)) for _ in completions]
+
+    def first_wins(prompts, completions, **columns):
+        return [1.0] + [0.0] * (len(completions) - 1)
+
+    def slow(prompts, completions, **columns):
+        time.sleep(0.8 * any(len(text) > 100_000 for text in texts(completions)))
+        return [1.0 if text.endswith("</answer>") and text.count("<answer>") == 1 else 0.0 for text in texts(completions)]
+
+    def one_task(prompts, completions, answer, task, **columns):
+        scores = good(prompts, completions, answer)
+        return [score if name == "sums" else None for score, name in zip(scores, task)]
+
+    def sample_breaker(prompts, completions, **columns):
+        return [float("nan") if text == "unheard of" else 1.0 for text in texts(completions)]
+"""
+
+
+def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **lab):
+    own_module(FUNCTIONS)
+    entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
+    config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
+    return probe_rewards_of(config, rows, samples)
+
+
+@pytest.fixture
+def short_long_texts(monkeypatch):
+    """Less to wait for where speed is not the question."""
+    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
+
+
+def failed(findings):
+    return {f"{check.function}/{check.check}" for check in findings.checks if check.outcome == "failed"}
+
+
+@pytest.fixture(scope="module")
+def rows(make_row):
+    return [make_row(line, str(line + 40), f"What is 40 + {line}?", task="sums") for line in range(1, 7)]
+
+
+def test_the_customary_stages_pass_every_check(run_config, rows):
+    stages = {
+        "format": ["incremental_format", "format"],
+        "correctness": ["format", "correctness"],
+        "everything": ["correctness", "format", "incremental_format", "length", "repetition", "style"],
+    }
+    findings = probe_rewards_of(run_config(stages, lab=SMALL), rows)
+    assert {check.outcome for check in findings.checks} == {"passed"}
+    expected = {"contract", "determinism", "speed", "gaming", "gold", "order", "empty"}
+    assert {check.check for check in findings.checks} == expected
+    assert findings.forecasts == []
+
+
+@pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
+def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
+    findings = probe_rewards_of(run_config({"only": [name]}, lab=SMALL), rows)
+    assert failed(findings) == set()
+
+
+@pytest.mark.parametrize("equality", ["exact", "numeric", "math", "choice"])
+def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
+    rows = [make_row(line, "B" if equality == "choice" else "42") for line in (1, 2)]
+    config = run_config({"both": ["format", "correctness"]}, rewards={"equality": equality}, lab=SMALL)
+    findings = probe_rewards_of(config, rows)
+    assert failed(findings) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "words"),
+    [
+        ("raises", "contract", "ZeroDivisionError"),
+        ("hangs", "contract", "did not return within 0.5 s"),
+        ("dies", "contract", "took its worker process down"),
+        ("returns_none", "contract", "returned None instead of a list"),
+        ("all_none", "contract", "None for every completion of all 3 rows"),
+        ("some_none", "contract", "None for this completion and a score for others"),
+        ("returns_nan", "contract", "nan"),
+        ("too_few", "contract", "scores for"),
+        ("remembers", "determinism", "when asked again"),
+        ("first_wins", "determinism", "in another place of the batch"),
+        ("slow", "speed", "s for one completion, limit 0.5 s"),
+        ("rewards_tags", "gaming", "the perfect completion only"),
+    ],
+)
+def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, own_module, rows, name, check, words):
+    findings = lab_of(run_config, own_module, {"first": ["correctness", name]}, rows, functions=[name])
+    assert f"{name}/{check}" in failed(findings)
+    error = lab_error(LabReport(key="k", directory=Path("lab"), seconds=1.0, checks=findings.checks, forecasts=[]))
+    assert name in error.message
+    assert words in error.message
+    assert "train.jsonl:" in error.place
+    assert "prompt_id 0" in error.place
+    assert "completion " in error.place
+    assert f"{name}/{check}" in error.fix
+
+
+def test_the_probe_to_blame_is_named(run_config, own_module, rows):
+    findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
+    check = next(check for check in findings.checks if check.outcome == "failed")
+    assert check.probe == "every_answer"
+    assert "42 43" in check.completion
+
+
+@pytest.mark.parametrize(("name", "check"), [("somewhere", "gaming"), ("rewards_silence", "order"), ("rewards_silence", "empty")])
+def test_a_stage_whose_sum_pays_for_nothing_is_stopped(run_config, own_module, rows, name, check):
+    findings = lab_of(run_config, own_module, {"first": [name]}, rows, functions=[name])
+    assert f"stage:first/{check}" in failed(findings)
+
+
+def test_an_own_function_that_is_right_passes(run_config, own_module, rows):
+    findings = lab_of(run_config, own_module, {"first": ["format", "good"]}, rows, functions=["good"])
+    assert failed(findings) == set()
+
+
+def test_a_function_may_leave_out_whole_rows(run_config, own_module, rows, make_row):
+    mixed = [rows[0], make_row(9, "7", task="other")]
+    findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
+    assert failed(findings) == set()
+    detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
+    assert "1 rows do not apply" in detail
+
+
+@pytest.mark.parametrize("ignored", ["speed", "slow/speed"])
+def test_an_ignored_check_only_warns(run_config, own_module, rows, ignored):
+    findings = lab_of(run_config, own_module, {"first": ["slow"]}, rows, functions=["slow"], ignore_checks=[ignored])
+    assert "slow/speed" not in failed(findings)
+    assert [check.outcome for check in findings.checks if check.check == "speed"] == ["warned"]
+
+
+def test_a_ground_truth_that_cannot_be_read_is_found_in_any_row(run_config, rows, make_row):
+    late = make_row(0xFFFF, "forty-two")
+    findings = probe_rewards_of(run_config({"only": ["correctness"]}, lab=SMALL), [*rows, late])
+    check = next(check for check in findings.checks if check.check == "gold")
+    assert (check.outcome, check.place) == ("failed", "train.jsonl:65535")
+    assert "forty-two" in check.detail
+
+
+def group(row, *texts):
+    return GroupSample(row.prompt_id, list(texts), [[1]] * len(texts), ["stop"] * len(texts))
+
+
+def test_the_forecast_counts_groups_that_differ(run_config, rows):
+    samples = [group(rows[0], HONEST.replace("42", "41"), "no"), group(rows[1], "no", "neither"), group(rows[2], "", "")]
+    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    one, two = findings.forecasts
+    assert (one.stage, one.groups, one.share_with_signal) == ("one", 3, pytest.approx(1 / 3))
+    assert one.mean_reward == pytest.approx(1 / 6)
+    assert two.share_with_signal == pytest.approx(1 / 3)
+    assert failed(findings) == set()
+
+
+def test_too_little_signal_stops_the_first_stage_and_warns_for_the_next(run_config, rows):
+    samples = [group(row, "no", "neither") for row in rows]
+    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    assert failed(findings) == {"stage:one/signal"}
+    outcomes = {check.function: check.outcome for check in findings.checks if check.check == "signal"}
+    assert outcomes == {"stage:one": "failed", "stage:two": "warned"}
+
+
+def test_a_function_that_breaks_on_a_sample_of_the_base_model_is_stopped(run_config, own_module, rows):
+    samples = [group(rows[0], "heard", "unheard of")]
+    findings = lab_of(run_config, own_module, {"one": ["sample_breaker"]}, rows, samples, functions=["sample_breaker"])
+    check = next(check for check in findings.checks if check.outcome == "failed")
+    assert (check.function, check.check, check.completion) == ("sample_breaker", "contract", "unheard of")
+    assert (check.place, check.prompt_id) == ("train.jsonl:1", rows[0].prompt_id)
+
+
+def test_ties_within_rounding_are_no_signal():
+    import numpy as np
+
+    samples = [GroupSample("a", ["x", "y"], [[1], [1]], ["stop", "stop"])]
+    assert forecast("s", samples, np.array([0.3, 0.1 + 0.2])).share_with_signal == 0.0
+
+
+def test_the_table_holds_every_probe_with_every_score(run_config, rows):
+    findings = probe_rewards_of(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
+    table = findings.probes
+    kinds = [probe.kind for probe in make_probes(rows[0], Tags(), "numeric")]
+    assert table.height == 3 * len(kinds)
+    assert table["prompt_id"].n_unique() == 3
+    perfect = table.filter(pl.col("probe") == "perfect")
+    assert perfect["reward_format"].to_list() == perfect["reward_correctness"].to_list() == [1.0] * 3
+    assert perfect["total_both"].to_list() == [3.0] * 3
+    gamed = table.filter(pl.col("role") == "gamed")
+    assert gamed["total_both"].max() < 3.0
+
+
+def test_the_report_shows_the_first_failure_and_every_function(run_config, own_module, rows):
+    findings = lab_of(run_config, own_module, {"first": ["format", "returns_nan"]}, rows, functions=["returns_nan"])
+    text = report_markdown(findings.checks, findings.forecasts)
+    assert "First failure: returns_nan / contract" in text
+    assert "## format" in text
+    assert "**FAILED**" in text
+
+
+def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
+    config = run_config({"one": ["format"]}, lab=SMALL)
+    there, back = probe_rewards_of(config, rows), probe_rewards_of(config, rows[::-1])
+    assert there.probes.equals(back.probes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "equality"),
+    [("42", "numeric"), ("-1,234.5", "numeric"), ("3/4", "math"), ("x+1", "math"), ("A", "choice"), ("yes", "exact")],
+)
+def test_the_wrong_answer_is_wrong(answer, equality):
+    assert not answers_equal(wrong_answer(answer, equality), answer, equality)
+
+
+@pytest.mark.parametrize("side", ["train", "test"])
+def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_config, make_row, side):
+    lines = (real_data / "gsm8k" / f"{side}.jsonl").read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line]
+    rows = [make_row(number, _truth(record), record["question"]) for number, record in enumerate(records, 1)]
+    for row in rows:
+        perfect = make_probes(row, Tags(), "numeric")[0]
+        found = extract_answer(perfect.text, Tags())
+        assert found.strict_format
+        assert answers_equal(found.answer or "", row.answer, "numeric"), row
+    findings = probe_rewards_of(_gsm8k(run_config), rows)
+    assert {check.outcome for check in findings.checks} == {"passed"}
+    gold = next(check for check in findings.checks if check.check == "gold")
+    assert gold.detail == f"{len(rows)} rows"
+
+
+def _truth(record: dict[str, str]) -> str:
+    return record["answer"].rpartition("####")[2].strip()
+
+
+def _gsm8k(run_config) -> RunConfig:
+    return run_config(
+        {"format": ["incremental_format", "format"], "correctness": ["format", "correctness"]}, lab=SMALL | {"num_rows": 32}
+    )
+
+
+def test_probes_of_one_row_are_all_different(make_row):
+    texts = [hashlib.sha256(probe.text.encode()).hexdigest() for probe in make_probes(make_row(), Tags(), "numeric")]
+    assert len(texts) == len(set(texts))
