@@ -14,7 +14,7 @@ from schemas.config.rollout import RolloutConfig
 from schemas.results import DataReport, EvalReport, ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "policy", "rewards", "data"), retries=1, device=True)
+@step(rooms=("evaluation", "rollout", "policy", "answers", "data"), retries=1, device=True)
 def evaluate_model(
     work: Work,
     label: str,

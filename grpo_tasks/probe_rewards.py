@@ -19,7 +19,7 @@ from schemas.config.run import LabInputs
 from schemas.results import DataReport, LabReport, ModelRef
 
 
-@step(rooms=("rewards", "rollout", "policy", "data"), device=True)
+@step(rooms=("lab", "rewards", "answers", "rollout", "policy", "data"), device=True)
 def probe_rewards(
     work: Work,
     data: DataReport,

@@ -14,7 +14,12 @@ from schemas.results import DataReport, ModelRef, StageResult
 MODULES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 
 
-@step(rooms=("grpo", "trl_engine", "stage", "rollout", "policy", "rewards", "data"), retries=1, resumable=True, device=True)
+@step(
+    rooms=("grpo", "trl_engine", "stage", "rollout", "policy", "rewards", "answers", "data"),
+    retries=1,
+    resumable=True,
+    device=True,
+)
 def train_stage(
     work: Work,
     stage: StageConfig,

@@ -17,7 +17,7 @@ from schemas.config.run import JudgeInputs
 from schemas.results import DataReport, PreparedData
 
 
-@step(rooms=("data", "rewards"))
+@step(rooms=("data", "answers"))
 def validate_data(
     work: Work,
     rows: PreparedData,
