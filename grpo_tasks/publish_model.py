@@ -16,7 +16,7 @@ from schemas.config.evaluation import PromotionConfig
 from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
 
-@step(rooms=("evaluation", "tracking"), cached=False)
+@step(rooms=("evaluation", "answers", "tracking"), cached=False)
 def publish_model(
     work: Work,
     proof: MergeProof,
