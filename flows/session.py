@@ -23,7 +23,7 @@ from schemas.errors import ConfigError, TrackingError, UserError, disk_full, hid
 from schemas.results import StepResult
 from schemas.secret import hide
 
-ROOMS = ("data", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
+ROOMS = ("data", "answers", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Libraries that a configuration may ask for, and the extra that brings each."""
 SHOWN_OF_A_FAILURE = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
@@ -54,7 +54,7 @@ class FlowRun:
         hashes = {
             "grpo.config_sha256": content_key("config", (), _sections(self.config)),
             "grpo.code_sha256": content_key("code", ROOMS, {}),
-            "grpo.reward_sha256": content_key("rewards", ("rewards",), {"rewards": self.config.rewards}),
+            "grpo.reward_sha256": content_key("rewards", ("rewards", "answers"), {"rewards": self.config.rewards}),
         }
         return hashes | self.tracked.origin
 
