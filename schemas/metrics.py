@@ -110,8 +110,8 @@ LENIENT_ACCURACY = "lenient_accuracy"
 GREEDY_ACCURACY = "greedy_accuracy"
 GREEDY_FORMAT_RATE = "greedy_format_rate"
 GREEDY_LENIENT_ACCURACY = "greedy_lenient_accuracy"
-PASS_AT_1 = "pass_at_1"
-PASS_AT_K = "pass_at_k"
+PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
+PASS_AT_K = "pass_at_k"  # noqa: S105 - no password
 TRUNCATED_RATE = "truncated_rate"
 COMPLETION_LENGTH = "mean_length"
 

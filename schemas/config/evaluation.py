@@ -6,10 +6,11 @@ from pydantic import Field
 
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction
+from schemas.metrics import ACCURACY, PromotionMetric
 
 
 class EvaluationConfig(Section):
-    """Held-out samples, the same prompts for base, stages and merged model."""
+    """Held-out evaluation, on the same prompts for the base, every stage and the merged model."""
 
     GROUPS: ClassVar = {
         "details": (
@@ -21,33 +22,33 @@ class EvaluationConfig(Section):
     }
 
     engine: Literal["local", "vllm"] | None = None
-    """What samples; empty: as in training (rollout.engine)."""
+    """Sampling engine. Empty: the one of training (rollout.engine)."""
     max_prompts: int | None = Field(256, ge=1, le=MOST_ROWS)
-    """Held-out prompts used, the first by hash of the row; empty: all."""
+    """Held-out prompts to use, chosen by the hash of the row. Empty: all."""
     num_samples: int = Field(4, ge=1, le=MOST_COMPLETIONS)
     """Sampled completions per prompt (k of pass@k)."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
     """Sampling temperature of the evaluation."""
     greedy: bool = True
-    """Also decode each prompt greedily, once."""
+    """Also sample one greedy completion per prompt."""
     stages: bool = True
-    """Also evaluate after each stage, not only base and merged model."""
+    """Also evaluate after each stage, not only the base and the merged model."""
     confidence: float = Field(0.95, gt=0.0, lt=1.0)
-    """Level of the confidence intervals (bootstrap over prompts)."""
+    """Confidence level of the intervals (bootstrap over prompts)."""
 
 
 class PromotionConfig(Section):
     """When the new model becomes the champion."""
 
-    metric: Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"] = "accuracy"
-    """Evaluation figure that decides, paired over the same prompts."""
+    metric: PromotionMetric = ACCURACY
+    """Evaluation metric that decides, in a paired test over the same prompts."""
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
-    """Significance level of the one-sided paired test against base and present champion. Both have to be beaten, so the
-    chance of promoting a model that is no better stays within alpha."""
+    """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both, so the
+    probability of promoting a model that is not better is at most alpha."""
     max_format_drop: Fraction = 0.02
-    """Largest drop of the format rate against the champion (the base, where there is none)."""
+    """Largest drop in format rate against the champion, or against the base when there is no champion."""
     max_truncation_growth: Fraction = 0.02
-    """Largest growth of the share of truncated completions against the champion (the base, where there is none)."""
+    """Largest rise in the share of truncated completions against the champion, or against the base when there is no champion."""
     max_length_growth: float = Field(0.5, ge=0.0)
-    """Largest growth of the mean completion length against the champion, as a share of its length. Not held against the base:
-    learning to reason makes completions longer."""
+    """Largest growth of the mean completion length against the champion, as a share of the champion's. The base is not compared,
+    because learning to reason makes completions longer."""

@@ -9,7 +9,7 @@ from schemas.config.types import Address
 
 
 class LoraConfig(Section):
-    """Low-rank adapter (LoRA, arXiv:2106.09685) trained instead of the whole model."""
+    """Low-rank adapter (LoRA, arXiv:2106.09685), trained instead of all weights."""
 
     GROUPS: ClassVar = {
         "details": (
@@ -22,13 +22,13 @@ class LoraConfig(Section):
     r: int = Field(16, ge=1, le=512, title="Rank")
     """Rank of the update matrices."""
     lora_alpha: int = Field(32, ge=1, le=100_000)
-    """Scale: the update is multiplied by lora_alpha / r. Twice the rank is customary."""
+    """Scale: the update is multiplied by lora_alpha / r. A common choice is twice the rank."""
     lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability on the adapter's input while training."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the layers that get an adapter, for example [q_proj, v_proj]; all-linear takes every linear layer but the head."""
+    """Names of the layers that get an adapter, for example [q_proj, v_proj]. all-linear: every linear layer except the head."""
     use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA)."""
+    """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA, arXiv:2312.03732)."""
 
 
 class ModelConfig(Section):
@@ -45,26 +45,26 @@ class ModelConfig(Section):
     }
 
     path: Address = "embedded:base"
-    """Local directory or hub id of a causal language model; embedded:base is the tiny model inside this project."""
+    """Local folder or hub id of a causal language model. embedded:base is the tiny model that ships with this project."""
     revision: str | None = None
-    """Hub revision (branch, tag or commit); none for local directories."""
+    """Hub revision (branch, tag or commit). Leave it empty for local folders."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. With float16 the loss
-    is scaled, so that small gradients do not become 0; bfloat16 needs no scaling."""
+    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the loss
+    so that small gradients do not underflow; bfloat16 needs no scaling."""
     merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision the merged model is saved in. The merge itself is computed in float32."""
+    """Precision in which the merged model is saved. The merge itself is computed in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel."""
     quantization: Literal["none", "nf4"] = "none"
-    """nf4: the base in 4 bits under the adapter while training (QLoRA, arXiv:2305.14314; extra [gpu]). Merging and evaluation use
-    the base as it is."""
+    """nf4: train the adapter on a 4-bit base (QLoRA, arXiv:2305.14314; needs the extra [gpu]). Merging and evaluation use the
+    unquantized base."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third slower."""
+    """Recompute activations in the backward pass. Uses less memory and is about a third slower."""
     lora: LoraConfig | None = Field(default_factory=LoraConfig, title="LoRA")
-    """Adapter settings; null trains every weight (full fine-tuning)."""
+    """Adapter settings. null trains all weights (full fine-tuning)."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_quantization(self) -> Self:
         if self.quantization != "none" and self.lora is None:
-            raise ValueError("a 4-bit base cannot be trained itself; fix: lora: {}, or quantization: none")
+            raise ValueError("a 4-bit base cannot be fully fine-tuned; fix: lora: {}, or quantization: none")
         return self

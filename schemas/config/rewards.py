@@ -17,20 +17,20 @@ BUILTIN_REWARDS: dict[str, float] = {
     "style": 0.5,
     "soft_overlong": 1.0,
 }
-"""Built-in reward functions and their default weights; a test holds it equal to `grpo_tasks.rewards.builtin`."""
+"""Built-in reward functions and their default weights; a test keeps it equal to `grpo_tasks.rewards.builtin`."""
 
 
 class TagsConfig(Section):
-    """Names of the two blocks a completion should consist of."""
+    """Tag names of the two blocks that make up a completion in the strict format."""
 
     reasoning: TagName = "reasoning"
-    """Tag around the working: <reasoning>...</reasoning>."""
+    """Tag around the reasoning: <reasoning>...</reasoning>."""
     answer: TagName = "answer"
     """Tag around the final answer: <answer>...</answer>."""
 
 
 class AdaptiveWeightConfig(Section):
-    """Moves a reward's weight by its success rate, bounded."""
+    """Adapts a reward's weight to its success rate, within bounds."""
 
     low: Fraction = 0.3
     """Below this success rate the weight grows."""
@@ -45,7 +45,7 @@ class AdaptiveWeightConfig(Section):
     max_scale: float = Field(4.0, ge=1.0)
     """Largest weight, as a multiple of the configured one."""
     every_steps: int = Field(10, ge=1, le=MOST_UPDATES)
-    """Updates between two adjustments; the success rate is taken over them."""
+    """Updates between two adjustments. The success rate is measured over these updates."""
 
 
 class RewardConfig(Section):
@@ -61,46 +61,46 @@ class RewardConfig(Section):
     }
 
     function: str | None = None
-    """Built-in name or package.module:function; empty: the entry's own name."""
+    """Built-in name, or package.module:function. Empty: the built-in function of the entry's own name."""
     weight: float | None = None
-    """Factor of its score in the sum; empty: the built-in's default, or 1."""
+    """Factor of its score in the sum. Empty: the default of the built-in function, or 1."""
     params: FreeSettings = Field(default_factory=dict)
-    """Extra keyword arguments of the function."""
+    """Additional keyword arguments of the function."""
     time_limit_s: float = Field(30.0, gt=0.0, le=LONGEST_S)
-    """Longest time in seconds for one call with a whole batch of completions."""
+    """Time limit in seconds of one call, which scores a whole batch of completions."""
     on_error: Literal["raise", "zero", "skip"] = "raise"
-    """After an exception, a hang or a broken result: raise stops the run, zero scores the batch 0, skip leaves the
-    function out of that batch. zero and skip are logged each time."""
+    """What follows an exception, a timeout or an invalid result. raise: stop the run. zero: score the batch 0. skip: leave the
+    function out of this batch. zero and skip are logged each time."""
     full_score: float | None = None
-    """Score from which a completion counts as a success of this function (adaptive weight, success rate); empty: 1, and 0 for
+    """Score from which a completion counts as a success of this function (success rate, adaptive weight). Empty: 1, and 0 for
     repetition and soft_overlong."""
     adaptive: AdaptiveWeightConfig | None = None
-    """Adaptive weight; none keeps the weight fixed."""
+    """Adaptive weight. Empty: the weight is fixed."""
 
 
 class RewardsConfig(Section):
-    """How completions are scored. Also tells the evaluation what an answer is; the evaluation uses no reward."""
+    """How completions are scored. Tags and equality also define what the evaluation counts as a right answer; it uses no reward."""
 
     tags: TagsConfig = Field(default_factory=TagsConfig)
-    """Names of the two blocks."""
+    """Tag names of the two blocks."""
     equality: Literal["exact", "numeric", "math", "choice"] = "numeric"
-    """When an answer equals the ground truth: exact text, numeric value, mathematical expression (math-verify), or the
-    letter of a multiple choice."""
+    """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-verify),
+    or as the letter of a multiple choice."""
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
-    """Reward functions by name. Built-in ones need no entry unless a setting is changed."""
+    """Reward functions by name. A built-in function needs an entry only when you change one of its settings."""
     memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)
-    """Most memory in GB (1e9 bytes) that the process of the reward functions and all it starts may use together; a model that a
-    function loads counts. Measured every 0.05 s as resident memory, shared pages once. Never more than 80 % of the machine's."""
+    """Memory limit in GB (1e9 bytes) of the reward process and everything it starts, including any model that a function loads.
+    Resident memory is measured every 0.05 s and shared pages count once. The limit is never above 80 % of the machine's memory."""
     module_dir: Path | None = None
-    """Folder with the modules of your own functions, searched after the installed packages and the working directory; relative
-    to the working directory. Empty: the config file's folder, when such a module lies there."""
+    """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed packages
+    and the working directory. Empty: the folder of the config file, if it holds such a module."""
 
     def module_dirs(self) -> list[Path]:
-        """Folders in which the modules of own functions are looked for, after the installed packages."""
+        """Folders that are searched for the modules of your own functions, after the installed packages."""
         return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
 
     def resolve(self, name: str) -> RewardConfig | None:
-        """The full settings of one reward, function and weight filled in; None when nothing is known by that name."""
+        """The settings of one reward with function and weight filled in; None for an unknown name."""
         given = self.functions.get(name)
         if given is None and name not in BUILTIN_REWARDS:
             return None
@@ -111,15 +111,16 @@ class RewardsConfig(Section):
 
 
 class LabConfig(Section):
-    """The reward lab: what is tried before any training."""
+    """The reward lab, which probes every reward function before any training."""
 
     num_rows: int = Field(32, ge=1, le=MOST_ROWS)
     """Training rows from which probe completions are made."""
     num_prompts: int = Field(16, ge=1, le=MOST_ROWS)
     """Training prompts for which the base model samples a group."""
     max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
-    """Longest time in seconds a built-in or own reward may take for one completion; ten times that for one of 1 MB."""
+    """Time limit in seconds of a reward function for one completion. A completion of 1 MB may take ten times as long."""
     min_signal: Fraction = 0.05
-    """Smallest share of groups whose completions earn different rewards, on samples of the base model, first stage."""
+    """Smallest share of groups whose completions earn different rewards, sampled from the base model with the rewards of the first
+    stage."""
     ignore_checks: list[str] = Field(default_factory=list)
-    """Checks that only warn instead of stopping the run, as check or function/check, for example style/order."""
+    """Checks that warn instead of stopping the run: CHECK, or FUNCTION/CHECK such as style/order."""

@@ -1,4 +1,4 @@
-"""Types and upper bounds that several sections of the config share."""
+"""Field types and upper bounds that several sections share."""
 
 import math
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ def _url(address: str) -> str:
     try:
         urlsplit(address)
     except ValueError as error:
-        raise ValueError(f"not an address: {error}; fix: http://HOST:PORT") from error
+        raise ValueError(f"not a valid address: {error}; fix: http://HOST:PORT") from error
     return address
 
 
@@ -24,14 +24,14 @@ MlflowName = Annotated[str, StringConstraints(pattern=r"^[^/:@\x00-\x1f]{1,200}$
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
 TagName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}$")]
 
-# Upper bounds: generous to any real run, and far below where a slip of the finger (10**12 updates, bytes instead of tokens) fills
-# the memory, overflows a timer or trains for a thousand years.
+# Upper bounds. They are generous to any real run, and far below the values at which a typing error (10**12 updates, bytes instead
+# of tokens) fills the memory, overflows a timer or trains for a thousand years.
 MOST_UPDATES = 10_000_000
-"""A year of updates of three seconds."""
+"""A year of updates, three seconds each."""
 MOST_COMPLETIONS = 1_000_000
-"""At once, in one batch, round or group."""
+"""In one batch, rollout or group."""
 MOST_TOKENS = 10_000_000
-"""The longest contexts of 2026 hold this many."""
+"""The longest contexts of 2026."""
 MOST_ROWS = 1_000_000_000
 """Rows of a table, or tokens of a batch."""
 MOST_PROCESSES = 4_096
@@ -39,23 +39,23 @@ MOST_PROCESSES = 4_096
 MOST_TIMES = 1_000
 """Repetitions."""
 LONGEST_S = 1_000_000.0
-"""Eleven days in seconds; the system's own timers overflow at 24."""
+"""Eleven days in seconds. The timers of the system overflow at 24 days."""
 
 
-def _plain(value: Any, name: str = "") -> Any:
-    """Values that JSON has a word for: they travel to other processes, to MLflow and to Prefect's form as JSON."""
+def _json_value(value: Any, name: str = "") -> Any:
+    """Accept values that JSON can hold: settings travel to child processes, MLflow and Prefect's form as JSON."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _plain(item, f"{name}.{key}" if name else str(key))
+            _json_value(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _plain(item, f"{name}.{index}")
+            _json_value(item, f"{name}.{index}")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}, not a finite number; fix: leave it out or give a number")
     elif value is not None and not isinstance(value, str | int | float | bool):
-        raise ValueError(f"{name} is a {type(value).__name__}, which JSON has no word for; fix: quote it: '{str(value)[:40]}'")
+        raise ValueError(f"{name} is a {type(value).__name__}, which JSON cannot hold; fix: quote it: '{str(value)[:40]}'")
     return value
 
 
-FreeSettings = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""Settings that somebody else checks."""
+FreeSettings = Annotated[dict[str, Any], AfterValidator(_json_value)]
+"""Settings that another library checks."""
