@@ -43,8 +43,8 @@ class PromotionConfig(Section):
     metric: PromotionMetric = ACCURACY
     """Evaluation metric that decides, in a paired test over the same prompts."""
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
-    """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both, so the
-    probability of promoting a model that is not better is at most alpha."""
+    """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both,
+    so the probability of promoting a model that is not better is at most alpha."""
     max_format_drop: Fraction = 0.02
     """Largest drop in format rate against the champion, or against the base when there is no champion."""
     max_truncation_growth: Fraction = 0.02

@@ -49,8 +49,8 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit). Leave it empty for local folders."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the loss
-    so that small gradients do not underflow; bfloat16 needs no scaling."""
+    """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the
+    loss so that small gradients do not underflow; bfloat16 needs no scaling."""
     merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision in which the merged model is saved. The merge itself is computed in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"

@@ -13,8 +13,8 @@ class TrackingConfig(Section):
     """MLflow."""
 
     tracking_uri: Url | None = None
-    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else sqlite:///mlflow.db in the working directory. It must
-    not contain a password, because the config is recorded; export such an address as MLFLOW_TRACKING_URI."""
+    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else sqlite:///mlflow.db in the working directory. It
+    must not contain a password, because the config is recorded; export such an address as MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None
     """Experiment name. Empty: the name of the run."""
     registered_model: MlflowName | None = None
@@ -46,8 +46,8 @@ class ResourcesConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors. auto: a GPU if there is one."""
     gpu_slot: str = "auto"
-    """Slot that a run holds while it uses a GPU, so that no two runs share one. auto: one slot per GPU, none on a CPU. shared: never
-    wait. Any other value is the name of a global concurrency limit in Prefect."""
+    """Slot that a run holds while it uses a GPU, so that no two runs share one. auto: one slot per GPU, none on a CPU. shared:
+    never wait. Any other value is the name of a global concurrency limit in Prefect."""
     num_threads: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """CPU threads of torch. Empty: all cores."""
     num_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
@@ -57,11 +57,11 @@ class ResourcesConfig(Section):
     """Shard weights, gradients and optimizer state over the processes (FSDP2), for a model that one GPU cannot train. Off: each
     process holds all of them. The local engine still needs a full copy of the weights on each GPU while it samples."""
     distributed_timeout_minutes: float = Field(120.0, gt=0.0, le=10_000.0)
-    """Time limit in minutes of a collective operation (NCCL, gloo): a process that waits longer for the others ends the stage with
-    an error. It has to exceed the longest rollout, rewards included."""
+    """Time limit in minutes of a collective operation (NCCL, gloo): a process that waits longer for the others ends the stage
+    with an error. It has to exceed the longest rollout, rewards included."""
     compile: bool = False
-    """Compile the model's layers for training with torch.compile. The first passes take minutes, so it pays off in long stages on a
-    GPU."""
+    """Compile the model's layers for training with torch.compile. The first passes take minutes, so it pays off in long stages
+    on a GPU."""
     share_prompts: bool = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
     fold_adapter: bool = True
@@ -71,7 +71,7 @@ class ResourcesConfig(Section):
     deterministic: bool = True
     """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case."""
     max_hours: float | None = Field(None, gt=0.0, le=100_000)
-    """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it. Empty: no
-    limit."""
+    """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
+    Empty: no limit."""
     output_dir: Path = Path("runs")
     """Folder for everything a run writes outside MLflow."""

@@ -79,21 +79,23 @@ class RewardConfig(Section):
 
 
 class RewardsConfig(Section):
-    """How completions are scored. Tags and equality also define what the evaluation counts as a right answer; it uses no reward."""
+    """How completions are scored. Tags and equality also define what the evaluation counts as a right answer; it uses no
+    reward."""
 
     tags: TagsConfig = Field(default_factory=TagsConfig)
     """Tag names of the two blocks."""
     equality: Literal["exact", "numeric", "math", "choice"] = "numeric"
-    """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-verify),
-    or as the letter of a multiple choice."""
+    """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
+    verify), or as the letter of a multiple choice."""
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
     """Reward functions by name. A built-in function needs an entry only when you change one of its settings."""
     memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)
-    """Memory limit in GB (1e9 bytes) of the reward process and everything it starts, including any model that a function loads.
-    Resident memory is measured every 0.05 s and shared pages count once. The limit is never above 80 % of the machine's memory."""
+    """Memory limit in GB (1e9 bytes) of the reward process and everything it starts, including any model that a function
+    loads. Resident memory is measured every 0.05 s and shared pages count once. The limit is never above 80 % of the
+    machine's memory."""
     module_dir: Path | None = None
-    """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed packages
-    and the working directory. Empty: the folder of the config file, if it holds such a module."""
+    """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed
+    packages and the working directory. Empty: the folder of the config file, if it holds such a module."""
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the modules of your own functions, after the installed packages."""
@@ -120,7 +122,7 @@ class LabConfig(Section):
     max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of a reward function for one completion. A completion of 1 MB may take ten times as long."""
     min_signal: Fraction = 0.05
-    """Smallest share of groups whose completions earn different rewards, sampled from the base model with the rewards of the first
-    stage."""
+    """Smallest share of groups whose completions earn different rewards, sampled from the base model with the rewards of the
+    first stage."""
     ignore_checks: list[str] = Field(default_factory=list)
     """Checks that warn instead of stopping the run: CHECK, or FUNCTION/CHECK such as style/order."""
