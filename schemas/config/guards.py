@@ -1,4 +1,4 @@
-"""Section `stages[].guards`: what watches a stage, and what happens when a guard fires."""
+"""Section `stages[].guards`: what is watched while a stage trains, and what happens when a guard fires."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -19,8 +19,8 @@ class GuardConfig(Section):
     model_config = ConfigDict(title="Action and threshold")
 
     action: GuardAction = "warn"
-    """off, warn (an event in log, Prefect and MLflow), stop, or rollback (to the last good checkpoint, with a smaller learning
-    rate)."""
+    """off; warn: an event in the log, Prefect and MLflow; stop: end the stage; rollback: return to the last good checkpoint
+    with a lower learning rate."""
 
     @model_validator(mode="before")
     @classmethod
@@ -32,81 +32,81 @@ class GuardConfig(Section):
 
 
 class _OrActionAlone:
-    """Says in the schema of a field that the action alone will do: what starts a deployment is checked against the schema."""
+    """Adds the bare action to the JSON schema of a field, because Prefect checks the parameters of a run against the schema."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        # In the field, not in the guard's own definition: there Prefect's form would show a box for raw JSON.
+        # In the field and not in the definition of the guard, where Prefect's form would show a box for raw JSON.
         action = {"title": "Action alone", "type": "string", "enum": list(get_args(GuardAction))}
         return {"anyOf": [handler(core_schema), action]}
 
 
 class KlBlowUp(GuardConfig):
-    """KL from the reference too high."""
+    """The KL from the reference is too high."""
 
     threshold: float = Field(0.5, gt=0.0, allow_inf_nan=False)
-    """Highest KL in nats a token, median of 10 updates (of 3 measurements where kl_every_steps measures it)."""
+    """Highest KL in nats per token, as the median of 10 updates (of 3 measurements when kl_every_steps applies)."""
 
 
 class RewardStdCollapse(GuardConfig):
-    """Rewards that hardly differ inside a group."""
+    """Rewards hardly differ within a group."""
 
     threshold: float = Field(0.01, gt=0.0, allow_inf_nan=False)
-    """Smallest reward_std (in units of the reward), median of 10 updates."""
+    """Lowest reward_std (in units of the reward), as the median of 10 updates."""
 
 
 class FlatReward(GuardConfig):
-    """A reward that does not rise."""
+    """The reward does not rise."""
 
     threshold: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Smallest rise of the mean reward (in units of the reward) from the first 25 updates to the last 25; chance, two standard
-    errors, has to be exceeded as well."""
+    """Smallest rise of the mean reward (in units of the reward) from the first 25 updates to the last 25. The rise also has to
+    exceed two standard errors."""
 
 
 class DeadGroups(GuardConfig):
-    """Too many groups whose completions earn the same."""
+    """Too many groups are dead: their completions all earn the same."""
 
     threshold: float = Field(0.9, gt=0.0, lt=1.0)
-    """Largest share of dead groups, median of 10 updates."""
+    """Highest share of dead groups, as the median of 10 updates."""
 
 
 class Truncation(GuardConfig):
-    """Too many completions cut off."""
+    """Too many completions are cut off."""
 
     threshold: float = Field(0.5, gt=0.0, lt=1.0)
-    """Largest share of completions cut off at the length limit, median of 10 updates."""
+    """Highest share of completions that are cut off at the length limit, as the median of 10 updates."""
 
 
 class EntropyCollapse(GuardConfig):
-    """A policy that gets too sure of itself."""
+    """The policy loses its entropy."""
 
     threshold: float = Field(0.2, gt=0.0, lt=1.0)
-    """Smallest entropy as a multiple of that of the first 10 updates, medians of 10 updates."""
+    """Lowest entropy as a multiple of that of the first 10 updates. Both are medians of 10 updates."""
 
 
 class LengthExplosion(GuardConfig):
-    """Completions that get too long."""
+    """Completions get too long."""
 
     threshold: float = Field(2.0, gt=1.0, allow_inf_nan=False)
-    """Largest mean length as a multiple of that of the first 10 updates, medians of 10 updates."""
+    """Highest mean length as a multiple of that of the first 10 updates. Both are medians of 10 updates."""
 
 
 class FormatRegression(GuardConfig):
-    """A format that is unlearnt."""
+    """The policy unlearns the format."""
 
     threshold: float = Field(0.2, gt=0.0, lt=1.0)
-    """Largest fall of a format reward's success (a share) below its best, medians of 10 updates."""
+    """Largest drop of a format reward's success rate (a share) below its best. Both are medians of 10 updates."""
 
 
 class SamplerMismatch(GuardConfig):
-    """A sampler that is not the policy."""
+    """The sampler's probabilities differ from the policy's."""
 
     threshold: float = Field(0.1, gt=0.0, allow_inf_nan=False)
-    """Largest mean difference of log-probabilities in nats a token, median of 10 updates."""
+    """Highest mean difference of log-probabilities in nats per token, as the median of 10 updates."""
 
 
 class GuardsConfig(Section):
-    """What is done when the figures of a stage go wrong: off, warn (an event in log, Prefect and MLflow), stop, or rollback (to
-    the last good checkpoint, with a smaller learning rate)."""
+    """What happens when the metrics of a stage go wrong. off; warn: an event in the log, Prefect and MLflow; stop: end the stage;
+    rollback: return to the last good checkpoint with a lower learning rate."""
 
     GROUPS: ClassVar = {
         "details": (
@@ -116,33 +116,33 @@ class GuardsConfig(Section):
     }
 
     not_finite: Literal["stop", "rollback"] = "stop"
-    """A loss or a gradient that is not finite; the update is never made."""
+    """A loss or gradient that is not finite. Such an update is never applied."""
     kl_blow_up: Annotated[KlBlowUp, _OrActionAlone()] = Field(default_factory=KlBlowUp, title="KL blow up")
-    """KL from the reference above the threshold."""
+    """The KL from the reference is above the threshold."""
     reward_std_collapse: Annotated[RewardStdCollapse, _OrActionAlone()] = Field(default_factory=RewardStdCollapse)
-    """reward_std below the threshold, while some function succeeds less than 9 times in 10."""
+    """reward_std is below the threshold, and the success rate of some reward function is below 90 %."""
     flat_reward: Annotated[FlatReward, _OrActionAlone()] = Field(default_factory=FlatReward)
-    """The reward of the last 25 updates is no better than that of the first 25, while some function succeeds less than 9 times
-    in 10."""
+    """The reward of the last 25 updates is no higher than that of the first 25, and the success rate of some reward function is
+    below 90 %."""
     dead_groups: Annotated[DeadGroups, _OrActionAlone()] = Field(default_factory=DeadGroups)
-    """More dead groups than the threshold, while some function succeeds less than 9 times in 10."""
+    """The share of dead groups is above the threshold, and the success rate of some reward function is below 90 %."""
     truncation: Annotated[Truncation, _OrActionAlone()] = Field(default_factory=Truncation)
-    """More completions cut off than the threshold."""
+    """The share of completions that are cut off is above the threshold."""
     entropy_collapse: Annotated[EntropyCollapse, _OrActionAlone()] = Field(default_factory=EntropyCollapse)
-    """Entropy below the threshold times that of the first 10 updates, without more reward."""
+    """The entropy fell below the threshold times its initial value, and the reward did not rise."""
     length_explosion: Annotated[LengthExplosion, _OrActionAlone()] = Field(default_factory=LengthExplosion)
-    """Completions longer than the threshold times those of the first 10 updates, without more reward."""
+    """The mean completion length exceeds the threshold times its initial value, and the reward did not rise."""
     format_regression: Annotated[FormatRegression, _OrActionAlone()] = Field(default_factory=FormatRegression)
-    """Success of a format reward further below the best 10 updates of the stage than the threshold."""
+    """The success rate of a format reward dropped by more than the threshold below the best 10 updates of the stage."""
     sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
-    """Sampler and trainer differ by more than the threshold."""
+    """The log-probabilities of sampler and trainer differ by more than the threshold."""
     max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
-    """Times a stage is rolled back before it stops."""
+    """Number of rollbacks after which the stage stops."""
     rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)
-    """Factor of the learning rate after each roll back."""
+    """Factor that each rollback applies to the learning rate."""
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any guard does."""
+        """Whether any guard is set to roll back."""
         actions = [guard.action for _, guard in self if isinstance(guard, GuardConfig)]
         return "rollback" in [self.not_finite, *actions]

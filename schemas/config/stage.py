@@ -8,23 +8,20 @@ from pydantic import Field, StringConstraints, model_validator
 from schemas.config.guards import GuardsConfig
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
-from schemas.metrics import TRAINING
+from schemas.metrics import REWARD, TRAINING, member
 
 
 class EarlyStopConfig(Section):
-    """Ends a stage when a metric has reached its target."""
+    """Ends a stage when a metric reaches its target."""
 
-    metric: Annotated[str, StringConstraints(max_length=200)] = "reward"
-    """Name of a training metric, such as reward, kl or rewards/NAME/mean (see schemas/metrics.py)."""
+    metric: Annotated[str, StringConstraints(max_length=200)] = REWARD
+    """Name of a training metric, such as reward, kl or rewards/NAME/mean. schemas/metrics.py lists them."""
     target: float
-    """The stage ends once the mean of the metric is at least this (at most this, for metrics where lower is better)."""
+    """The stage ends when the mean of the metric is at least this value, or at most this value if lower is better."""
     window: int = Field(10, ge=1, le=MOST_UPDATES)
-    """Updates the mean is taken over."""
+    """Number of updates in the mean."""
     min_steps: int = Field(1, ge=1, le=MOST_UPDATES)
-    """Fewest updates before the stage may end."""
-
-
-_METRICS = [metric.name for metric in TRAINING]
+    """Number of updates before which the stage does not end."""
 
 
 class StageConfig(Section):
@@ -93,171 +90,194 @@ class StageConfig(Section):
     }
 
     name: Name
-    """Name of the stage; also of its child run in MLflow."""
+    """Name of the stage and of its child run in MLflow."""
     rewards: list[Name] = Field(min_length=1)
     """Names of the reward functions of this stage."""
     engine: Literal["native", "trl"] = "native"
-    """What trains the stage: our own engine, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
+    """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
     trl: FreeSettings = Field(default_factory=dict, title="TRL options")
-    """Further options of TRL's GRPOConfig, for engine trl only; they win over the settings here."""
+    """Further options of TRL's GRPOConfig, for engine trl only. They override the settings here."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
-    """Number of updates; empty: by num_train_epochs."""
+    """Number of updates. Empty: given by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
-    """Passes over the training prompts; max_steps, when given, wins."""
+    """Passes over the training prompts. max_steps, if given, overrides it."""
     num_generations: int = Field(8, ge=2, le=MOST_COMPLETIONS)
-    """Completions per prompt (the group, G)."""
+    """Completions per prompt: the group size G."""
     per_device_train_batch_size: int = Field(8, ge=1, le=MOST_COMPLETIONS)
     """Completions per forward and backward pass."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
-    """Forward and backward passes per update; batch size times this is the number of completions of an update."""
+    """Forward and backward passes per update. An update has per_device_train_batch_size times this many completions."""
     max_tokens_per_microbatch: int | None = Field(None, ge=1, le=MOST_ROWS)
-    """Tokens of prompts and completions, padding included, that go through the model at once. Completions are then sorted by
-    length and cut into passes of this size, whatever per_device_train_batch_size says; the update is the same."""
+    """Tokens per forward and backward pass: prompts, completions and padding. Completions are then sorted by length and divided
+    into passes of at most this size, which replaces per_device_train_batch_size as the size of a pass. The update is the same."""
     max_refills: int = Field(0, ge=0, le=MOST_TIMES)
-    """Times dead groups are replaced by groups of further prompts before an update (dynamic sampling, arXiv:2503.14476)."""
+    """How often dead groups are replaced by groups of other prompts before an update (dynamic sampling, arXiv:2503.14476)."""
     steps_per_generation: int | None = Field(None, ge=1, le=MOST_COMPLETIONS)
-    """Forward and backward passes fed by one round of sampling; a multiple of gradient_accumulation_steps. Empty: equal to it."""
+    """Forward and backward passes per rollout; a multiple of gradient_accumulation_steps. Empty: equal to it."""
     num_iterations: int = Field(1, ge=1, le=MOST_TIMES)
-    """Times each round of completions is trained on; above 1 the clipped ratio comes into play."""
+    """How often each rollout is trained on. Above 1 the probability ratio is clipped."""
     learning_rate: float = Field(1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: Fraction = 0.0
-    """Share of the updates over which the learning rate rises from 0; warmup_steps, when above 0, wins."""
+    """Share of the updates over which the learning rate rises from 0. warmup_steps, if above 0, overrides it."""
     warmup_steps: int = Field(0, ge=0, le=MOST_UPDATES)
     """Number of updates over which the learning rate rises from 0."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"] = "adamw_torch"
-    """Optimizer; the 8-bit ones need bitsandbytes."""
+    """Optimizer. The 8-bit ones need bitsandbytes."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     adam_epsilon: float = Field(1e-8, gt=0.0)
     """Term that keeps the optimizer from dividing by zero."""
     weight_decay: float = Field(0.0, ge=0.0)
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, ge=0.0)
-    """Largest gradient norm; larger ones are scaled down. 0 switches clipping off."""
+    """Largest gradient norm. A larger gradient is scaled down to it. 0 disables clipping."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
-    """Loss. The first four clip the ratio and differ in the average: grpo per sequence, then over sequences; bnpo over the tokens
-    of a micro-batch; dapo over the tokens of the whole update; dr_grpo over completions times max_completion_length (no length
-    bias). cispo caps the ratio as a weight and keeps every token's gradient (average of dapo); sapo damps it smoothly (average
-    of grpo)."""
+    """Loss. The first four clip the ratio and differ in how they average. grpo: per sequence, then over sequences. bnpo: over
+    the tokens of a microbatch. dapo: over the tokens of the whole update. dr_grpo: over completions times max_completion_length
+    (no length bias). cispo caps the ratio as a weight and keeps every token's gradient (average of dapo). sapo damps the ratio
+    smoothly (average of grpo)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What the reward minus the group's mean is divided by: the group's or the rollout's standard deviation, or nothing."""
+    """Divisor of the reward minus its baseline: the standard deviation of the group or of the rollout, or none."""
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """What a reward is compared with: the mean of its group, or the mean of the others in it (RLOO, arXiv:2402.14740)."""
+    """Baseline of a reward: the mean of its group, or the mean of the other completions of its group (RLOO, arXiv:2402.14740)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """How several reward functions become one advantage: summed with their weights and then scaled as scale_rewards says, or each
-    scaled by its own spread in the group, summed with the weights and scaled by the rollout's spread (GDPO)."""
+    """How several reward functions become one advantage. sum_then_normalize: weighted sum, then scaled by scale_rewards.
+    normalize_then_sum: each scaled by its own standard deviation within the group, then the weighted sum is scaled by the
+    standard deviation of the rollout (GDPO)."""
     beta: float = Field(0.0, ge=0.0)
-    """Weight of the KL term towards the reference in the loss; at 0 no reference is computed for the loss."""
+    """Weight of the KL term in the loss. At 0 the loss needs no reference policy."""
     kl_every_steps: int = Field(10, ge=0, le=10_000_000)
-    """Updates between two measurements of the KL at beta 0, for the metric kl and its guard; each costs a forward pass without
-    gradients. 0: never. Above beta 0 every update measures it; full fine-tuning at beta 0 has no reference and never does."""
+    """Updates between two measurements of the KL when beta is 0, for the metric kl and its guard. Each costs a forward pass
+    without gradients. 0: never. When beta is above 0, every update measures it. Full fine-tuning with beta 0 has no reference
+    and never measures it."""
     reference: Literal["base", "stage_start"] = "base"
-    """Reference policy of the KL: the base model, or the policy this stage starts from."""
+    """Reference policy of the KL: the base model, or the policy that this stage starts from."""
     epsilon: float = Field(0.2, gt=0.0)
     """Clip range of the probability ratio below 1."""
     epsilon_high: float | None = Field(None, gt=0.0)
-    """Clip range above 1; empty: equal to epsilon. For cispo the cap of the ratio itself, to be given; 5 is customary."""
+    """Clip range of the ratio above 1. Empty: equal to epsilon. cispo requires it, as the cap of the ratio itself; a common
+    choice is 5."""
     delta: float | None = Field(None, gt=0.0)
-    """Upper bound of the ratio also for negative advantages (two-sided clip); empty: none. Must be above 1 + epsilon."""
+    """Upper bound of the ratio for negative advantages (two-sided clip). It must be above 1 + epsilon. Empty: none."""
     sapo_temperature_pos: float = Field(1.0, gt=0.0)
-    """sapo: how sharply the ratio is damped for positive advantages (arXiv:2511.20347)."""
+    """sapo: temperature of the damping for positive advantages (arXiv:2511.20347). Higher damps more sharply."""
     sapo_temperature_neg: float = Field(1.05, gt=0.0)
-    """sapo: the same for negative advantages; a little sharper keeps training stable."""
+    """sapo: temperature for negative advantages. Slightly above the positive one keeps training stable."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL estimate by the ratio, so that it stays unbiased when the policy has moved since it sampled."""
+    """Multiply the KL estimate by the ratio, so that it stays unbiased after the policy has changed since the rollout."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
+    """One ratio per token, or one per sequence (GSPO, arXiv:2507.18071)."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off at the length limit out of the loss."""
+    """Exclude completions that were cut off at the length limit from the loss."""
     skip_dead_groups: bool = True
-    """Do not compute groups whose completions all earn the same. Off: they are computed, and keep their KL term."""
+    """Skip groups whose completions all earn the same: their policy gradient is zero. Off: compute them, so that they keep
+    their KL term."""
     top_entropy_quantile: Fraction = 1.0
-    """Share of an update's tokens, those of highest entropy, whose policy term counts; 0.2 is customary (arXiv:2506.01939). Below
-    1 each update computes its tokens' entropies first, one more forward pass."""
+    """Share of an update's tokens whose policy term counts: those of the highest entropy (arXiv:2506.01939; a common choice is
+    0.2). Below 1 each update needs one more forward pass for the entropies."""
     entropy_coef: float = Field(0.0, ge=0.0)
-    """Weight of the mean entropy per token that is added as a bonus; above 0 dead groups are computed too."""
+    """Weight of the entropy bonus, the mean entropy per token. Above 0, dead groups are computed too."""
     importance_sampling_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Makes up for a sampler whose probabilities differ from the trainer's: the policy term is multiplied by their ratio, per
-    token or per sequence, truncated to the bounds or set to 0 outside of them. Of use with a rollout server."""
+    """Correction for a sampler whose probabilities differ from the trainer's, as those of a rollout server do. The policy term is
+    multiplied by the ratio of the two, per token or per sequence; ratios outside the bounds are truncated, or masked to 0."""
     importance_sampling_clip_max: float | None = Field(3.0, gt=0.0)
-    """Upper bound of that ratio; empty: none."""
+    """Upper bound of that ratio. Empty: none."""
     importance_sampling_clip_min: float | None = Field(None, gt=0.0)
-    """Lower bound of that ratio; empty: none."""
+    """Lower bound of that ratio. Empty: none."""
     max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
-    """Mean difference in nats between the sampler's and the trainer's log-probabilities above which the stage stops: the
-    completions then come from another model. Empty: never."""
+    """Largest mean difference in nats between the log-probabilities of sampler and trainer. Above it the stage stops, because the
+    completions come from another model. Empty: no limit."""
     logging_steps: int = Field(10, ge=1, le=MOST_UPDATES)
-    """Updates between two lines of the progress log. The journal and MLflow get every update all the same."""
+    """Updates between two lines of the progress log. The journal and MLflow record every update."""
     save_steps: int = Field(50, ge=1, le=MOST_UPDATES)
-    """Updates between two checkpoints; the last update always has one."""
+    """Updates between two checkpoints. The last update always has one."""
     save_total_limit: int = Field(2, ge=1, le=MOST_COMPLETIONS)
-    """Checkpoints kept."""
+    """Number of checkpoints to keep."""
     log_completions_steps: int = Field(20, ge=1, le=MOST_UPDATES)
-    """Updates between two tables of sampled completions."""
+    """Updates between two recorded tables of completions."""
     eval_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
-    """Updates between two looks at held-out prompts: one completion each, scored by the stage's rewards (eval_reward). The last
-    update has one too. Empty: none."""
+    """Updates between two held-out evaluations: one completion per held-out prompt, scored by the stage's rewards
+    (eval_reward). The last update has one too. Empty: none."""
     num_eval_prompts: int = Field(64, ge=1, le=MOST_ROWS)
-    """Held-out prompts looked at; taken from the other end of them than those of the evaluation."""
+    """Held-out prompts of these evaluations. They are taken from the opposite end of the held-out rows than those of section
+    evaluation."""
     load_best_model_at_end: bool = True
-    """With eval_steps: the stage's result is the policy of the highest eval_reward, not the last one (but for a stage that ended
-    at its early_stop target)."""
+    """With eval_steps: the result of the stage is the policy with the highest eval_reward, not the last one. A stage that ends
+    at its early_stop target keeps the last one."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_UPDATES)
-    """End the stage after so many looks without a higher eval_reward; empty: never."""
+    """End the stage after this many held-out evaluations without a higher eval_reward. Empty: never."""
     early_stop: EarlyStopConfig | None = None
-    """End the stage early when a target is reached; none trains all updates."""
+    """Target at which the stage ends early. Empty: train all updates."""
     guards: GuardsConfig = Field(default_factory=GuardsConfig)
-    """What is done when the figures go wrong."""
+    """What happens when the metrics go wrong."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
-        completions = self.per_device_train_batch_size * self.gradient_accumulation_steps
+    def _check_batches(self) -> Self:
+        completions = self.completions_per_update
         if completions % self.num_generations:
             raise ValueError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} = {completions} completions an update, which is not a multiple of "
+                f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
                 f"num_generations {self.num_generations}; fix: {_nearest_batch(self)}"
             )
         if completions > MOST_COMPLETIONS:
-            raise ValueError(f"{completions:,} completions an update; fix: at most {MOST_COMPLETIONS:,}, by smaller batches")
-        if self.early_stop is not None:
-            self._check_metric(self.early_stop.metric)
+            raise ValueError(f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}")
         if self.steps_per_generation and self.steps_per_generation % self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation {self.steps_per_generation} is not a multiple of gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps}; fix: leave it out or make it a multiple"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
         if self.delta is not None and self.delta <= 1 + self.epsilon:
-            raise ValueError(f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: 4 is customary")
-        if self.trl and self.engine != "trl":
-            raise ValueError("options under trl are for engine trl; fix: engine: trl, or leave them out")
+            raise ValueError(
+                f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: delta: 4 is a common choice"
+            )
         if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("cispo caps the ratio at epsilon_high, which is not given; fix: epsilon_high: 5")
+            raise ValueError("cispo caps the ratio at epsilon_high, which is missing; fix: epsilon_high: 5")
+        if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
+            raise ValueError("cispo weights tokens, not sequences; fix: importance_sampling_level: token")
+        return self
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
         if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ValueError("early_stopping_patience counts evaluations; fix: eval_steps: 20, say")
+            raise ValueError("early_stopping_patience counts held-out evaluations, and there are none; fix: eval_steps: 20")
+        if self.early_stop is not None:
+            self._check_metric(self.early_stop.metric)
+        return self
+
+    @model_validator(mode="after")
+    def _check_trl(self) -> Self:
+        if self.trl and self.engine != "trl":
+            raise ValueError("options under trl need engine trl; fix: engine: trl, or leave them out")
         if self.engine == "trl" and self.eval_steps is not None:
-            raise ValueError("engine trl looks at no held-out prompts; fix: leave eval_steps out, or engine: native")
+            raise ValueError("engine trl does not evaluate held-out prompts; fix: leave eval_steps out, or engine: native")
         if self.engine == "trl" and self.guards.rolls_back:
             raise ValueError("engine trl cannot roll back; fix: warn or stop under guards, or engine: native")
-        if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
-            raise ValueError("cispo weighs tokens; fix: importance_sampling_level: token")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
         twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
         if twice:
             raise ValueError(f"reward {twice[0]} is listed twice; fix: list it once and raise its weight")
         return self
 
     def _check_metric(self, metric: str) -> None:
-        known = [name.replace("*", reward) for name in _METRICS for reward in (self.rewards if "*" in name else [""])]
+        known = [member(family.name, reward) for family in TRAINING for reward in (self.rewards if "*" in family.name else [""])]
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"early_stop.metric: {metric[:80]} is no metric of this stage; did you mean {near}?")
+            raise ValueError(f"early_stop.metric: {metric[:80]} is not a metric of this stage; did you mean {near}?")
         if metric.startswith("eval_") and self.eval_steps is None:
-            raise ValueError(f"early_stop.metric: {metric} is measured on held-out prompts only; fix: eval_steps: 20, say")
+            raise ValueError(f"early_stop.metric: {metric} needs held-out evaluations; fix: eval_steps: 20")
 
     @property
     def completions_per_update(self) -> int:
