@@ -1,7 +1,7 @@
-"""Where things of a run lie, as names only: nothing here reads or writes.
+"""Paths of a run. Nothing here reads or writes files.
 
-OUTPUT_DIR/NAME/                     one run configuration's folder
-  prepare_data/KEY/                  one folder a step and content key: same inputs, same folder
+OUTPUT_DIR/NAME/                     the folder of one config
+  prepare_data/KEY/                  one folder per step and content key: same inputs, same folder
   train_stage/format-KEY/            a stage directory (see grpo_tasks/stage)
 """
 
@@ -14,31 +14,31 @@ _DEMO = Path(__file__).resolve().parent.parent / "grpo_tasks" / "demo"
 
 
 def resolve(path: str) -> str:
-    """A path or hub id as given, except that `embedded:NAME` becomes the file or folder inside this project."""
+    """The path or hub id itself; `embedded:NAME` becomes the path of the file or folder that ships with this project."""
     return str(_DEMO / path.removeprefix(EMBEDDED)) if path.startswith(EMBEDDED) else path
 
 
 def module_file(module: str, folder: Path) -> Path | None:
-    """The file of the module `a.b` in a folder, a/b.py or a/b/__init__.py; None when there is none."""
+    """The file of the module `a.b` in a folder: a/b.py or a/b/__init__.py. None if there is none."""
     path = folder.joinpath(*module.split("."))
     return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
 
 
 def is_local(path: str) -> bool:
-    """Whether the path names something on this disk (otherwise it is taken for a hub id)."""
-    # Unlike Path.exists, this takes a name that is too long or not readable for what it is: nothing on this disk.
+    """Whether the path exists on this disk. Otherwise it is a hub id."""
+    # Unlike Path.exists, this returns False for a name that is too long or not readable.
     return os.path.exists(resolve(path))  # noqa: PTH110
 
 
 def why_not_a_file(path: Path) -> str:
-    """Why a path names no file that can be read to its end; empty when it does. Opens nothing, so a FIFO blocks nobody."""
+    """Why a path is not a regular, readable file; empty if it is. Opens nothing, because opening a FIFO would block."""
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
         return "a link to a file that does not exist" if path.is_symlink() else "no such file"
-    except (OSError, ValueError) as error:  # a loop of links, a name too long, a folder that may not be entered, a NUL
+    except (OSError, ValueError) as error:  # a loop of links, too long a name, a folder without permission, a NUL
         return f"the path cannot be followed: {getattr(error, 'strerror', None) or error}"
     if stat.S_ISREG(kind):
-        return "" if os.access(path, os.R_OK) else "the file may not be read: check its permissions"
+        return "" if os.access(path, os.R_OK) else "no permission to read the file"
     names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe (FIFO)", stat.S_IFSOCK: "a socket"}
     return f"it is {names.get(stat.S_IFMT(kind), 'a device')}, not a file"

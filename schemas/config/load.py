@@ -1,7 +1,9 @@
-"""From a YAML file and `--set` overrides to a `RunConfig`, or to one `ConfigError` that says what to fix.
+"""Reads a YAML file with `--set` overrides into a `RunConfig`, or raises one `ConfigError` that says what to fix.
 
-A preset is named (`demo`) or given as a path. `extends: SOURCE` in a file puts it on top of another: sections are merged by
-key, lists replaced. Overrides are `a.b.0.c=value`, the value read as YAML.
+    file --extends--> merged tree --overrides--> checked RunConfig --own reward modules beside the file--> RunConfig
+
+A source is the name of a preset (`demo`) or a path. `extends: SOURCE` merges a file over another one: sections are merged by key,
+lists are replaced. An override is `a.b.0.c=value` with a YAML value.
 """
 
 import difflib
@@ -13,68 +15,105 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
+from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import ConfigError, shorten
 from schemas.paths import module_file, why_not_a_file
 
 _SHOWN = 120
-"""Characters of a refused value that an error repeats."""
+"""Characters of an invalid value that an error repeats."""
 PRESETS = Path(__file__).resolve().parents[2] / "deploy" / "presets"
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read, override and check a configuration.
+    """Read a config, apply overrides and validate it.
 
     Args:
-        source: path of a YAML file, or the name of a file in deploy/presets/ without its ending.
-        overrides: `key.path=value` strings; list items go by index.
+        source: path of a YAML file, or the name of a preset.
+        overrides: `key.path=value` strings. List items are addressed by index.
 
     Raises:
-        ConfigError: the file is missing or no YAML mapping, a key is unknown, a value is refused.
+        ConfigError: the file is missing or not a YAML mapping, a key is unknown, or a value is invalid.
     """
-    tree = read_tree(source)
+    layers = _layers(source)
+    tree = _merge_layers(layers)
     for override in overrides or []:
         _override(tree, override)
-    path = find_config(source)
-    return _with_modules(check_config(tree, place=str(path)), path)
+    files = [path for path, _ in layers]
+    config = check_config(tree, place=str(files[0]))
+    return _with_modules(config, files)
 
 
-def _with_modules(config: RunConfig, path: Path) -> RunConfig:
-    """The config with `rewards.module_dir` filled in where modules of its own functions lie beside its file."""
-    folder, here = path.resolve().parent, Path.cwd()
-    if config.rewards.module_dir is not None or folder == here:
+def read_tree(source: str | Path) -> dict[str, Any]:
+    """The settings of a file and of those that it extends, merged and not yet validated."""
+    return _merge_layers(_layers(source))
+
+
+def _layers(source: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """A file and those that it extends, the file itself first, each with its own settings."""
+    layers: list[tuple[Path, dict[str, Any]]] = []
+    path: Path | None = find_config(source)
+    while path is not None:
+        tree = parse_yaml(_text_of(path), place=str(path))
+        if not isinstance(tree, dict):
+            raise ConfigError("the file is not a mapping of settings", place=str(path), fix="start from a preset, such as demo")
+        extended = tree.pop("extends", None)
+        layers.append((path, tree))
+        path = None if extended is None else _extended(extended, [file for file, _ in layers])
+    return layers
+
+
+def _extended(name: object, files: list[Path]) -> Path:
+    """The file that the last of `files` extends."""
+    found = find_config(name, beside=files[-1].parent) if isinstance(name, str) else None
+    if found is None or found.resolve() in [file.resolve() for file in files]:
+        raise ConfigError(
+            f"extends: {name} does not name another config",
+            place=str(files[-1]),
+            fix="name a preset or a file that does not extend this one",
+        )
+    return found
+
+
+def _merge_layers(layers: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for _, tree in reversed(layers):
+        merged = _merged(merged, tree)
+    return merged
+
+
+def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
+    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its reward modules."""
+    if config.rewards.module_dir is not None:
         return config
     functions = [reward.function or "" for reward in config.rewards.functions.values()]
     modules = sorted({function.partition(":")[0] for function in functions if ":" in function})
-    beside = {module: file for module in modules if (file := module_file(module, folder)) is not None}
-    for module, file in beside.items():
-        other = module_file(module, here)
+    here = Path.cwd()
+    for file in files:
+        folder = file.resolve().parent
+        if folder == here or not _own_modules(modules, folder, place=f"{file}: rewards.functions"):
+            continue
+        relative = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        return config.model_copy(update={"rewards": config.rewards.model_copy(update={"module_dir": relative})})
+    return config
+
+
+def _own_modules(modules: list[str], folder: Path, *, place: str) -> list[str]:
+    """The reward modules that a folder holds.
+
+    Raises:
+        ConfigError: the working directory, which is searched first, holds a different module of the same name.
+    """
+    found = {module: file for module in modules if (file := module_file(module, folder)) is not None}
+    for module, file in found.items():
+        other = module_file(module, Path.cwd())
         if other is not None and other.read_bytes() != file.read_bytes():
             raise ConfigError(
                 f"two different modules are called {module}: {other} and {file}",
-                place=f"{path}: rewards.functions",
+                place=place,
                 fix="rename or remove one of them, or start the command in the folder of the config",
             )
-    if not beside:
-        return config
-    found = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"module_dir": found})})
-
-
-def read_tree(source: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """What a file and those it extends say, not checked; `above`: the files that led here."""
-    path = find_config(source)
-    tree = parse_yaml(_text_of(path), place=str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError("the file holds no mapping of settings", place=str(path), fix="start from a preset in deploy/presets")
-    below = tree.pop("extends", None)
-    if below is None:
-        return tree
-    above = (*above, path.resolve())
-    below_path = find_config(below, beside=path.parent) if isinstance(below, str) else None
-    if below_path is None or below_path.resolve() in above:
-        raise ConfigError(f"extends: {below}", place=str(path), fix="name one preset or file that does not lead back here")
-    return _merged(read_tree(below_path, above), tree)
+    return list(found)
 
 
 def _text_of(path: Path) -> str:
@@ -83,9 +122,9 @@ def _text_of(path: Path) -> str:
             content = file.read(MAX_CHARS + 1)
         if len(content) > MAX_CHARS:
             raise ConfigError(
-                f"the file has {path.stat().st_size:,} bytes; at most {MAX_CHARS:,} make a config",
+                f"the file has {path.stat().st_size:,} bytes; a config has at most {MAX_CHARS:,}",
                 place=str(path),
-                fix="name a YAML config; rows belong into files under data",
+                fix="name a YAML config; rows belong in the files that section data names",
             )
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -106,31 +145,39 @@ def _merged(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunConfig:
-    """Validate a tree that is already in memory; raises one `ConfigError` that lists every fault."""
+    """Validate settings that are already in memory.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
     try:
-        return RunConfig.model_validate(tree)
+        return RunConfig.model_validate(tree, context=FLAT)
     except ValidationError as error:
-        faults = [_say(dict(fault)) for fault in error.errors()]
+        faults = [_fault_line(dict(fault)) for fault in error.errors()]
         raise ConfigError("\n".join(faults), place=place) from error
 
 
 def tracking_at(uri: str | None) -> TrackingConfig:
-    """The settings of a tracking store at this address; none: the environment's.
+    """The settings of the tracking store at this address. None: the address in the environment.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is not a valid address.
     """
     try:
         return TrackingConfig(tracking_uri=uri)
     except ValidationError as error:
-        raise ConfigError("\n".join(_say(dict(fault)) for fault in error.errors()), place="--tracking-uri") from error
+        raise ConfigError("\n".join(_fault_line(dict(fault)) for fault in error.errors()), place="--tracking-uri") from error
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
-    """The file behind a path or a preset's name; `beside`: a folder to look into first.
+    """The file of a path or of a preset's name.
+
+    Args:
+        source: a path, or the name of a preset.
+        beside: a folder that is searched first.
 
     Raises:
-        ConfigError: there is none, with the presets there are; or what is there is no file to read.
+        ConfigError: there is no such file, or it cannot be read. The message lists the presets.
     """
     candidates = [*([beside / source] if beside else []), Path(source), PRESETS / f"{source}.yaml"]
     reasons = {candidate: why_not_a_file(candidate) for candidate in candidates}
@@ -152,7 +199,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shorten(override, _SHOWN)} has no value", fix="--set stages.0.learning_rate=1e-5")
     keys = dotted.split(".")
     if not all(keys):
-        raise ConfigError(f"{dotted} has an empty part between its dots", place="--set", fix="--set stages.0.learning_rate=1e-5")
+        raise ConfigError(f"{dotted} has an empty key between its dots", place="--set", fix="--set stages.0.learning_rate=1e-5")
     node: Any = tree
     for depth, key in enumerate(keys[:-1]):
         following = _child(node, key, dotted)
@@ -160,7 +207,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
             following = {}
             _assign(node, key, following, dotted)
         if not isinstance(following, dict | list):
-            raise ConfigError(f"{'.'.join(keys[: depth + 1])} is a value, nothing below it can be set", place=f"--set {override}")
+            raise ConfigError(f"{'.'.join(keys[: depth + 1])} is a value, not a section", place=f"--set {override}")
         node = following
     _assign(node, keys[-1], parse_yaml(text, place="--set"), dotted)
 
@@ -168,7 +215,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _index(node: list[Any], key: str, dotted: str) -> int:
     if key not in map(str, range(len(node))):
         indices = f"0 to {len(node) - 1}" if node else "set the whole list: KEY=[...]"
-        raise ConfigError(f"{key} is no index of a list of {len(node)}", place=f"--set {dotted}", fix=indices)
+        raise ConfigError(f"{key} is not an index of a list of {len(node)} items", place=f"--set {dotted}", fix=indices)
     return int(key)
 
 
@@ -184,10 +231,10 @@ def _assign(node: dict[str, Any] | list[Any], key: str, value: Any, dotted: str)
 
 
 _MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
-"""Our words for faults whose own say too little."""
+"""Our messages for faults whose own message is unclear."""
 
 
-def _say(fault: dict[str, Any]) -> str:
+def _fault_line(fault: dict[str, Any]) -> str:
     location = [part for part in fault["loc"] if part != "literal['all-linear']"]
     place = ".".join(str(part) for part in location) or "configuration"
     if fault["type"] == "extra_forbidden":

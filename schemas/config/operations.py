@@ -1,12 +1,13 @@
 """Sections `tracking` and `resources`: MLflow, devices, threads, folders."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, Url
+from schemas.secret import has_password
 
 
 class TrackingConfig(Section):
@@ -23,6 +24,15 @@ class TrackingConfig(Section):
     """Seconds between two uploads of the training journal to MLflow. The rest is uploaded when the stage ends."""
     patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for an MLflow server that stops answering during a run. Training never waits for it."""
+
+    @model_validator(mode="after")
+    def _check_password(self) -> Self:
+        if has_password(self.tracking_uri or ""):
+            raise ValueError(
+                "tracking_uri contains a password, and a config is recorded; fix: leave it empty and export MLFLOW_TRACKING_URI, "
+                "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        return self
 
 
 class ResourcesConfig(Section):

@@ -1,9 +1,9 @@
 """Sections `rewards` and `lab`: tags, answer equality, reward functions with weights, and how they are probed."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name, TagName
@@ -27,6 +27,12 @@ class TagsConfig(Section):
     """Tag around the reasoning: <reasoning>...</reasoning>."""
     answer: TagName = "answer"
     """Tag around the final answer: <answer>...</answer>."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.reasoning == self.answer:
+            raise ValueError("reasoning and answer have the same name; fix: choose two different names")
+        return self
 
 
 class AdaptiveWeightConfig(Section):
@@ -96,6 +102,17 @@ class RewardsConfig(Section):
     module_dir: Path | None = None
     """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed
     packages and the working directory. Empty: the folder of the config file, if it holds such a module."""
+
+    @model_validator(mode="after")
+    def _check_functions(self) -> Self:
+        for name, settings in self.functions.items():
+            function = settings.function or name
+            if ":" not in function and function not in BUILTIN_REWARDS:
+                raise ValueError(
+                    f"functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
+                    "or function: package.module:function"
+                )
+        return self
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the modules of your own functions, after the installed packages."""

@@ -6,12 +6,15 @@ from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_COMPLETIONS, MOST_PROCESSES, MOST_TIMES, MOST_TOKENS, Address, Url
+from schemas.secret import has_password
 
-VLLM_HOTTEST = 2.0
+VLLM_MAX_TEMPERATURE = 2.0
+OWN_FLAGS = ("--host", "--port", "--api-key")
+"""Flags that a server started here sets itself."""
 
 
 class VllmConfig(Section):
-    """A vLLM server for rollouts."""
+    """vLLM servers that sample the completions."""
 
     GROUPS: ClassVar = {
         "server_details": (
@@ -33,53 +36,64 @@ class VllmConfig(Section):
     }
 
     base_urls: list[Url] = Field(default_factory=list)
-    """Servers that run elsewhere, such as http://10.0.0.7:8000; requests are spread over them. Empty: one is started here, and
-    ended with the stage. They must read the files that the trainer writes: the same machine or a shared folder. A key they
-    ask for is taken from VLLM_API_KEY."""
+    """Addresses of running servers, such as http://10.0.0.7:8000; requests are distributed over them. They must see the files
+    that the trainer writes, on the same machine or in a shared folder. Their API key is read from VLLM_API_KEY. Empty: the
+    stage starts a server of its own and ends it."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
-    """How the servers take over the policy at each update. adapter: the adapter is swapped. merged: whole weights are written and
-    read, which full fine-tuning always does. auto: adapter, but merged where our own server decodes on a CPU."""
+    """How the servers receive the policy after each update. adapter: they load the adapter. merged: they load all weights;
+    full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU, which gets merged
+    weights."""
     python: Address = ".venv-vllm/bin/python"
-    """Python of the environment that vLLM is installed in (make vllm)."""
+    """Python of the environment with vLLM (`make vllm` creates it)."""
     gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
-    """Share of the card's memory that the server takes."""
+    """Share of the GPU's memory that the server reserves."""
     sleep: bool = False
-    """The server gives the card's memory back while the policy trains (a GPU's only): for one card that both share."""
+    """Release the server's GPU memory while the policy trains, for one GPU that server and trainer share."""
     overlap: bool = False
-    """Sample the next batch while the policy trains on this one: it then comes from a policy one batch older, which
-    importance_sampling_correction puts right. A checkpoint waits for no batch: the one after it is sampled anew."""
+    """Sample the next rollout while the policy trains on this one. It then comes from a policy that is one rollout older, which
+    importance_sampling_correction corrects. Checkpoints do not include the rollout in flight; it is sampled again after a
+    resume."""
     replicas: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Servers started here; requests are spread over them."""
+    """Number of servers to start here. Requests are distributed over them."""
     devices: list[str] = Field(default_factory=list)
-    """Cards of the servers, one entry a replica, such as "1", or "2,3" with tensor_parallel_size 2; empty: the trainer's."""
+    """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: those of the
+    trainer."""
     tensor_parallel_size: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Cards that one server spreads the model over."""
+    """Number of GPUs that share the model of one server."""
     max_model_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Longest prompt and completion together in tokens; empty: what the model allows."""
+    """Longest prompt plus completion in tokens. Empty: the limit of the model."""
     extra_args: list[str] = Field(default_factory=list)
-    """Further flags of the server's command line."""
+    """Additional command-line flags of the server."""
     start_timeout_s: float = Field(600.0, gt=0.0, le=LONGEST_S)
-    """Longest time in seconds until the server is up."""
+    """Time limit in seconds for the start of a server."""
     request_timeout_s: float = Field(300.0, gt=0.0, le=LONGEST_S)
-    """Longest time in seconds for one completion."""
+    """Time limit in seconds of one request."""
     concurrency: int = Field(64, ge=1, le=MOST_COMPLETIONS)
-    """Requests under way at once."""
+    """Number of concurrent requests."""
     retries: int = Field(3, ge=0, le=MOST_TIMES)
-    """Times a request is repeated after a fault of the connection."""
+    """How often a request is repeated after a connection error."""
     max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
-    """Times that servers which died are started again before the stage stops."""
+    """How often servers that died are restarted before the stage stops."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_servers(self) -> Self:
         if self.overlap and self.sleep:
-            raise ValueError("a server that sleeps while the policy trains cannot sample meanwhile; fix: overlap or sleep")
+            raise ValueError("a server that sleeps while the policy trains cannot sample; fix: set either overlap or sleep")
         if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; give one for each")
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica")
+        for flag in OWN_FLAGS:
+            if any(given.partition("=")[0] == flag for given in self.extra_args):
+                raise ValueError(
+                    f"extra_args: a server started here sets {flag} itself and listens on 127.0.0.1 only; fix: leave it out. "
+                    "Its key comes from VLLM_API_KEY. Start a server for other machines by hand and name it in base_urls"
+                )
+        if any(has_password(address) for address in self.base_urls):
+            raise ValueError("base_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY")
         return self
 
 
 class RolloutConfig(Section):
-    """How completions are sampled, in every stage and in the evaluation."""
+    """How completions are sampled, in all stages and in the evaluation."""
 
     GROUPS: ClassVar = {
         "sampling_details": (
@@ -93,30 +107,33 @@ class RolloutConfig(Section):
     }
 
     engine: Literal["local", "vllm"] = "local"
-    """local: our own decoding loop in the trainer's process. vllm: a vLLM server in an environment of its own."""
+    """local: our own decoding loop in the process of the trainer. vllm: a vLLM server with an environment of its own."""
     vllm: VllmConfig = Field(default_factory=VllmConfig, title="vLLM")
     """Settings of engine vllm."""
     max_completion_length: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longest completion in tokens."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
-    """Sampling temperature while training; the policy's log-probabilities are taken at the same temperature."""
+    """Sampling temperature in training. The policy's log-probabilities are computed at the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: keep the smallest set of tokens with this probability; 1 keeps all."""
+    """Nucleus sampling: sample from the smallest set of tokens with at least this probability. 1: from all tokens."""
     top_k: int = Field(0, ge=0, le=MOST_TOKENS)
-    """Keep only the k likeliest tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens. 0: from all tokens."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
-    """Strings that end a completion, for example </answer>. A stop string may contain a special token, which is then kept in the
-    text with it."""
+    """Strings that end a completion, for example </answer>. A stop string may contain a special token; the text then keeps that
+    token."""
     include_stop_str_in_output: bool = True
-    """Keep the stop string in the completion's text; off: the text that rewards and evaluation see ends before it. Its tokens are
-    part of the completion, and are trained on, either way."""
+    """Keep the stop string in the text that rewards and evaluation see. Off: the text ends before it. Either way its tokens
+    belong to the completion and are trained on."""
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
-    """Token ids that end a completion, besides the tokenizer's and generation config's own end tokens."""
+    """Token ids that end a completion, in addition to the end tokens of the tokenizer and of the generation config."""
     max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
-    """Most completions decoded at once; more only costs memory."""
+    """Largest number of completions that are decoded at once. A higher value costs memory."""
 
     @model_validator(mode="after")
-    def _what_vllm_takes(self) -> Self:
-        if self.engine == "vllm" and self.temperature > VLLM_HOTTEST:
-            raise ValueError(f"vLLM takes temperatures up to {VLLM_HOTTEST:g}, not {self.temperature:g}; or engine: local")
+    def _check_temperature(self) -> Self:
+        if self.engine == "vllm" and self.temperature > VLLM_MAX_TEMPERATURE:
+            raise ValueError(
+                f"vLLM supports temperatures up to {VLLM_MAX_TEMPERATURE:g}, not {self.temperature:g}; "
+                "fix: lower it, or engine: local"
+            )
         return self

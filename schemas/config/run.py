@@ -3,18 +3,20 @@
     RunConfig
       model       base model, adapter (LoRA) or full fine-tuning
       data        where prompts and answers come from
-      validation  which rows are refused, and how many may be
+      validation  which rows are rejected, and how many may be
+      lab         how reward functions are probed
       rewards     tags, answer equality, reward functions with weights
       rollout     how completions are sampled
-      stages[]    GRPO, one entry a stage; each starts from the one before
-      evaluation  held-out samples, before and after
+      stages[]    GRPO, one entry per stage; each starts from the model of the previous one
+      evaluation  held-out evaluation, before and after training
       promotion   when the alias `champion` moves
       tracking    MLflow
       resources   device, threads, where files go
 
-Field names are those of TRL's GRPOConfig where it has one. Reading a config needs pydantic and nothing heavier; what
-can only be known with the data or the tokenizer at hand is checked by the validation step. Loading a file and naming
-the nearest right key is `schemas/config/load.py`.
+Field names are those of TRL's GRPOConfig where it has them. Reading a config needs pydantic and nothing heavier. The validation
+step checks what depends on the data or the tokenizer. `load.py` reads files and suggests the nearest known key.
+
+A check of fields of one section stands in that section; a check across sections stands here.
 """
 
 from typing import ClassVar, Self
@@ -30,7 +32,10 @@ from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
 from schemas.config.stage import StageConfig
 from schemas.config.types import Name
-from schemas.secret import has_password, secrets_in
+from schemas.secret import secrets_in
+
+RESERVED_NAMES = ("base", "merged", "champion")
+"""Labels of evaluations, which no stage may take."""
 
 
 class RunConfig(Section):
@@ -46,23 +51,23 @@ class RunConfig(Section):
     }
 
     name: Name = "grpo"
-    """Name of the run: MLflow experiment, registered model and folder are called so unless set otherwise."""
+    """Name of the run, and by default of its folder, MLflow experiment and registered model."""
     seed: int = Field(42, ge=0, lt=2**31)
-    """Seed of everything random: split, order of prompts, sampling, initial adapter."""
+    """Seed of everything random: split, order of prompts, sampling and initial adapter."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The base model."""
     data: DataConfig
     """Prompts with their ground truth."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    """Which rows are refused."""
+    """Which rows are rejected."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     """How completions are scored."""
     lab: LabConfig = Field(default_factory=LabConfig)
-    """What the reward lab tries before training."""
+    """How the reward lab probes reward functions before training."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
     stages: list[StageConfig] = Field(min_length=1)
-    """GRPO stages, in order; each starts from the model of the one before."""
+    """GRPO stages, in order. Each starts from the model of the previous one."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Held-out evaluation."""
     promotion: PromotionConfig = Field(default_factory=PromotionConfig)
@@ -73,76 +78,15 @@ class RunConfig(Section):
     """Machine settings."""
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_names(self) -> Self:
         names = [stage.name for stage in self.stages]
         for name in names:
-            if names.count(name) > 1 or name in ("base", "merged", "champion"):
-                raise ValueError(f"stage name {name} is taken; fix: give each stage a name of its own")
+            if names.count(name) > 1 or name in RESERVED_NAMES:
+                raise ValueError(f"stage name {name} is taken; fix: give each stage a unique name")
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
                 self._check_reward(f"stages.{index}.rewards", reward)
-        for name, reward_config in self.rewards.functions.items():
-            function = reward_config.function or name
-            if ":" not in function and function not in BUILTIN_REWARDS:
-                raise ValueError(
-                    f"rewards.functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
-                    "or function: package.module:function"
-                )
-        if self.rewards.tags.reasoning == self.rewards.tags.answer:
-            raise ValueError("rewards.tags: reasoning and answer have the same name; fix: choose two names")
-        self._check_addresses()
-        vllm, model = self.rollout.vllm, self.model
-        if self.rollout.engine == "vllm" and vllm.sync == "adapter" and model.lora is None:
-            raise ValueError("rollout.vllm.sync adapter needs one; fix: model.lora: {}, or sync: auto")
-        if self.rollout.engine == "vllm" and vllm.sync == "merged" and model.quantization != "none":
-            raise ValueError("weights in 4 bits cannot be merged for a server; fix: rollout.vllm.sync: adapter")
-        if self.rollout.engine == "vllm" and self.resources.num_processes > 1 and not vllm.base_urls:
-            raise ValueError("several processes share servers that run already; fix: rollout.vllm.base_urls: [...]")
-        if self.rollout.engine == "vllm" and vllm.overlap:
-            self._check_overlap()
-        if self.resources.fsdp:
-            self._check_shards()
         return self
-
-    def _check_addresses(self) -> None:
-        if has_password(self.tracking.tracking_uri or ""):
-            raise ValueError(
-                "tracking.tracking_uri holds a password, and a config is recorded; fix: leave it empty and export "
-                "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-            )
-        if any(has_password(address) for address in self.rollout.vllm.base_urls):
-            raise ValueError("rollout.vllm.base_urls holds a password, and a config is recorded; fix: export VLLM_API_KEY")
-        for flag in ("--host", "--port", "--api-key"):
-            if any(given.partition("=")[0] == flag for given in self.rollout.vllm.extra_args):
-                raise ValueError(
-                    f"rollout.vllm.extra_args: {flag} is not for a server started here, which listens on 127.0.0.1 alone; fix: "
-                    "leave it out; a key comes from VLLM_API_KEY, a server for others is started by hand and named in base_urls"
-                )
-        for place in secrets_in(self.model_dump()):
-            raise ValueError(
-                f"{place} holds a password, token or key, and a config is recorded; fix: read it from the environment"
-            )
-
-    def _check_overlap(self) -> None:
-        if self.resources.num_processes > 1:
-            raise ValueError("rollout.vllm.overlap is for one process; fix: resources.num_processes: 1, or overlap: false")
-        for index, stage in enumerate(self.stages):
-            if stage.engine == "native" and stage.importance_sampling_correction == "none":
-                raise ValueError(
-                    "rollout.vllm.overlap trains on completions of an older policy; "
-                    f"fix: stages.{index}.importance_sampling_correction: token_truncate"
-                )
-
-    def _check_shards(self) -> None:
-        if self.model.quantization != "none":
-            raise ValueError("weights in 4 bits cannot be spread over processes; fix: resources.fsdp: false")
-        if self.model.dtype == "float16":
-            raise ValueError("float16 scales its gradients, which resources.fsdp cannot; fix: model.dtype: bfloat16")
-        for index, stage in enumerate(self.stages):
-            if stage.optim.endswith("8bit"):
-                raise ValueError(f"stages.{index}.optim {stage.optim} cannot be spread by resources.fsdp; fix: adamw_torch")
-            if stage.engine != "native":
-                raise ValueError(f"stages.{index}.engine {stage.engine} knows no resources.fsdp; fix: engine: native")
 
     def _check_reward(self, place: str, reward: str) -> None:
         resolved = self.rewards.resolve(reward)
@@ -155,22 +99,74 @@ class RunConfig(Section):
         if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
             limit = self.rollout.max_completion_length
             raise ValueError(
-                f"{place}: {reward} wants two params; fix: rewards.functions.{reward}.params: "
+                f"{place}: {reward} needs two params; fix: rewards.functions.{reward}.params: "
                 f"{{max_completion_length: {limit}, soft_punish_cache: {max(1, limit // 5)}}}"
             )
 
+    @model_validator(mode="after")
+    def _check_secrets(self) -> Self:
+        for place in secrets_in(self.model_dump()):
+            raise ValueError(
+                f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> Self:
+        vllm, model = self.rollout.vllm, self.model
+        if self.rollout.engine != "vllm":
+            return self
+        if vllm.sync == "adapter" and model.lora is None:
+            raise ValueError("rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto")
+        if vllm.sync == "merged" and model.quantization != "none":
+            raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
+        if self.resources.num_processes > 1 and not vllm.base_urls:
+            raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
+        if vllm.overlap:
+            self._check_overlap()
+        return self
+
+    def _check_overlap(self) -> None:
+        if self.resources.num_processes > 1:
+            raise ValueError("rollout.vllm.overlap needs a single process; fix: resources.num_processes: 1, or overlap: false")
+        for index, stage in enumerate(self.stages):
+            if stage.engine == "native" and stage.importance_sampling_correction == "none":
+                raise ValueError(
+                    "rollout.vllm.overlap trains on completions of an older policy; "
+                    f"fix: stages.{index}.importance_sampling_correction: token_truncate"
+                )
+
+    @model_validator(mode="after")
+    def _check_sharding(self) -> Self:
+        if not self.resources.fsdp:
+            return self
+        if self.model.quantization != "none":
+            raise ValueError("4-bit weights cannot be sharded; fix: resources.fsdp: false")
+        if self.model.dtype == "float16":
+            raise ValueError("resources.fsdp does not support the loss scaling of float16; fix: model.dtype: bfloat16")
+        for index, stage in enumerate(self.stages):
+            if stage.optim.endswith("8bit"):
+                raise ValueError(f"stages.{index}.optim {stage.optim} does not support resources.fsdp; fix: adamw_torch")
+            if stage.engine != "native":
+                raise ValueError(f"stages.{index}.engine {stage.engine} does not support resources.fsdp; fix: engine: native")
+        return self
+
     @property
     def experiment(self) -> str:
-        """MLflow experiment name in force."""
+        """Name of the MLflow experiment."""
         return self.tracking.experiment or self.name
 
     @property
     def registered_model(self) -> str:
-        """Name in the model registry in force."""
+        """Name in the model registry."""
         return self.tracking.registered_model or self.name
 
     def stage(self, name: str) -> StageConfig:
-        """The stage of that name; KeyError when there is none."""
+        """The stage of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -178,24 +174,24 @@ class RunConfig(Section):
 
 
 class JudgeInputs(Section):
-    """The part of a run that decides which rows are good and on which side they are."""
+    """The settings that decide which rows are valid and to which split they belong."""
 
     data: DataConfig
     """Columns, pattern and split."""
     validation: ValidationConfig
     """Limits and rules."""
     rewards: RewardsConfig
-    """For the tag names, which no ground truth may contain, and the equality, which each must fit."""
+    """For the tag names, which no ground truth may contain, and for the equality, which every ground truth has to fit."""
     seed: int
-    """Of the split."""
+    """Seed of the split."""
 
 
 class LabInputs(Section):
-    """The part of a run that the reward lab tries."""
+    """The settings that the reward lab depends on."""
 
     rewards: RewardsConfig
-    """The functions."""
+    """The reward functions."""
     stages: list[StageConfig]
-    """For the names of their rewards."""
+    """Which rewards each stage uses."""
     lab: LabConfig
-    """How much is tried."""
+    """How the functions are probed."""

@@ -1,35 +1,37 @@
-"""What every part of the configuration tree has in common, and how rarely used fields fold away in a form.
+"""The base class of all sections of the config, and how a form folds away rarely used fields.
 
     class Stage(Section):
         GROUPS = {"optimizer_details": ("adam_beta1", "adam_beta2")}
 
-A YAML file and the command line know the flat names only (`adam_beta1`). A form made of the JSON schema (Prefect's "Custom run")
-shows the group as one line that opens on demand; what it sends back, `{"optimizer_details": {"adam_beta1": 0.9}}`, is read as the
-flat fields. `form_values` goes the other way, for a form's defaults.
+A field has one spelling in YAML files and on the command line: its flat name (`adam_beta1`). Only a form that is generated from
+the JSON schema (Prefect's "Custom run") groups fields, each group a line that opens on demand. What the form sends back,
+`{"optimizer_details": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 MAX_TEXT = 100_000
-"""Characters of a text in a config; the longest that makes sense is a system prompt."""
+"""Longest text in a config, in characters. The longest one that makes sense is a system prompt."""
+FLAT = {"flat": True}
+"""Validation context of a YAML file: the groups of a form are unknown keys there."""
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, unknown keys refused, docstrings of fields are their descriptions."""
+    """A section of the config. It is frozen, refuses unknown keys, and uses the docstrings of its fields as descriptions."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
-        # A limit of .inf or a rate of .nan passes every comparison and is found hours later; JSON has no word for either.
+        # A limit of .inf or a rate of .nan passes every comparison and is noticed hours later. JSON can hold neither.
         allow_inf_nan=False,
         str_max_length=MAX_TEXT,
-        # What somebody typed may be a secret in the wrong field.
+        # A user may have typed a secret into the wrong field.
         hide_input_in_errors=True,
         field_title_generator=lambda name, _: _words(name),
         model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
@@ -40,23 +42,23 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _unfold(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or not any(group in given for group in cls.GROUPS):
+    def _unfold(cls, given: Any, info: ValidationInfo) -> Any:
+        if info.context == FLAT or not isinstance(given, Mapping) or not any(group in given for group in cls.GROUPS):
             return given
         flat = {name: value for name, value in given.items() if name not in cls.GROUPS}
         for group, members in cls.GROUPS.items():
             folded = given.get(group) or {}
             if not isinstance(folded, Mapping):
-                raise ValueError(f"{group} holds settings, not {folded!r}; fix: {group}: {{{members[0]}: ...}}")
+                raise ValueError(f"{group} groups fields and is not one itself; fix: {group}: {{{members[0]}: ...}}")
             twice = sorted(flat.keys() & folded.keys())
             if twice:
-                raise ValueError(f"{twice[0]} is given twice, alone and in {group}; fix: give it once")
+                raise ValueError(f"{twice[0]} is set twice, directly and in {group}; fix: set it once")
             flat |= folded
         return flat
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema with its rarely used fields moved into groups; those come last."""
+        """The JSON schema with rarely used fields moved into groups, which come last."""
         made = handler(core_schema)
         schema = handler.resolve_ref_schema(made)
         properties = schema.get("properties", {})
@@ -75,7 +77,7 @@ class Section(BaseModel):
 
 
 def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """A tree of settings (as in YAML) in the shape that a form of the section's schema wants: folded fields in their groups."""
+    """Settings as in a YAML file in the shape of the section's form: grouped fields are in their groups."""
     group_of = {name: group for group, members in section.GROUPS.items() for name in members}
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -87,7 +89,7 @@ def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, An
 
 
 def _number(properties: dict[str, Any]) -> None:
-    # Prefect's form goes by `position`; PostgreSQL does not keep the order of keys.
+    # Prefect's form orders fields by `position`, because PostgreSQL does not keep the order of keys.
     for position, field in enumerate(properties.values()):
         field["position"] = position
 

@@ -1,7 +1,7 @@
-"""YAML text -> plain values, within bounds and without surprises. `load.py` uses it for files and for `--set` values alike.
+"""Parses YAML text into plain values, within bounds. `load.py` uses it for files and for `--set` values.
 
-Beyond what YAML itself refuses: a key that is given twice, deep nesting, anchors that grow without bound ("billion laughs"), a
-value that contains itself. Merge keys (`<<: *anchor`) work, and a key written out wins over a merged one.
+Beyond what YAML itself refuses, it refuses a duplicate key, deep nesting, aliases that grow without bound ("billion laughs") and
+a value that contains itself. Merge keys (`<<: *anchor`) work; an explicit key overrides a merged one.
 """
 
 import re
@@ -13,22 +13,24 @@ import yaml
 from schemas.errors import ConfigError
 
 MAX_CHARS = 2**20
-"""A longer text is no config. The largest preset has 4,000 characters; PyYAML reads a million in some seconds."""
+"""Longest text in characters. The largest preset has 4,000 characters; PyYAML parses a million in a few seconds."""
 MAX_DEPTH = 50
-"""The deepest field of a run lies at depth 6; what is below belongs to the parameters of a reward function."""
-MAX_WRITTEN_OUT = 2 * MAX_CHARS
-"""Values and characters after every alias and merge key is written out; a text without aliases always stays below."""
+"""Deepest nesting. The deepest field of a config is at depth 6; parameters of a reward function may be deeper."""
+MAX_EXPANDED = 2 * MAX_CHARS
+"""Most values and characters after all aliases and merge keys are expanded. A text without aliases is always below it."""
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
     """The value of one YAML document.
 
     Raises:
-        ConfigError: with the line, when the text is no YAML or breaks one of the bounds above.
+        ConfigError: the text is not YAML or exceeds one of the bounds above. Its place includes the line.
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(
-            f"{len(text):,} characters; at most {MAX_CHARS:,} make a config", place=place, fix="put rows into data files"
+            f"the text has {len(text):,} characters; a config has at most {MAX_CHARS:,}",
+            place=place,
+            fix="put rows into data files",
         )
     try:
         loader = _Loader(text)
@@ -44,11 +46,11 @@ def parse_yaml(text: str, *, place: str) -> Any:
     except RecursionError as error:
         raise _too_deep(place) from error
     except Exception as error:  # its constructors raise many kinds: !!int "", 2024-99-99, a number of 5,000 digits
-        raise ConfigError(f"a value that YAML cannot read: {error}", place=place, fix="quote it: 'VALUE'") from error
+        raise ConfigError(f"YAML cannot read a value: {error}", place=place, fix="quote it: 'VALUE'") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-5 (no dot, no sign) as text; everybody means the number. Quoted it stays text."""
+    """Reads 1e-5 as a number. YAML 1.1 takes it for text, because it has no dot; in quotes it remains text."""
 
 
 _Loader.add_implicit_resolver(
@@ -57,37 +59,37 @@ _Loader.add_implicit_resolver(
 
 
 class _Check:
-    """Walks over the nodes before any value is made of them: making the values is what bombs explode in."""
+    """Checks the nodes before any value is constructed, because constructing the values is what expands a bomb."""
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._sizes: dict[yaml.Node, int | None] = {}
-        """None while a node's children are counted."""
+        """None while the children of a node are being counted."""
 
     def size(self, node: yaml.Node, depth: int) -> int:
-        """Values and characters in a node with its aliases written out."""
+        """Values and characters of a node after its aliases are expanded."""
         if depth > MAX_DEPTH:
             raise _too_deep(self._at(node))
         if node in self._sizes:
             known = self._sizes[node]
             if known is None:
-                raise ConfigError("a value contains itself", place=self._at(node), fix="take the alias out")
+                raise ConfigError("a value contains itself", place=self._at(node), fix="remove the alias")
             return known
         self._sizes[node] = None
         if isinstance(node, yaml.MappingNode):
-            self._refuse_doubled(node)
+            self._refuse_duplicate_keys(node)
         own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         total = 1 + own + sum(self.size(child, depth + 1) for child in _children(node))
-        if total > MAX_WRITTEN_OUT:
+        if total > MAX_EXPANDED:
             raise ConfigError(
-                f"more than {MAX_WRITTEN_OUT:,} characters once its aliases are written out",
+                f"more than {MAX_EXPANDED:,} characters after its aliases are expanded",
                 place=self._at(node),
                 fix="use fewer aliases",
             )
         self._sizes[node] = total
         return total
 
-    def _refuse_doubled(self, node: yaml.MappingNode) -> None:
+    def _refuse_duplicate_keys(self, node: yaml.MappingNode) -> None:
         seen: dict[tuple[str, str], yaml.Node] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -95,7 +97,7 @@ class _Check:
             first = seen.setdefault((key.tag, key.value), key)
             if first is not key:
                 raise ConfigError(
-                    f"{key.value} is given twice, first in line {first.start_mark.line + 1}; only one of them can count",
+                    f"duplicate key {key.value}, first in line {first.start_mark.line + 1}",
                     place=self._at(key),
                     fix="remove one" if key.value != "<<" else "merge both in one line: <<: [*a, *b]",
                 )
@@ -113,7 +115,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _too_deep(place: str) -> ConfigError:
-    return ConfigError(f"values are nested more than {MAX_DEPTH} levels deep", place=place, fix="remove the superfluous brackets")
+    return ConfigError(f"values are nested more than {MAX_DEPTH} levels deep", place=place, fix="remove unneeded brackets")
 
 
 def _not_yaml(error: yaml.YAMLError, place: str) -> ConfigError:

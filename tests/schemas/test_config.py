@@ -73,8 +73,8 @@ def test_what_cannot_go_together_is_refused_with_the_mend(settings, fix):
     [
         ({"early_stop": {"metric": "rewrd", "target": 1}}, "did you mean reward?"),
         ({"early_stop": {"metric": "rewards/formt/mean", "target": 1}}, r"did you mean rewards/format/mean\?"),
-        ({"early_stop": {"metric": "rewards/correctness/mean", "target": 1}}, "no metric of this stage"),
-        ({"early_stop": {"metric": "accuracy", "target": 1}}, "no metric of this stage"),
+        ({"early_stop": {"metric": "rewards/correctness/mean", "target": 1}}, "not a metric of this stage"),
+        ({"early_stop": {"metric": "accuracy", "target": 1}}, "not a metric of this stage"),
         ({"early_stop": {"metric": "eval_reward", "target": 1}}, "eval_steps: 20"),
         ({"early_stop": {"metric": "x" * 100_000, "target": 1}}, "at most 200 characters"),
         ({"learning_rate": float("inf")}, r"stages\.0\.learning_rate: must be a finite number"),
@@ -191,7 +191,7 @@ def test_a_file_that_extends_another_says_only_what_differs(tmp_path):
     assert (more.name, more.seed, more.stages) == ("mine", 9, demo.stages)
     assert more.rollout == demo.rollout.model_copy(update={"temperature": 0.7, "top_k": 5})
     (tmp_path / "mine.yaml").write_text("extends: more.yaml\n")
-    with pytest.raises(ConfigError, match="does not lead back here"):
+    with pytest.raises(ConfigError, match="does not extend this one"):
         load_config(tmp_path / "more.yaml")
 
 
@@ -208,7 +208,7 @@ def test_an_error_of_ours_crosses_a_process_border_whole():
     error = DataError("bad rows", place="a.jsonl:3", fix="fix them")
     again = UserError.from_json(error.to_json())
     assert type(again) is DataError
-    assert str(again) == str(error) == "bad rows\n  where: a.jsonl:3\n  fix:  fix them"
+    assert str(again) == str(error) == "bad rows\n  where: a.jsonl:3\n  fix:   fix them"
 
 
 def test_every_training_metric_is_named_once_and_families_are_found():

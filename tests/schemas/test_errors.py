@@ -86,7 +86,7 @@ def test_a_class_that_is_not_ours_comes_back_plain_and_is_never_imported(module,
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     error = UserError.from_json(json.dumps({"type": name, "module": module, "message": "m", "place": "p", "fix": "f"}))
-    assert (type(error), str(error)) == (UserError, "m\n  where: p\n  fix:  f")
+    assert (type(error), str(error)) == (UserError, "m\n  where: p\n  fix:   f")
 
 
 def test_an_error_written_before_modules_were_named_keeps_its_class():

@@ -229,7 +229,7 @@ def test_errors_hold_no_secret(monkeypatch):
         ("tracking.tracking_uri=http://me:planted@host:5000", "MLFLOW_TRACKING_URI"),
         ("rollout.vllm.base_urls=[http://me:planted@host:8000]", "VLLM_API_KEY"),
         ("rollout.vllm.extra_args=[--api-key=planted]", "VLLM_API_KEY"),
-        ("rollout.vllm.extra_args=[--host, 0.0.0.0]", "listens on 127.0.0.1 alone"),
+        ("rollout.vllm.extra_args=[--host, 0.0.0.0]", "listens on 127.0.0.1 only"),
         ("rollout.vllm.extra_args=[--hf-token, hf_planted0123456789]", "rollout.vllm.extra_args.1"),
         ("rollout.vllm.extra_args=[--hf-token=hf_planted0123456789]", "rollout.vllm.extra_args.0"),
         ("tracking.tracking_uri=http://me:80/planted@host", "MLFLOW_TRACKING_URI"),
@@ -253,7 +253,7 @@ def test_a_config_with_a_password_is_refused_without_repeating_it(override, fix)
 
 def test_a_config_that_holds_the_value_of_a_secret_variable_is_refused(monkeypatch):
     monkeypatch.setenv("HF_KEY", "hf planted key")
-    with pytest.raises(ConfigError, match=r"data\.system_prompt holds a password, token or key"):
+    with pytest.raises(ConfigError, match=r"data\.system_prompt contains a password, token or key"):
         load_config("demo", ["data.system_prompt=Say hf planted key now."])
 
 

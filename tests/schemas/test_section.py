@@ -1,9 +1,12 @@
 """The form is another view of the same tree: what it sends back is what a YAML file would have said."""
 
+from pathlib import Path
+
 import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from schemas.config.load import PRESETS, check_config, load_config, read_tree
 from schemas.config.run import RunConfig
@@ -47,7 +50,7 @@ def test_rarely_used_fields_are_folded_and_keep_their_descriptions():
     assert "adam_beta1" not in stage["properties"]
     [shown, folded] = stage["properties"]["optimizer"]["anyOf"]
     assert folded["type"] == "null"
-    assert shown["properties"]["adam_beta1"]["description"] == "Decay of the first moment."
+    assert shown["properties"]["adam_beta1"]["description"] == "Decay rate of the first moment."
     assert len(stage["properties"]) < 15
 
 
@@ -57,11 +60,31 @@ def test_folded_and_flat_fields_read_the_same(beta, ratio, iterations):
     assert StageConfig.model_validate(form_values(flat, StageConfig)) == StageConfig.model_validate(flat)
 
 
-def test_a_bad_value_inside_a_group_is_refused_with_the_fields_name():
+DATA = {"data": {"train": [{"path": "x.jsonl"}]}}
+
+
+def test_a_bad_value_inside_a_group_of_the_form_is_refused_with_the_fields_name():
     stage = {"name": "a", "rewards": ["format"], "optimizer": {"adam_beta1": 2}}
-    with pytest.raises(ConfigError, match=r"stages\.0\.adam_beta1: .*less than 1"):
-        check_config({"data": {"train": [{"path": "x.jsonl"}]}, "stages": [stage]})
-    with pytest.raises(ConfigError, match="given twice"):
-        check_config({"data": {"train": [{"path": "x.jsonl"}]}, "stages": [stage | {"adam_beta1": 0.9}]})
-    with pytest.raises(ConfigError, match="optimizer holds settings"):
-        check_config({"data": {"train": [{"path": "x.jsonl"}]}, "stages": [stage | {"optimizer": 3}]})
+    with pytest.raises(ValidationError, match=r"stages\.0\.adam_beta1\s.*less than 1"):
+        RunConfig.model_validate(DATA | {"stages": [stage]})
+    with pytest.raises(ValidationError, match="set twice"):
+        RunConfig.model_validate(DATA | {"stages": [stage | {"adam_beta1": 0.9}]})
+    with pytest.raises(ValidationError, match="optimizer groups fields"):
+        RunConfig.model_validate(DATA | {"stages": [stage | {"optimizer": 3}]})
+
+
+def test_a_file_has_one_spelling_for_a_field_the_flat_one():
+    stage = {"name": "a", "rewards": ["format"]}
+    assert check_config(DATA | {"stages": [stage | {"adam_beta1": 0.5}]}).stages[0].adam_beta1 == 0.5
+    with pytest.raises(ConfigError, match=r"stages\.0\.optimizer: unknown key; did you mean optim\?"):
+        check_config(DATA | {"stages": [stage | {"optimizer": {"adam_beta1": 0.5}}]})
+
+
+def test_reward_modules_are_found_beside_the_file_that_is_extended(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "top").mkdir()
+    (tmp_path / "base" / "beside_the_base.py").write_text("def f(completions, **kwargs): return [0.0] * len(completions)\n")
+    (tmp_path / "base" / "base.yaml").write_text("extends: demo\nrewards: {functions: {own: {function: 'beside_the_base:f'}}}\n")
+    (tmp_path / "top" / "top.yaml").write_text("extends: ../base/base.yaml\nname: top\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("top/top.yaml").rewards.module_dir == Path("base")
