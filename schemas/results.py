@@ -1,7 +1,7 @@
-"""What steps hand to each other and leave on disk: frozen, JSON, never pickle.
+"""Results that steps hand to each other and leave on disk: frozen, as JSON, never pickled.
 
-A result says where its files are (`directory`) and by which content it was made (`key`). Two results with the same key were made
-from the same inputs by the same code; times are told but are no part of the key.
+A result says where its files are (`directory`) and which content made it (`key`). Two results with the same key come from the same
+inputs and the same code. Durations are recorded but do not count in the key.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def save(self, path: Path) -> None:
-        """Write as JSON in one move, so that a reader never sees half of it."""
+        """Write as JSON, atomically: a reader never sees an incomplete file."""
         part = path.with_name(path.name + ".part")
         part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         part.replace(path)
@@ -33,53 +33,53 @@ class Result(BaseModel):
 
 
 class OutputFile(Result):
-    """One file that a step has left."""
+    """One output file of a step."""
 
     path: str
-    """Relative to the step's folder, with slashes."""
+    """Path relative to the folder of the step, with slashes."""
     bytes: int
     sha256: str
 
 
 class StepResult(Result):
-    """What every step returns. Saved with the manifest of the step's files and a seal, it says that the step is finished."""
+    """Base of the result of every step. Saved with a manifest of the step's files and a seal, it marks the step as finished."""
 
     OUTPUTS: ClassVar[tuple[str, ...]] = ()
-    """Files and folders of the step that later steps read; their contents count in the keys of those steps."""
+    """Files and folders that later steps read. Their contents count in the keys of those steps."""
 
     key: str
     """Content key of the step: a hash of its inputs and of the code it reaches."""
     directory: Path
     """Folder with the step's files."""
     seconds: float
-    """How long the step took."""
+    """Duration of the step in seconds."""
     manifest: tuple[OutputFile, ...] = ()
-    """Every output file; empty until the step has ended."""
+    """All output files. Empty until the step ends."""
     seal: str = ""
-    """SHA-256 over everything else here; empty until the step has ended."""
+    """SHA-256 of all other fields. Empty until the step ends."""
 
     def sealed(self, manifest: tuple[OutputFile, ...]) -> Self:
-        """The result of a finished step: with its manifest, and a seal that proves the file it is saved to."""
-        whole = self.model_copy(update={"manifest": manifest, "seal": ""})
-        return whole.model_copy(update={"seal": whole._digest()})
+        """The result of a finished step, with its manifest and a seal that detects a change of the saved file."""
+        unsealed = self.model_copy(update={"manifest": manifest, "seal": ""})
+        return unsealed.model_copy(update={"seal": unsealed._digest()})
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote.
 
         Raises:
-            DamagedError: the file is not what was written.
+            DamagedError: the file changed since it was written.
         """
         try:
             result = super().load(path)
         except ValueError as error:
             raise DamagedError("the result cannot be read", place=str(path)) from error
         if result.seal and result.seal != result._digest():
-            raise DamagedError("the result is not what the step wrote (its seal differs)", place=str(path))
+            raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(path))
         return result
 
     def moved_to(self, directory: Path) -> Self:
-        """The same result after its folder was moved: every path inside the folder follows."""
+        """The result after its folder was moved: all paths inside the folder change with it."""
         old, new = str(self.directory), str(directory)
 
         def follow(value: object) -> object:
@@ -98,18 +98,18 @@ class StepResult(Result):
 
 
 class SourceFile(Result):
-    """One input that was read."""
+    """One source of rows."""
 
     path: str
     """As written in the config."""
     side: Literal["train", "eval"]
     rows: int
     sha256: str
-    """Of the file's bytes; of the rows for a hub data set."""
+    """Hash of the bytes of the file, or of the rows of a hub data set."""
 
 
 class PreparedData(StepResult):
-    """Every row as read, in one shape (`rows.parquet`, see schemas/tables.py RAW)."""
+    """All rows as read, in one table (rows.parquet, see Raw in schemas/tables.py)."""
 
     OUTPUTS: ClassVar[tuple[str, ...]] = ("rows.parquet",)
 
@@ -118,7 +118,7 @@ class PreparedData(StepResult):
 
 
 class RuleCount(Result):
-    """How often a row rule was broken."""
+    """Number of rows that violate a row rule."""
 
     rule: str
     meaning: str
@@ -126,7 +126,7 @@ class RuleCount(Result):
 
 
 class TokenLengths(Result):
-    """Prompt lengths in tokens, after the chat template."""
+    """Prompt lengths in tokens, chat template included."""
 
     mean: float
     p50: int
@@ -136,22 +136,22 @@ class TokenLengths(Result):
 
 
 class DataReport(StepResult):
-    """Verdict on the data. Files: train.parquet, eval.parquet (schemas/tables.py PROMPTS), quarantine.parquet, report.md."""
+    """Result of validation. Files: train.parquet, eval.parquet (Prompts in schemas/tables.py), quarantine.parquet, report.md."""
 
     OUTPUTS: ClassVar[tuple[str, ...]] = ("train.parquet", "eval.parquet")
 
     rows: int
-    """Rows read."""
+    """Number of rows read."""
     quarantined: int
-    """Rows refused."""
+    """Number of rejected rows."""
     train_rows: int
     eval_rows: int
     rules: list[RuleCount]
     prompt_tokens: TokenLengths
     digest: str
-    """SHA-256 over the accepted rows of both sides, in order: the data that made the model."""
+    """SHA-256 of the accepted rows of both splits, in order. It identifies the data of a model."""
     sources: list[SourceFile]
-    """The files that were read."""
+    """The sources of the rows."""
 
     @property
     def train(self) -> Path:
@@ -172,18 +172,18 @@ class LabCheck(Result):
     """contract, determinism, speed, order, empty, gaming, signal ..."""
     outcome: Literal["passed", "warned", "failed"]
     detail: str = ""
-    """What was found, with the numbers."""
+    """The finding, with its numbers."""
     prompt_id: str = ""
     place: str = ""
     """File and line of the row."""
     probe: str = ""
-    """Which kind of completion (perfect, empty, tag_stuffed ...)."""
+    """Kind of completion: perfect, empty, tag_stuffed ..."""
     completion: str = ""
     """The completion, shortened to 500 characters."""
 
 
 class SignalForecast(Result):
-    """How many groups of the base model's own samples would teach a stage anything."""
+    """Share of groups with a learning signal, estimated from samples of the base model."""
 
     stage: str
     groups: int
@@ -194,7 +194,7 @@ class SignalForecast(Result):
 
 
 class LabReport(StepResult):
-    """What the reward lab found. Files: probes.parquet (every probe with every score), report.md."""
+    """Result of the reward lab. Files: probes.parquet (each probe with each score), report.md."""
 
     checks: list[LabCheck]
     forecasts: list[SignalForecast]
@@ -206,15 +206,15 @@ class LabReport(StepResult):
 
 
 class ModelRef(Result):
-    """A model to load: base weights, and an adapter or none."""
+    """A model to load: base weights, with or without an adapter."""
 
     path: str
-    """Directory or hub id, `embedded:` names allowed."""
+    """Local folder, hub id or `embedded:` name."""
     revision: str | None = None
     adapter: Path | None = None
-    """PEFT adapter directory put on top of the base."""
+    """Folder of a PEFT adapter for the base."""
     sha256: str | None = None
-    """What the adapter's folder must hash to, or the model's where there is no adapter. Compared before each use."""
+    """Expected hash of the adapter's folder, or of the model's folder if there is no adapter. It is compared before each use."""
 
 
 class StageResult(StepResult):
@@ -226,30 +226,30 @@ class StageResult(StepResult):
     model: ModelRef
     """The model after this stage."""
     sha256: str
-    """Of the weights the stage made (adapter_model.safetensors, or the model's own files for full fine-tuning)."""
+    """Hash of the trained weights: adapter_model.safetensors, or the model's own file after full fine-tuning."""
     steps: int
     stopped: Literal["max_steps", "target", "plateau"]
     """Why the stage ended."""
     best_step: int | None = None
-    """The update whose weights these are, when it was not the last one."""
+    """The update that the weights come from, if it is not the last one."""
     resumed: int = 0
-    """How often it was taken up again from a checkpoint."""
+    """How often the stage resumed from a checkpoint."""
     metrics: dict[str, float]
-    """Means over the last updates (at most ten)."""
+    """Means over the last updates, at most ten."""
 
 
 class MergeSpec(Result):
-    """What one merge works on; the step writes it as spec.json."""
+    """Input of a merge. The step writes it as spec.json."""
 
     model: ModelConfig
     ref: ModelRef
     prompts: list[list[dict[str, str]]]
-    """Held-out chats the proof is made on."""
+    """Held-out chats for the proof."""
     max_new_tokens: int
 
 
 class MergeFigures(Result):
-    """The figures of the proof; the step makes a `MergeProof` of them."""
+    """Measurements of a merge, from which the step makes a `MergeProof`."""
 
     sha256: str
     prompts: int
@@ -262,29 +262,29 @@ class MergeFigures(Result):
 
 
 class MergeProof(StepResult):
-    """A merged model in `directory`/model, and the evidence that it equals base + adapter."""
+    """A merged model in `directory`/model with the proof that it equals base + adapter."""
 
     OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
 
     model: ModelRef
     sha256: str
-    """Over all files of the model folder, names and contents."""
+    """Hash of all files of the model folder, names and contents."""
     prompts: int
-    """Held-out prompts compared on."""
+    """Number of held-out prompts in the comparison."""
     merge_difference: float
-    """Largest |difference| (nats) of a token's log-probability between base + adapter and the merge, in float32."""
+    """Largest absolute difference in nats of a token's log-probability between base + adapter and the merged model, in float32."""
     max_logprob_difference: float
-    """The same after saving in the wanted dtype and reloading."""
+    """The same after the merged model is saved in model.merged_dtype and loaded again."""
     mean_logprob_difference: float
     tolerance: float
-    """Largest difference allowed at the saved precision."""
+    """Largest difference that is allowed at the saved precision."""
     greedy_agreement: float
-    """Share of greedily decoded tokens that agree up to the first difference."""
+    """Share of greedy tokens before the first difference."""
     size_bytes: int
 
 
 class Interval(Result):
-    """A figure with its confidence interval."""
+    """A value with its confidence interval."""
 
     value: float
     low: float
@@ -292,7 +292,7 @@ class Interval(Result):
 
 
 class EvalReport(StepResult):
-    """Held-out evaluation of one model. Files: samples.parquet (schemas/tables.py SAMPLES), report.md."""
+    """Held-out evaluation of one model. Files: samples.parquet (Samples in schemas/tables.py), report.md."""
 
     OUTPUTS: ClassVar[tuple[str, ...]] = ("samples.parquet",)
 
@@ -304,9 +304,9 @@ class EvalReport(StepResult):
     temperature: float
     confidence: float
     metrics: dict[str, Interval]
-    """By the names of schemas/metrics.py EVALUATION."""
+    """By metric name (EVALUATION in schemas/metrics.py)."""
     pass_at_k: dict[int, Interval]
-    """Unbiased pass@k of strict answers, for k = 1, 2, 4 ... up to num_samples."""
+    """Unbiased pass@k of strictly right answers for k = 1, 2, 4 ... up to num_samples."""
 
     @property
     def samples(self) -> Path:
@@ -315,33 +315,33 @@ class EvalReport(StepResult):
 
 
 class PairedTest(Result):
-    """A model against another on the same prompts."""
+    """Paired test of a model against another one on the same prompts."""
 
     against: str
     """base or champion."""
     metric: str
     prompts: int
     difference: float
-    """Mean over prompts of ours minus theirs."""
+    """Mean over prompts of our metric minus theirs."""
     p_value: float
-    """One-sided: probability of such a difference if neither were better."""
+    """One-sided p-value: probability of such a difference if neither model were better."""
     better: bool
 
 
 class Regression(Result):
-    """A figure in which a new model must not be worse than the one before by more than a limit."""
+    """A metric in which a new model may be worse than the previous one only within a limit."""
 
     metric: str
     against: str
     ours: float
     theirs: float
     limit: float
-    """Largest (for format_rate: smallest) value of ours that passes."""
+    """Largest value of ours that passes; the smallest one for format_rate."""
     passed: bool
 
 
 class Lineage(Result):
-    """Where a registered version came from."""
+    """Origin of a registered model version."""
 
     name: str
     version: str
@@ -349,16 +349,16 @@ class Lineage(Result):
     run_id: str
     experiment: str
     model_sha256: str
-    """Over all files of the merged model."""
+    """Hash of all files of the merged model."""
     adapter_sha256: str
-    """Of the last stage's weights."""
+    """Hash of the weights of the last stage."""
     data_digest: str
     config_sha256: str
-    """Of the config (without tracking and resources) and of the data, models and reward files it names."""
+    """Hash of the config (without tracking and resources) and of the data, models and reward files it names."""
     code_sha256: str
-    """Of the rooms' code, comments and docstrings left out."""
+    """Hash of our code without comments and docstrings."""
     reward_sha256: str
-    """Of the built-in reward functions and the user's own."""
+    """Hash of the reward functions, built-in ones and the user's own."""
     commit: str
     dirty: bool
     python: str
@@ -369,34 +369,34 @@ class Lineage(Result):
 
 
 class Reproduction(Result):
-    """Whether a model came out the same when it was made again."""
+    """Whether training a model again gave the same weights."""
 
     of: Lineage
     run_id: str
     adapter_sha256: str
     same: bool
     differences: list[str]
-    """What is not as it was then: commit, packages, data."""
+    """What differs from the original run: commit, packages, data."""
 
 
 class Publication(StepResult):
-    """What was published, and why the alias moved or did not."""
+    """The published version, and why the alias `champion` moved or did not."""
 
     run_id: str
     """MLflow parent run."""
     model_name: str
     model_version: str
     champion: bool
-    """Whether this version carries the alias `champion` now."""
+    """Whether this version has the alias `champion`."""
     tests: list[PairedTest]
     regressions: list[Regression] = []
-    """Checked against the champion, or against the base where there was none."""
+    """Against the champion, or against the base if there was no champion."""
     reason: str
     """The decision in one sentence."""
 
 
 class PublishedFacts(Result):
-    """What a publication decided: the part of it that is the same whenever it is repeated."""
+    """The decision of a publication: the fields that do not change when it is repeated."""
 
     model_name: str
     model_version: str
@@ -407,31 +407,31 @@ class PublishedFacts(Result):
 
     @classmethod
     def of(cls, publication: Publication) -> Self:
-        """The facts of a publication."""
+        """The decision of a publication."""
         return cls.model_validate(publication.model_dump(include=set(cls.model_fields)))
 
 
 class ReportResult(StepResult):
-    """The run as one page. Files: report.html, report.md."""
+    """The report of a run. Files: report.html, report.md."""
 
     html: Path
 
 
 class PipelineResult(Result):
-    """What a run of the whole pipeline came to."""
+    """Result of a whole pipeline."""
 
     publication: Publication
     evaluations: list[EvalReport]
-    """Base, each stage, merged."""
+    """Base, each stage, merged model."""
     report: Path
     """The report's HTML file."""
 
 
 class RetrainResult(Result):
-    """What a retraining came to."""
+    """Result of a retraining."""
 
     trained: bool
-    """False: neither data nor code nor config has changed since a version was made of them."""
+    """False if a version already exists for the same data, code and config."""
     reason: str
     """The decision in one sentence."""
     publication: Publication | None = None

@@ -1,14 +1,14 @@
-"""Secrets stay where they came from: nothing that is shown, logged or recorded holds one.
+"""Keeps secrets out of everything that is shown, logged or recorded.
 
     hide("postgresql://me:pw@host/db")  ->  "postgresql://me:***@host/db"      hide("... hf_abc ...")  ->  "... *** ..."
-    has_password("https://TOKEN@host")  ->  True                               secrets_in(config tree)  ->  places that hold one
+    has_password("https://TOKEN@host")  ->  True                               secrets_in(config)  ->  fields that contain one
 
-A secret is: the password or token before the @ of an address, a parameter of an address whose name says so (?api_key=), an
-Authorization header, a private key, and the value of an environment variable whose name says so (each line of it too), however it
-is written in the text: plain, as in JSON, in Python, in HTML or in an address. What no rule describes is not found, such as
-a password in a sentence.
+A secret is the password or token before the @ of an address, a query parameter with the name of a secret (?api_key=), an
+Authorization header, a private key, or the value of an environment variable with the name of a secret, as a whole and line by
+line. It is found in plain text and in the encodings of JSON, Python, HTML and addresses. A secret that no rule describes, such as a
+password in a sentence, is not found.
 
-Every pattern reads a text once: the time grows with its length and no faster.
+All patterns take time linear in the length of the text.
 """
 
 import html
@@ -24,19 +24,19 @@ from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "***"
 _SHORTEST = 6
-"""Characters from which a value is hidden; shorter ones would blot out ordinary text."""
+"""Shortest value that is hidden, in characters. Hiding a shorter one would remove ordinary text."""
 _UNMISTAKABLE = 12
-"""Characters from which a value is hidden inside a longer word as well."""
+"""Shortest value that is hidden inside a longer word, in characters."""
 _LONG_NAME = 20
-"""Characters from which the user's name in an address is taken for a token."""
+"""Shortest user name in an address that counts as a token, in characters."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SAYS_SECRET = ("PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "TOKEN", "APIKEY")
-"""A word of a name that ends so says that a secret follows (PGPASSWORD; not TOKENIZERS)."""
+"""Endings of words that mark the name of a secret (PGPASSWORD; not TOKENIZERS)."""
 _SAYS_SECRET_LAST = ("KEY", "PASS", "PWD", "AUTH", "JWT", "PAT", "SIG", "SIGNATURE")
 _KINDS_OF_KEY = ("API", "ACCESS", "SECRET", "PRIVATE", "SIGNING", "ENCRYPTION", "MASTER", "AUTH")
 _SAYS_WHERE = ("FILE", "PATH", "DIR", "FOLDER", "SOCK", "SOCKET", "TTL", "EXPIRY")
-"""Last words of names that say where a secret is kept or how long, not what it is."""
+"""Last words of names that describe where or how long a secret is kept."""
 
 _ADDRESS = re.compile(r"(?<=://)[^\s\"'<>`]+")
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
@@ -50,7 +50,7 @@ _LOOKS_RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_.=
 
 
 def hide(text: str) -> str:
-    """The text without the secrets that are known here."""
+    """The text with every known secret replaced by `***`."""
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     for value in sorted(_known(), key=len, reverse=True):
         if value not in text:
@@ -65,7 +65,7 @@ def hide(text: str) -> str:
 
 
 def hide_output() -> None:
-    """Have everything that this process prints pass through `hide`: what libraries print, and tracebacks, too."""
+    """Pass everything that this process prints through `hide`, including output of libraries and tracebacks."""
     for stream in (sys.stdout, sys.stderr):
         if not getattr(stream, "hides_secrets", False):
             write = stream.write
@@ -74,7 +74,7 @@ def hide_output() -> None:
 
 
 def has_password(address: str) -> bool:
-    """Whether an address brings a password or token along. In doubt, yes: `host:80/x@y` may be a password with a slash."""
+    """Whether an address contains a password or token. In doubt, yes: `host:80/x@y` may be a password with a slash."""
     if any(_user_of(found, doubt=True) for found in _ADDRESS.finditer(address)):
         return True
     return any(is_secret_name(found[2]) for found in _PARAMETER.finditer(address))
@@ -82,7 +82,7 @@ def has_password(address: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, parameter or key of this name holds a secret: DB_PWD, api_key, sshPrivateKey; not MONKEY, PATH, PWD."""
+    """Whether a variable, parameter or key of this name is a secret: DB_PWD, api_key, sshPrivateKey; not MONKEY, PATH, PWD."""
     words = [word.upper() for word in _WORD.findall(name)]
     while words and words[-1].isdigit():
         words.pop()
@@ -94,7 +94,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in(node: Any, place: str = "") -> Iterator[str]:
-    """Places of a tree of settings (dotted) that hold a password, token or key."""
+    """Dotted paths of settings that contain a password, token or key."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             inner = f"{place}.{key}" if place else str(key)
@@ -115,7 +115,7 @@ def secrets_in(node: Any, place: str = "") -> Iterator[str]:
 
 
 def _is_secret_setting(name: str, value: Any) -> bool:
-    # `pad_token: <pad>` and `sort_key: answer` are no secrets; a password may be any text.
+    # `pad_token: <pad>` and `sort_key: answer` are not secrets, while a password may be any text.
     if not isinstance(value, str) or not value or not is_secret_name(name):
         return False
     words = [word.upper() for word in _WORD.findall(name)]
@@ -129,17 +129,17 @@ def _holds_secret(text: str) -> bool:
 
 
 def _user_of(found: re.Match[str], *, doubt: bool = False) -> tuple[str, str, str] | None:
-    """(shown, hidden, remainder) of what follows `://`, when it begins with a password or token.
+    """(shown, hidden, remainder) of the text after `://` if it starts with a password or token; else None.
 
-    The password may hold characters that an address should hold in percent signs only: it ends at the last @. With `doubt`,
-    `host:80/x@y` holds one.
+    The password may contain characters that should be percent-encoded, so it ends at the last @. With `doubt`, `host:80/x@y`
+    contains one.
     """
     rest = found[0]
     head = _END_OF_HOST.split(rest, maxsplit=1)[0]
     user, at, host = head.rpartition("@")
     scheme = found.string[max(0, found.start() - 8) : found.start() - 3].lower()
     if at and ":" not in user and (_HOST.fullmatch(host) or scheme.endswith("ssh")):
-        # A name alone; for web addresses it is a token.
+        # A user name without a password. In a web address it is a token.
         return ("", user, rest[len(user) :]) if user and scheme.endswith(("http", "https")) else None
     if "@" not in rest or (not at and _HOST.fullmatch(head) and not (doubt and ":" in head)):
         return None
@@ -164,7 +164,7 @@ def _known() -> set[str]:
     values: set[str] = set()
     for name, value in os.environ.items():
         if is_secret_name(name):
-            # USER:PASSWORD is one variable for some servers.
+            # Some servers take USER:PASSWORD in one variable.
             values |= {value, value.strip(), value.partition(":")[2], *_lines(value)}
         elif "://" in value:
             values |= _parts_of_address(value)
@@ -173,12 +173,12 @@ def _known() -> set[str]:
 
 def _lines(value: str) -> Iterable[str]:
     lines = [line.strip() for line in value.splitlines()]
-    # The frame of a key is no secret.
+    # The BEGIN and END lines of a key are not secret.
     return [line for line in lines if not line.startswith("-----")] if len(lines) > 1 else []
 
 
 def _parts_of_address(value: str) -> set[str]:
-    """The secrets of a variable that is an address, such as MLFLOW_TRACKING_URI."""
+    """The secrets in a variable that is an address, such as MLFLOW_TRACKING_URI."""
     found = _ADDRESS.search(value)
     parts = _user_of(found, doubt=True) if found else None
     return ({parts[1], unquote(parts[1])} if parts else set()) | {
@@ -187,7 +187,7 @@ def _parts_of_address(value: str) -> set[str]:
 
 
 def _written(value: str) -> set[str]:
-    """The value as different texts write it."""
+    """The value in the encodings in which it may appear."""
     python, plain = repr(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
     in_address = {write(value, errors="surrogateescape") for write in (quote, quote_plus)} | {
         quote(value, "", None, "surrogateescape")
