@@ -1,7 +1,7 @@
 """Results that steps hand to each other and leave on disk: frozen, as JSON, never pickled.
 
-A result says where its files are (`directory`) and which content made it (`key`). Two results with the same key come from the same
-inputs and the same code. Durations are recorded but do not count in the key.
+A result says where its files are (`directory`) and which content made it (`key`). Two results with the same key come from the
+same inputs and the same code. Durations are recorded but do not count in the key.
 """
 
 import hashlib
@@ -272,7 +272,7 @@ class MergeProof(StepResult):
     prompts: int
     """Number of held-out prompts in the comparison."""
     merge_difference: float
-    """Largest absolute difference in nats of a token's log-probability between base + adapter and the merged model, in float32."""
+    """Largest absolute difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
     max_logprob_difference: float
     """The same after the merged model is saved in model.merged_dtype and loaded again."""
     mean_logprob_difference: float

@@ -5,8 +5,8 @@
 
 A secret is the password or token before the @ of an address, a query parameter with the name of a secret (?api_key=), an
 Authorization header, a private key, or the value of an environment variable with the name of a secret, as a whole and line by
-line. It is found in plain text and in the encodings of JSON, Python, HTML and addresses. A secret that no rule describes, such as a
-password in a sentence, is not found.
+line. It is found in plain text and in the encodings of JSON, Python, HTML and addresses. A secret that no rule describes, such as
+a password in a sentence, is not found.
 
 All patterns take time linear in the length of the text.
 """
