@@ -1,0 +1,71 @@
+"""One table names every metric, and whoever writes or reads a metric uses its name from there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from schemas import metrics
+from schemas.metrics import CURVES, EVALUATION, HEADLINES, PLOTS, PROGRESS, TRAINING, describe, member
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NAMES = {metric.name for metric in TRAINING + EVALUATION}
+PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if len(part) > 1}
+"""What a name of a family consists of: `rewards/` and `/mean`."""
+OTHER_MEANINGS: dict[str, set[str]] = {}
+"""Files in which a word is not the name of a metric."""
+
+
+def literals(path):
+    """Text constants of a file with their lines, docstrings left out; of an f-string its constant pieces."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    # Literal["accuracy", ...] and annotations are types.
+    types = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Subscript) for inner in ast.walk(node.slice)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings | types:
+            yield node.lineno, node.value
+
+
+def test_no_metric_is_named_by_a_literal_outside_of_the_table():
+    found = []
+    for package in ("flows", "grpo_tasks", "schemas"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name == "schemas/metrics.py":
+                continue
+            found += [
+                f"{name}:{line}: {text!r}"
+                for line, text in literals(path)
+                if text in (NAMES | PARTS) - OTHER_MEANINGS.get(name, set())
+            ]
+    assert found == []
+
+
+def test_every_constant_is_a_metric_and_every_metric_a_constant():
+    constants = [value for name, value in vars(metrics).items() if name.isupper() and isinstance(value, str)]
+    assert sorted(constants) == sorted(NAMES)
+    assert len(NAMES) == len(TRAINING) + len(EVALUATION)
+
+
+def test_every_plot_has_metrics_and_every_plotted_metric_a_plot():
+    assert {plot.name for plot in PLOTS} == {metric.plot for metric in TRAINING if metric.plot}
+
+
+def test_every_metric_says_what_it_measures():
+    assert [metric.name for metric in TRAINING + EVALUATION if len(metric.meaning) < 10] == []
+    assert set(HEADLINES) <= {metric.name for metric in EVALUATION if metric.column}
+    assert set(CURVES) | set(PROGRESS) <= {metric.name for metric in TRAINING}
+
+
+@pytest.mark.parametrize("family", sorted(name for name in NAMES if "*" in name))
+def test_a_member_of_a_family_is_described_by_its_family(family):
+    assert member(family, "my_reward").split("/") == family.replace("*", "my_reward").split("/")
+    found = describe(member(family, "my_reward"))
+    assert found is not None
+    assert found.name == family
+
+
+def test_an_unknown_name_has_no_description():
+    assert describe("no_such_metric") is None
+    assert describe("rewards/format/no_such_figure") is None
