@@ -1,14 +1,12 @@
 """The contract between a step and its child process: a folder with spec.json in, files and maybe error.json out."""
 
-import ctypes
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_tasks.processes.lifetime import die_with_parent
 from schemas.errors import UserError, disk_full
 from schemas.secret import hide_output
 
@@ -19,8 +17,6 @@ LOG = "log.txt"
 """What the child and the reward functions print."""
 DISK_FULL = 28
 """Exit code of a child that had no room to write down what went wrong."""
-PARENT = "GRPO_PARENT_PID"
-"""Environment variable that names the process a child must not outlive."""
 
 
 def run_child(work: Callable[[Path], None]) -> None:
@@ -44,22 +40,3 @@ def run_child(work: Callable[[Path], None]) -> None:
         with suppress(OSError):
             traceback.print_exc()
         sys.exit(DISK_FULL)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing happens)."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # The parent may have died before the call above; then nobody is left to send the signal.
-    if os.environ.get(PARENT) not in (None, str(os.getppid())):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends (Linux; elsewhere nothing happens)."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)

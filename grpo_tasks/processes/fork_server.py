@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from setproctitle import setproctitle
 
-from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.lifetime import PARENT
 
 POLL_S = 0.05
 
