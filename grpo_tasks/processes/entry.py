@@ -1,4 +1,10 @@
-"""The contract between a step and its child process: a folder with spec.json in, files and maybe error.json out."""
+"""The contract between a step and its child process, `python -m MODULE DIRECTORY`: both know only the files in DIRECTORY.
+
+spec.json    in: what to do
+result.json  out: what came of it, beside the files that the step makes
+error.json   out, instead of a result: the error that the user is shown
+log.txt      out: everything that was printed
+"""
 
 import sys
 import traceback
@@ -16,11 +22,11 @@ RESULT = "result.json"
 LOG = "log.txt"
 """What the child and the reward functions print."""
 DISK_FULL = 28
-"""Exit code of a child that had no room to write down what went wrong."""
+"""Exit code of a child whose disk is full, where error.json cannot be written either; 28 is ENOSPC."""
 
 
 def run_child(work: Callable[[Path], None]) -> None:
-    """Entry of a child process: `work` on the folder given as the only argument; errors of ours are left as JSON."""
+    """Main function of a child process: run `work` on the folder that is its only argument; write a `UserError` to error.json."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
     directory = Path(sys.argv[1])
