@@ -1,6 +1,6 @@
-"""Frames on the socket between a reward worker and its parent: a mark and the length, then the message.
+"""What goes over the socket between worker.py and serve.py: one frame a message, its mark and length in front.
 
-The mark distinguishes an answer from bytes that a reward function wrote to a descriptor it should not know.
+The mark tells an answer from bytes that a reward function wrote to a descriptor it should not know.
 """
 
 import os
@@ -11,13 +11,13 @@ MARK = b"GRPO"
 HEADER = struct.Struct("!4sQ")
 """Mark and length of the payload in bytes."""
 MAX_TEXT = 4_000
-"""Longest text in an answer, in characters."""
+"""Most characters of any text in an answer."""
 HOW = "?"
-"""Order to the supervisor to report how the worker ended. Every other order is the label of the call that begins, or empty."""
+"""Order to the supervisor: the worker's socket is closed, say how it ended. Any other names the call that begins, or is empty."""
 READY = b"."
-"""The supervisor's answer to an order with a label: what is printed from now on belongs to that call."""
+"""The supervisor's answer to an order that names a call: what is printed from now on belongs to it."""
 
-# Bound at import, because a reward function may replace os.read and os.write in its process (gevent does).
+# Held here because a reward may replace os.read and os.write in its process (gevent does).
 _read: Callable[[int, int], bytes] = os.read
 _write: Callable[[int, bytes], int] = os.write
 
@@ -35,20 +35,16 @@ def write_frame(descriptor: int, payload: bytes) -> None:
 
 
 def read_frame(descriptor: int) -> bytes:
-    """The payload of the next frame from a blocking descriptor.
-
-    Raises:
-        EOFError: the other side is closed.
-    """
+    """The next frame's payload from a blocking descriptor; EOFError when the other side is closed."""
     _, size = HEADER.unpack(_read_exactly(descriptor, HEADER.size))
     return _read_exactly(descriptor, size)
 
 
 def _read_exactly(descriptor: int, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        chunk = _read(descriptor, min(size - len(received), 2**20))
-        if not chunk:
+    parts = bytearray()
+    while len(parts) < size:
+        part = _read(descriptor, min(size - len(parts), 2**20))
+        if not part:
             raise EOFError
-        received += chunk
-    return bytes(received)
+        parts += part
+    return bytes(parts)

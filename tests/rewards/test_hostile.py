@@ -150,8 +150,8 @@ def worker_of(own_module, rewards_config, tmp_path):
 WRITES = [
     ("half", "hung", "after 13 bytes of an answer"),
     ("huge", "broken", "announced an answer of 1,073,741,824 bytes"),
-    ("garbage", "broken", "wrote bytes that are not an answer"),
-    ("endless", "broken", "wrote bytes that are not an answer"),
+    ("garbage", "broken", "wrote bytes that are no answer"),
+    ("endless", "broken", "wrote bytes that are no answer"),
     ("forged", "broken", "answer"),
     ("deaf", "died", "closed its socket"),
 ]
