@@ -14,7 +14,7 @@ from grpo_tasks.data.parts import no_cycle_search, read_parts
 from grpo_tasks.data.raw_table import RAW_ARROW
 from grpo_tasks.data.records import Columns
 from grpo_tasks.data.seen import Seen
-from grpo_tasks.processes.entry import die_with_parent
+from grpo_tasks.processes.lifetime import die_with_parent
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from grpo_tasks.data.jsonl import Span, line_spans
 from grpo_tasks.data.parts import Part
 from grpo_tasks.data.records import Columns
 from grpo_tasks.data.seen import Seen
-from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.lifetime import PARENT
 from schemas.errors import DataError
 
 BIG = 32 * 2**20

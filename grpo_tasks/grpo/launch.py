@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_tasks.policy.load import pick_device
-from grpo_tasks.processes.entry import ERROR, PARENT
+from grpo_tasks.processes.entry import ERROR
+from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec

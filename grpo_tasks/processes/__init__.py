@@ -1,1 +1,13 @@
-"""Child processes: started, supervised, spoken to, and ended with whoever started them."""
+"""Child processes: how they are started, identified, supervised, spoken to, and ended with the process that started them.
+
+child.py              run_module: `python -m MODULE DIRECTORY` for a step; forks from fork_server.py
+entry.py              run_child: the other end of it, with the file names in DIRECTORY
+lifetime.py           a child dies with its parent, however the parent ends
+identity.py           a pid with its start time, which together name one process for ever
+server_supervisor.py  a server (vLLM) with everything it starts, as one process group
+framing.py, link.py   requests and replies between a trainer and its reward worker, every wait with a deadline
+lock.py               one process at a time in a folder
+ports.py              free ports
+
+What the processes compute is not here. Only fork_server.py imports torch; the others start at once.
+"""

@@ -1,4 +1,4 @@
-"""Heavy work in a process of its own: torch's memory is given back when a step ends, and a crash takes nothing else along."""
+"""Runs the heavy work of a step in a child process: its memory is free when the step ends, and a crash ends nothing else."""
 
 import contextlib
 import json
@@ -17,77 +17,83 @@ from schemas.errors import ChildDied, DiskFullError, UserError
 
 POLL_S = 0.1
 GRACE_S = 10.0
+"""Longest wait for a child to end after a signal."""
+LOG_LINES_SHOWN = 15
 
 
 def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None = None) -> None:
     """Run `python -m module directory` to its end; its output goes to `directory`/log.txt.
 
-    `tick` is called a few times a second meanwhile. Whatever ends this function early ends the child too.
+    `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too.
 
     Raises:
-        UserError: the child left one.
-        ChildDied: it ended badly without saying why.
+        UserError: the one that the child wrote to error.json.
+        ChildDied: the child ended with an error code or a signal and wrote no error.
     """
     child = Child(module, directory)
     try:
-        while child.running(POLL_S):
+        while child.is_running(POLL_S):
             if tick is not None:
                 tick()
     finally:
         child.end()
-    if child.code != 0:
-        raise _error_of(child.code, module, directory)
+    if child.exit_code != 0:
+        raise _error_of(child.exit_code, module, directory)
 
 
 class Child:
-    """A child process, forked by a server of this process that has the libraries loaded (fork_server.py)."""
+    """A child process, forked by a fork server that has imported the libraries already (fork_server.py)."""
 
-    idle: list[Connection] = []  # noqa: RUF012 - the servers of the whole process
-    """Servers that wait for work; one forks one child at a time."""
+    idle_servers: list[Connection] = []  # noqa: RUF012 - shared by all children of this process on purpose
+    """Fork servers that wait for work. A server forks one child at a time; children that run at once have a server each."""
 
     def __init__(self, module: str, directory: Path) -> None:
         log = directory / LOG
+        # The environment of this moment: the server was started earlier, with another one.
         request = {"module": module, "directory": str(directory), "log": str(log), "environment": dict(os.environ)}
-        self.code = -signal.SIGKILL
-        """Exit code, negative for a signal; SIGKILL also where the server was killed, for its child dies with it."""
+        self.exit_code = -signal.SIGKILL
+        """Negative for a signal. SIGKILL also stands for a child whose server was killed, because the child dies with it."""
         self._pid: int | None = None
-        # A server that waited too long may be gone.
+        """Pid of the child while it runs."""
+        # An idle server may have been killed meanwhile: try the next one, in the end a new one.
         while self._pid is None:
-            fresh = not Child.idle
-            self._server = _start_server(log) if fresh else Child.idle.pop()
+            is_new = not Child.idle_servers
+            self._server = _start_server(log) if is_new else Child.idle_servers.pop()
             try:
                 self._server.send_bytes(json.dumps(request).encode())
                 self._pid = int(self._server.recv_bytes())
             except (EOFError, OSError):
                 self._server.close()
-                if fresh:
-                    self.code = 1
+                if is_new:
+                    # The reason is in the log, where the server's output goes too.
+                    self.exit_code = 1
                     return
 
-    def running(self, wait_s: float) -> bool:
-        """Whether it still runs, after at most `wait_s` seconds."""
+    def is_running(self, wait_s: float) -> bool:
+        """Wait at most `wait_s` seconds for the child to end; True when it still runs then."""
         if self._pid is None:
             return False
         if not self._server.poll(wait_s):
             return True
         self._pid = None
         try:
-            self.code = int(self._server.recv_bytes())
-            Child.idle.append(self._server)
+            self.exit_code = int(self._server.recv_bytes())
+            Child.idle_servers.append(self._server)
         except (EOFError, OSError):
             self._server.close()
         return False
 
     def end(self) -> None:
-        """End it, if need be by force."""
-        for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        """End the child: by SIGTERM first, by SIGKILL if it does not end."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, number)
-                self.running(wait_s)
+                self.is_running(GRACE_S)
 
 
 def _start_server(log: Path) -> Connection:
+    """Start a fork server whose own output goes to `log`; it ends when the connection is closed."""
     ours, theirs = socket.socketpair()
     with theirs, log.open("ab") as file:
         subprocess.Popen(
@@ -100,27 +106,27 @@ def _start_server(log: Path) -> Connection:
     return Connection(ours.detach())
 
 
-def _error_of(code: int, module: str, directory: Path) -> UserError:
-    if code == DISK_FULL:
+def _error_of(exit_code: int, module: str, directory: Path) -> UserError:
+    if exit_code == DISK_FULL:
         return no_room(directory)
     if (directory / ERROR).exists():
         return UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
-    tail = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    tail = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     return ChildDied(
         "\n".join([f"{module} {how}; the end of its log:", *(f"    {line}" for line in tail)]),
         place=str(directory / LOG),
-        fix="start the same command again: finished steps are kept, a stage goes on from its last checkpoint"
-        + (" (signal 9 is often the kernel out of memory: smaller batches)" if code == -9 else ""),
+        fix="run the same command again: finished steps are skipped, a stage continues from its last checkpoint"
+        + (" (signal 9 is often the kernel out of memory: use smaller batches)" if exit_code == -9 else ""),
     )
 
 
 def no_room(directory: Path) -> DiskFullError:
-    """The error of a step, or of a run, that could not write."""
+    """The error of a step, or of a run, whose disk is full."""
     free = shutil.disk_usage(directory).free
     return DiskFullError(
-        f"there is no room left to write to ({free / 2**20:.0f} MiB are free now)",
+        f"the disk is full ({free / 2**20:.0f} MiB are free now)",
         place=str(directory),
-        fix="free some space, then start the same command again: it goes on from the last whole checkpoint; "
-        "resources.output_dir moves the runs elsewhere, stages.N.save_total_limit keeps fewer checkpoints",
+        fix="free some space, then run the same command again: it continues from the last complete checkpoint; "
+        "resources.output_dir moves the runs to another disk, stages.N.save_total_limit keeps fewer checkpoints",
     )

@@ -1,14 +1,18 @@
-"""The contract between a step and its child process: a folder with spec.json in, files and maybe error.json out."""
+"""The contract between a step and its child process, `python -m MODULE DIRECTORY`: both know only the files in DIRECTORY.
 
-import ctypes
-import os
-import signal
+spec.json    in: what to do
+result.json  out: what came of it, beside the files that the step makes
+error.json   out, instead of a result: the error that the user is shown
+log.txt      out: everything that was printed
+"""
+
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_tasks.processes.lifetime import die_with_parent
 from schemas.errors import UserError, disk_full
 from schemas.secret import hide_output
 
@@ -18,13 +22,11 @@ RESULT = "result.json"
 LOG = "log.txt"
 """What the child and the reward functions print."""
 DISK_FULL = 28
-"""Exit code of a child that had no room to write down what went wrong."""
-PARENT = "GRPO_PARENT_PID"
-"""Environment variable that names the process a child must not outlive."""
+"""Exit code of a child whose disk is full, where error.json cannot be written either; 28 is ENOSPC."""
 
 
 def run_child(work: Callable[[Path], None]) -> None:
-    """Entry of a child process: `work` on the folder given as the only argument; errors of ours are left as JSON."""
+    """Main function of a child process: run `work` on the folder that is its only argument; write a `UserError` to error.json."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: python -m {Path(sys.argv[0]).parent.name} DIRECTORY (a folder with {SPEC})")
     directory = Path(sys.argv[1])
@@ -44,22 +46,3 @@ def run_child(work: Callable[[Path], None]) -> None:
         with suppress(OSError):
             traceback.print_exc()
         sys.exit(DISK_FULL)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing happens)."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # The parent may have died before the call above; then nobody is left to send the signal.
-    if os.environ.get(PARENT) not in (None, str(os.getppid())):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends (Linux; elsewhere nothing happens)."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)

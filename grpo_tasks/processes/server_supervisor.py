@@ -1,9 +1,12 @@
-"""`python -m grpo_tasks.processes.server_supervisor COMMAND...`: a server that never outlives whoever asked for it.
+"""`python -m grpo_tasks.processes.server_supervisor COMMAND...`: runs a server that never outlives the process that wanted it.
 
-Started as the leader of a process group, which the server and all it starts join. The group is ended when this process is told
-to end, when the process that started this one is gone (however it went), when the server ends by itself, and, by a second
-process that waits for nothing else, when this one is killed. The server's sockets go too: vLLM leaves them in the temporary
-folder. Standard library only: it has to start at once.
+    caller --starts--> supervisor (leader of a process group) --starts--> server --starts--> its own processes
+                            |
+                            +--forks--> guard, which waits for the end of the supervisor and nothing else
+
+The supervisor ends the whole process group when it receives a signal to end, when its caller has ended, however that happened, or
+when the server has ended by itself. The guard ends the group when the supervisor is killed. The server's sockets are removed
+too: vLLM leaves them in the temporary folder. Standard library only: it has to start at once.
 """
 
 import os
@@ -16,37 +19,45 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-LOOK_S = 0.3
+from grpo_tasks.processes.lifetime import PARENT
+
+POLL_S = 0.3
 GRACE_S = 8.0
+"""Longest wait for the server to end after SIGTERM; what is left is killed."""
 
 
 def main(command: list[str]) -> NoReturn:
-    """Run the command until it ends, we are told to end, or our parent is gone; ends with the group."""
-    parent = int(os.environ.get("GRPO_PARENT_PID") or os.getppid())
-    told = {"to end": False}
+    """Run the command until it ends, a signal arrives, or the caller has ended; then end the process group."""
+    caller = int(os.environ.get(PARENT) or os.getppid())
+    stop_requested = False
 
-    def end(*_: object) -> None:
-        told["to end"] = True
+    def request_stop(*_: object) -> None:
+        nonlocal stop_requested
+        stop_requested = True
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, end)
-    sockets = tempfile.mkdtemp(prefix="vllm-")  # short: the path of a socket has 107 bytes at most
-    keeper = os.getpid()
-    if os.fork() == 0:
-        while os.getppid() == keeper:
-            time.sleep(LOOK_S)
-        _end_group(sockets)
+        signal.signal(number, request_stop)
+    sockets = tempfile.mkdtemp(prefix="vllm-")  # short: the path of a socket has at most 107 bytes
+    _fork_guard(sockets)
     server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets})
-    while server.poll() is None and not told["to end"] and os.getppid() == parent:
-        time.sleep(LOOK_S)
+    while server.poll() is None and not stop_requested and os.getppid() == caller:
+        time.sleep(POLL_S)
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)
     _end_group(sockets)
 
 
+def _fork_guard(sockets: str) -> None:
+    supervisor = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == supervisor:
+            time.sleep(POLL_S)
+        _end_group(sockets)
+
+
 def _end_group(sockets: str) -> NoReturn:
-    """All that is left of the group, this process included."""
+    """Kill everything that is left of the process group, this process included."""
     shutil.rmtree(sockets, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
     raise AssertionError

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_tasks.processes.entry import die_with_parent
 from grpo_tasks.processes.framing import MAX_TEXT, read_frame, write_frame
+from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result, shorten
 from grpo_tasks.rewards.registry import RewardFunction, load_function
 from schemas.config.rewards import RewardsConfig

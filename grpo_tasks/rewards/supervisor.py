@@ -24,8 +24,8 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.processes.entry import PARENT, adopt_orphans
 from grpo_tasks.processes.framing import HOW, READY
+from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
 
 LOOK_S = 0.05
 """Seconds between two looks at the memory during a call."""

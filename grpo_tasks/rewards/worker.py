@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
 from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values
 from grpo_tasks.rewards.replies import LOADED_BYTES, max_bytes, read_loaded, read_scores

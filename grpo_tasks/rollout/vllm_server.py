@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from grpo_tasks.processes.entry import PARENT
+from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig

@@ -1,11 +1,16 @@
-"""Whether a step is finished: its folder holds a sealed result whose manifest agrees with every file.
+"""Decides whether a step is skipped: its folder must hold a sealed result whose manifest agrees with every file.
 
-    result.json missing            not finished
-    seal broken, a file differs    named in the log, cleared away, run again
-    all as written                 skipped
+    result.json                                 the step
+    missing, or without a seal                  runs: it did not get to its end
+    damaged, or a file differs from the         logs what differs and runs again
+      manifest (size or SHA-256)
+    sealed, and every file as in the manifest   is skipped
 
-A trained stage is worth hours, so it is treated with care: with its journal intact it continues from its last whole checkpoint,
-which is verified on its own; otherwise its folder is set aside under another name before the stage starts anew.
+The folder itself is chosen by the content key (key.py), so inputs or code that changed lead to another folder, without a result.
+
+Before a step runs, `clear` empties its folder. A trained stage is worth hours, so it loses as little as possible. If its journal
+and tables are intact, it continues from its last complete checkpoint, which is verified separately. If not, its folder is kept
+under another name and the stage starts anew.
 """
 
 import shutil
@@ -23,41 +28,48 @@ from schemas.results import StepResult
 
 Made = TypeVar("Made", bound=StepResult)
 
-REMADE = ("final", "checkpoints", "spec.json")
+REBUILT = ("final", "checkpoints", "spec.json")
 """What a stage writes again when it continues from a checkpoint."""
 DAMAGED = "damaged.txt"
-"""Marks a folder in which something differs from the manifest, until the step has cleared it away."""
-_NAMED = 5
+"""Lists the files of a folder that differ from the manifest, until `clear` has dealt with them."""
+MAX_CHANGES_SHOWN = 5
 
 
 def finished_result(kind: type[Made], folder: Path) -> Made | None:
-    """The result of a finished step; None when there is none, or when something in the folder is not what the step wrote."""
+    """The result of a finished step; None if there is none, or if any file of the folder is not what the step wrote."""
     path = folder / RESULT
     if not path.exists():
         return None
     try:
         result = kind.load(path)
     except DamagedError as error:
-        _give_up(folder, [RESULT], f"{error.message}: {path}")
+        _mark_damaged(folder, [RESULT], f"{error.message}: {path}")
         return None
     if not result.seal:
-        # Written by the step's process; the step itself did not get to the end.
+        # Written by the child process. The seal comes last, when the step has hashed every file.
         return None
     changes = find_changes(folder, result.manifest)
     if changes:
-        shown = "; ".join(map(str, changes[:_NAMED])) + (f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else "")
-        _give_up(folder, [change.path for change in changes], f"{folder}: {shown}")
+        shown = "; ".join(map(str, changes[:MAX_CHANGES_SHOWN]))
+        more = f"; and {len(changes) - MAX_CHANGES_SHOWN} more" if len(changes) > MAX_CHANGES_SHOWN else ""
+        _mark_damaged(folder, [change.path for change in changes], f"{folder}: {shown}{more}")
         return None
+    # The folder of all runs may have been moved since; the paths in the result follow.
     return result if result.directory == folder else result.moved_to(folder)
 
 
-def _give_up(folder: Path, paths: list[str], what: str) -> None:
-    get_run_logger().warning("%s; the step runs again", what)
+def _mark_damaged(folder: Path, paths: list[str], damage: str) -> None:
+    get_run_logger().warning("%s; the step runs again", damage)
     (folder / DAMAGED).write_text("\n".join(paths), encoding="utf-8")
 
 
 def clear(folder: Path, *, resumable: bool) -> None:
-    """Make a folder ready for its step: empty, or for a resumable step with what it can continue from."""
+    """Prepare a folder for its step.
+
+    Args:
+        folder: created if it does not exist.
+        resumable: keep what the step can continue from; otherwise the folder is emptied.
+    """
     if not resumable:
         shutil.rmtree(folder, ignore_errors=True)
     elif (folder / DAMAGED).exists():
@@ -66,29 +78,30 @@ def clear(folder: Path, *, resumable: bool) -> None:
 
 
 def _clear_damage(folder: Path, paths: list[str]) -> None:
-    if all(path == RESULT or path.split("/")[0] in REMADE for path in paths):
-        # The result is made again from what is whole: final weights and result from the last checkpoint.
+    if all(path == RESULT or path.split("/")[0] in REBUILT for path in paths):
+        # Everything damaged can be rebuilt from a checkpoint: remove the result, the final weights and the damaged checkpoints.
         (folder / RESULT).unlink(missing_ok=True)
         for path in ["final", *(path for path in paths if path.startswith("checkpoints/"))]:
-            shutil.rmtree(folder / "/".join(path.split("/")[:2]), ignore_errors=True)
+            two_levels = path.split("/")[:2]  # of checkpoints/step-000050/state.json the folder of that checkpoint
+            shutil.rmtree(folder.joinpath(*two_levels), ignore_errors=True)
         (folder / DAMAGED).unlink()
         return
     names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     folder.rename(aside)
     (aside / RESULT).unlink(missing_ok=True)
-    get_run_logger().warning("%s: its journal or tables cannot be trusted; set aside as %s, the stage starts anew", folder, aside)
+    get_run_logger().warning("%s: journal or tables are damaged; kept as %s, and the stage starts anew", folder, aside)
 
 
 def require_unchanged(inputs: Mapping[str, Any]) -> None:
-    """Compare the files of earlier steps with their manifests, right before a step reads them.
+    """Compare the outputs of earlier steps with their manifests, right before a step reads them.
 
     Raises:
         DamagedError: a file differs.
     """
     for result in _results_in(list(inputs.values())):
-        wanted = [file for file in result.manifest if file.path.split("/")[0] in result.OUTPUTS]
-        changes = find_changes(result.directory, wanted)
+        outputs = [file for file in result.manifest if file.path.split("/")[0] in result.OUTPUTS]
+        changes = find_changes(result.directory, outputs)
         if changes:
             raise DamagedError(
                 str(changes[0]),

@@ -1,7 +1,11 @@
 """Content keys: a hash of a step's inputs and of the code it reaches.
 
-Prefect's own TASK_SOURCE policy hashes only the lines of the task; with the logic in the rooms, an edited library would give back
-the old result. Here the rooms count too, without their comments and docstrings.
+Prefect's TASK_SOURCE policy hashes only the lines of the task itself. The logic is in the rooms, so an edited room would give
+back the old result. Here the code of the rooms counts too, without its comments and docstrings.
+
+    counts by its content    data files, model folders, the user's own reward modules, outputs of earlier steps
+    counts by its JSON       everything else in the inputs
+    does not count           where a file lies, when or how fast a step ran, machine settings (they are no inputs)
 """
 
 import ast
@@ -31,16 +35,13 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over the step's name, the source of its rooms and of schemas/, and its inputs.
-
-    Results of earlier steps count by their keys and the contents of their outputs, models, data files and the user's own modules
-    by their contents, everything else by its JSON.
+    """SHA-256 (hex) over the name of the step, the code of its rooms and of schemas/, and its inputs.
 
     Raises:
-        DamagedError: a model is not what the step that made it has written.
+        DamagedError: the files of a model are not the ones that its step wrote.
     """
     parts = [step, *(f"{room}={source_digest(room)}" for room in sorted({*rooms, "schemas"}))]
-    parts += [f"{name}={_canonical(value)}" for name, value in sorted(inputs.items())]
+    parts += [f"{name}={_canonical_json(value)}" for name, value in sorted(inputs.items())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -52,11 +53,11 @@ def source_digest(room: str) -> str:
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(_ROOT.parent).as_posix().encode() + b"\0")
-        digest.update(_code_of(path).encode() + b"\0")
+        digest.update(_without_docstrings(path).encode() + b"\0")
     return digest.hexdigest()
 
 
-def _code_of(path: Path) -> str:
+def _without_docstrings(path: Path) -> str:
     if path.suffix != ".py":
         return path.read_text(encoding="utf-8")
     tree = _parse(path.read_text(encoding="utf-8"))
@@ -67,7 +68,7 @@ def _code_of(path: Path) -> str:
 
 
 @tenacity.retry(
-    # Python 3.11 counts the depths of all threads together and takes another thread's compilation for its own fault.
+    # Python 3.11 counts the recursion depth of all threads together, so a compilation in another thread can fail this one.
     retry=tenacity.retry_if_exception_type(SystemError),
     stop=tenacity.stop_after_attempt(20),
     wait=tenacity.wait_fixed(0.05),
@@ -77,74 +78,74 @@ def _parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+def _canonical_json(value: Any) -> str:
+    return json.dumps(_json_value(value), sort_keys=True, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return _record(value)
+        return _model_json(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return _json_value(asdict(value))
     return str(value) if isinstance(value, Path) else value
 
 
-def _record(value: BaseModel) -> Any:
+def _model_json(value: BaseModel) -> Any:
     if isinstance(value, StepResult):
-        # Made again, a step may leave other bytes under the same key (on a GPU it does): they count too.
+        # The key alone is not enough: a step that runs again may write other bytes under the same key (on a GPU it does).
         return [value.key, outputs_sha256(value.manifest, value.OUTPUTS)]
     if isinstance(value, ModelRef):
         return model_contents(value)
-    fields = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
-    # Where a module was found says nothing about what it does.
+    fields = {name: _json_value(getattr(value, name)) for name in type(value).model_fields}
+    # The folder in which a module was found does not matter, only its code (see _contents).
     fields.pop("module_dir", None)
     return fields | {"contents": _contents(value)}
 
 
 def _contents(value: BaseModel) -> str:
-    """What a config only names: data files, model folders and the user's own reward functions count by content."""
+    """Digest of what a config section refers to by name: a data file, a model folder or hub commit, the code of rewards."""
     if isinstance(value, DataSource | ModelConfig):
         path = Path(resolve(value.path))
         if path.exists():
             return path_sha256(path)
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig):
-        return _code(value, None)
+        return _reward_code(value, None)
     if isinstance(value, RewardsConfig):
-        return " ".join(_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
+        return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
 
 
-def _code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:
+def _reward_code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:
     module, colon, _ = (reward.function or "").partition(":")
     return modules_sha256(module, folders) if colon else ""
 
 
 def model_contents(ref: ModelRef) -> dict[str, str]:
-    """What a model is made of: the contents of its base and of its adapter, wherever they lie.
+    """Digests of a model's base and adapter, wherever they lie.
 
     Raises:
-        DamagedError: the files are not those that the reference was made for.
+        DamagedError: the files are not the ones that the reference was made for.
     """
     base = Path(resolve(ref.path))
-    made_of = {"base": path_sha256(base) if base.exists() else hub_commit(ref.path, ref.revision)}
+    digests = {"base": path_sha256(base) if base.exists() else hub_commit(ref.path, ref.revision)}
     if not base.exists():
-        made_of |= {"hub": f"{ref.path}@{ref.revision}"}
+        digests |= {"hub": f"{ref.path}@{ref.revision}"}
     if ref.adapter is not None:
-        made_of["adapter"] = path_sha256(ref.adapter)
-    if ref.sha256 is not None and ref.sha256 != made_of.get("adapter", made_of["base"]):
+        digests["adapter"] = path_sha256(ref.adapter)
+    if ref.sha256 is not None and ref.sha256 != digests.get("adapter", digests["base"]):
         raise DamagedError(
             "the model is not what its step wrote (its SHA-256 differs)",
             place=str(ref.adapter or base),
             fix="run the same command again: the step that made it runs again",
         )
-    return made_of
+    return digests
 
 
 def path_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file, or over all files of a folder."""
+    """SHA-256 (hex) of a file, or of all files of a folder together."""
     return file_sha256(path) if path.is_file() else folder_sha256(path)

@@ -1,13 +1,15 @@
-"""A stage's progress for people: a bar in the terminal, lines in the Prefect log; and the journal on its way to MLflow.
+"""Shows the progress of a stage while it is trained: a bar in the terminal, lines in the Prefect log, events in the Prefect UI.
 
-The trainer knows none of them; all is read from its journal.
+    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect
+                                                        --`ship`, every few seconds--> MLflow
+
+The trainer knows none of these: everything comes from its journal.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 from uuid import NAMESPACE_URL, uuid5
@@ -17,25 +19,31 @@ from prefect.context import TaskRunContext
 from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, read_lines
+from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
 
-LOOK_S = 0.5
-WATCHED = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}
+POLL_S = 0.5
+SHOWN = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}
+"""Metrics in the bar, the log lines and the summary, with the short names that they have there."""
 
 
 class StageProgress:
-    """Follows the journal of a stage while it is trained.
+    """Follows the journal of a stage; a context manager around its training.
 
-    `ship` is called every `ship_every_s` seconds and at the end; every `logging_steps`-th update and the last one get a log line.
+    Args:
+        stage: every `logging_steps`-th update and the last one get a log line.
+        directory: where the journal and the events are written.
+        ship: sends new lines of the journal to the tracking server.
+        ship_every_s: seconds between two calls of `ship`; it is also called at the end.
     """
 
     def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = get_run_logger()
-        self._journal, self._events = _Tail(directory.journal, JOURNAL_KEYS), _Tail(directory.events, EVENT_KEYS)
-        self._looked = self._shipped = time.monotonic()
+        self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
+        self._polled = self._shipped = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -46,33 +54,33 @@ class StageProgress:
             transient=True,
         )
         self._task = self._bar.add_task(f"stage {stage.name}", total=stage.max_steps, figures="")
-        # A stage that resumes has logged these updates before.
-        before = self._journal.read()
-        self._last = self._logged = before[-1] if before else None
+        # The updates before a resume were logged by the run that made them.
+        earlier = self._journal.read()
+        self._last = self._logged = earlier[-1] if earlier else None
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._look(final=True)
+        self._poll(final=True)
         self._bar.stop()
 
     def tick(self) -> None:
-        """Look, at most twice a second."""
-        if time.monotonic() - self._looked >= LOOK_S:
-            self._look(final=False)
+        """Show what is new; reads the files at most twice a second, however often it is called."""
+        if time.monotonic() - self._polled >= POLL_S:
+            self._poll(final=False)
 
     def summary(self, journal: Journal) -> str:
-        """The stage as Markdown: first, middle and last updates."""
-        names = [name for name in WATCHED if any(name in metrics for metrics in journal.steps.values()) or name == "reward"]
-        steps = sorted({1, *(round(journal.last_step * part / 8) for part in range(1, 9))} & journal.steps.keys())
+        """A table of the first, the last and seven updates between them, in Markdown."""
+        names = [name for name in SHOWN if any(name in metrics for metrics in journal.steps.values()) or name == "reward"]
+        steps = sorted({1, *(round(journal.last_step * eighth / 8) for eighth in range(1, 9))} & journal.steps.keys())
         lines = [f"# Stage {self._stage.name}", "", f"| update | {' | '.join(names)} |", f"|---:|{'---:|' * len(names)}"]
         lines += [f"| {step} | {' | '.join(_number(_latest(journal, name, step)) for name in names)} |" for step in steps]
-        return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model gets better: watch the reward."])
+        return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model improves: watch the reward."])
 
-    def _look(self, *, final: bool) -> None:
-        self._looked = time.monotonic()
+    def _poll(self, *, final: bool) -> None:
+        self._polled = time.monotonic()
         lines, events = self._journal.read(), self._events.read()
         for event in events:
             self._log.warning("stage %s, update %s: %s: %s", self._stage.name, event["step"], event["event"], event["detail"])
@@ -80,52 +88,41 @@ class StageProgress:
         for line in lines:
             self._last = line
             if line["step"] % self._stage.logging_steps == 0:
-                self._tell(line)
+                self._log_update(line)
         if lines:
             self._bar.update(self._task, completed=lines[-1]["step"], figures=_figures(lines[-1]))
         if final and self._last is not None and self._last is not self._logged:
-            self._tell(self._last)
-        if final or self._looked - self._shipped >= self._ship_every_s:
-            self._shipped = self._looked
+            self._log_update(self._last)
+        if final or self._polled - self._shipped >= self._ship_every_s:
+            self._shipped = self._polled
             self._ship()
 
-    def _tell(self, line: dict[str, Any]) -> None:
+    def _log_update(self, line: dict[str, Any]) -> None:
         self._logged = line
         self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
 
     def _emit(self, event: dict[str, Any]) -> None:
-        """Into the feed of the Prefect UI, where an automation can wait for it."""
+        """Send an event to the event feed of the Prefect UI, where it can trigger an automation."""
         resource = {"prefect.resource.id": f"grpo.stage.{self._directory.root.name}"}
         context = TaskRunContext.get()
         run = context.task_run.flow_run_id if context else None
         related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}] if run else []
         payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
-        # The same event has the same id, also when a stage that was killed tells it again.
-        number = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
-        emit_event(event=f"grpo.{event['event']}", resource=resource, related=related, payload=payload, id=number)
+        # Derived from the event: a stage that resumes repeats events, and Prefect ignores an id that it knows.
+        event_id = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
+        emit_event(event=f"grpo.{event['event']}", resource=resource, related=related, payload=payload, id=event_id)
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""
 
 
-class _Tail:
-    """Whole lines of a growing file of JSON lines, each once."""
-
-    def __init__(self, path: Path, keys: Mapping[str, type]) -> None:
-        self._path, self._keys, self._at = path, keys, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        lines, self._at = read_lines(self._path, self._keys, self._at)
-        return lines
-
-
 def _figures(line: dict[str, Any]) -> str:
     metrics = line["metrics"]
-    return " ".join(f"{short} {_number(metrics[name])}" for name, short in WATCHED.items() if name in metrics)
+    return " ".join(f"{short} {_number(metrics[name])}" for name, short in SHOWN.items() if name in metrics)
 
 
 def _latest(journal: Journal, metric: str, step: int) -> float | None:
-    """The value of an update, or the last one before it: some metrics are measured now and then."""
+    """The value at an update, or the latest one before it, because some metrics are not measured at every update."""
     values = journal.window(metric, last=step, size=step)
     return values[-1] if values else None
 

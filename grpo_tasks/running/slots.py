@@ -1,11 +1,19 @@
-"""One run at a time, on a card or at a model: a global concurrency limit of Prefect's with a single slot.
+"""Slots: one run at a time on a GPU, or on a registered model. A slot is a global concurrency limit of Prefect's with limit 1.
 
-The UI shows the limits under Concurrency.
+    hold(slot)  ->  the slot is free: acquire it with a lease, renew the lease while the block runs, release it
+                    the slot is held: log who holds it, try again every two seconds; free it when its holder is dead
 
-    hold(slot)  ->  slot free: take it with a lease, renew the lease while the work lasts, give it back
-                    slot taken: say by whom, look again every two seconds; a holder that is dead loses it
+The limit, the lease and the count that the UI shows under Concurrency are Prefect's. The waiting, the renewal and the record of
+the holder (a Prefect variable) are ours, because `prefect.concurrency.sync.concurrency` of Prefect 3.8 would lose these promises:
 
-Prefect keeps no record of who holds a slot, so the holder writes itself into a Prefect variable.
+    a waiting run says who holds the slot   Prefect's API tells nobody the holder of a global limit
+    a dead holder loses its slot at once    Prefect waits for the lease to expire: measured 54 s, and the waiting run sleeps up to
+                                            30 s between two attempts; without a server of its own, where each command starts a
+                                            temporary one, nobody expires the lease and the slot is lost
+    a restarted server frees the slot       leases are kept in the server's memory, the count in its database: after a restart
+                                            the release of an unknown lease changes nothing
+    a server that is away costs nothing     Prefect stops renewing after three failed attempts, and fails the run whose release
+                                            does not reach the server
 """
 
 import json
@@ -16,13 +24,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
-import psutil
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
@@ -30,31 +38,33 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.variables import Variable
 
+from grpo_tasks.processes.identity import ProcessIdentity
 from schemas.config.operations import ResourcesConfig
 
 LEASE_S = 60.0
-"""The shortest Prefect allows; a machine that vanishes loses its slot after this."""
-RENEW_S = 15.0
-LOOK_S = 2.0
+"""Duration of a lease, the shortest that Prefect allows. The slot of a machine that vanishes is free after this."""
+RENEWAL_INTERVAL_S = 15.0
+RETRY_INTERVAL_S = 2.0
 SHARED = "shared"
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a slot."""
+    """The run that holds a slot, as recorded in a Prefect variable."""
 
     run: str
+    """Name of the flow run."""
     run_id: str
     lease_id: str
     host: str
     pid: int
     born: float
-    """When the process began; a number that is used again belongs to another one."""
+    """Start time of the process (see ProcessIdentity)."""
 
     def is_dead(self, client: SyncPrefectClient) -> bool:
-        """Whether the process is gone (on this machine) or its flow run has ended."""
-        if self.host == socket.gethostname() and not _is_process(self.pid, self.born):
+        """Whether its process has ended (known for this machine only) or its flow run has."""
+        if self.host == socket.gethostname() and not ProcessIdentity(self.pid, self.born).is_running():
             return True
         try:
             state = client.read_flow_run(UUID(self.run_id)).state
@@ -64,9 +74,9 @@ class Holder:
 
 
 def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
-    """Names of the slots a run takes: those of its cards, the one it names, or none (CPU, shared).
+    """Names of the slots a run holds: those of its GPUs, the one it names, or none (CPU, shared).
 
-    In one order for everybody, so that two runs never wait for each other.
+    They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
     """
     if resources.gpu_slot == SHARED:
         return []
@@ -76,14 +86,14 @@ def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> li
         has_cards = Path("/proc/driver/nvidia/gpus").exists()
     if resources.device == "cpu" or not has_cards:
         return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = named.split(",") if named else [str(card) for card in range(resources.num_processes)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(card) for card in range(resources.num_processes)]
     return sorted(f"gpu-{socket.gethostname()}-{card}" for card in cards[: resources.num_processes])
 
 
 @contextmanager
 def hold_all(slots: Iterable[str]) -> Iterator[None]:
-    """Have all these slots while the block runs."""
+    """Hold all these slots while the block runs."""
     with ExitStack() as stack:
         for slot in slots:
             stack.enter_context(hold(slot))
@@ -92,44 +102,44 @@ def hold_all(slots: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def hold(slot: str) -> Iterator[None]:
-    """Have the slot while the block runs; wait for it as long as it takes."""
+    """Hold the slot while the block runs; wait for it as long as necessary."""
     with get_client(sync_client=True) as client:
-        holder = _take(client, slot)
-        done = threading.Event()
-        renewal = threading.Thread(target=_renew, args=(UUID(holder.lease_id), done), daemon=True)
+        holder = _acquire(client, slot)
+        finished = threading.Event()
+        # In a copy of this context: a Prefect server set for this block only must be the renewal's server too.
+        renewal = threading.Thread(target=copy_context().run, args=(_renew, UUID(holder.lease_id), finished), daemon=True)
         renewal.start()
         try:
             yield
         finally:
-            done.set()
+            finished.set()
             renewal.join()
-            get_run_logger().info("slot %s given back", slot)
-            _give_back(client, slot, holder)
+            _release_own(client, slot, holder)
 
 
-def _take(client: SyncPrefectClient, slot: str) -> Holder:
+def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
     with suppress(ObjectAlreadyExists):
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=slot, limit=1, active=True))
-    told = None
-    while (lease_id := _try(client, slot)) is None:
-        other = _holder(slot)
+    reported = None
+    while (lease_id := _try_to_acquire(client, slot)) is None:
+        other = _read_holder(slot)
         if other is not None and other.is_dead(client):
-            get_run_logger().warning("slot %s: its holder %s is dead, the slot is freed", slot, other.run)
-            _give_back(client, slot, other)
+            get_run_logger().warning("slot %s: its holder, the run %s, is dead; the slot is freed", slot, other.run)
+            _release(client, slot, other)
             continue
-        if other is not None and told != other.run_id:
-            told = other.run_id
+        if other is not None and reported != other.run_id:
+            reported = other.run_id
             get_run_logger().info("waiting for the slot %s, held by the run %s on %s", slot, other.run, other.host)
-        time.sleep(LOOK_S)
-    born = psutil.Process().create_time()
-    holder = Holder(flow_run.name or "", str(flow_run.id), lease_id, socket.gethostname(), os.getpid(), born)
+        time.sleep(RETRY_INTERVAL_S)
+    own = ProcessIdentity.of()
+    holder = Holder(flow_run.name or "", str(flow_run.id), lease_id, socket.gethostname(), own.pid, own.born)
     Variable.set(_variable(slot), json.dumps(asdict(holder)), overwrite=True)
-    get_run_logger().info("slot %s taken", slot)
+    get_run_logger().info("slot %s acquired", slot)
     return holder
 
 
-def _try(client: SyncPrefectClient, slot: str) -> str | None:
-    """Id of the lease, or None when the slot is taken."""
+def _try_to_acquire(client: SyncPrefectClient, slot: str) -> str | None:
+    """Id of the lease; None when somebody holds the slot."""
     try:
         answer = client.increment_concurrency_slots_with_lease([slot], 1, "concurrency", lease_duration=LEASE_S)
     except httpx.HTTPStatusError as error:
@@ -139,45 +149,48 @@ def _try(client: SyncPrefectClient, slot: str) -> str | None:
     return str(answer.json()["lease_id"])
 
 
-def _renew(lease_id: UUID, done: threading.Event) -> None:
+def _renew(lease_id: UUID, finished: threading.Event) -> None:
     with get_client(sync_client=True) as client:
-        while not done.wait(RENEW_S):
-            try:
+        while not finished.wait(RENEWAL_INTERVAL_S):
+            # A server that is away, or that lost the lease in a restart, is no reason to stop the training: try again.
+            with suppress(httpx.HTTPError, ObjectNotFound):
                 client.renew_concurrency_lease(lease_id, LEASE_S)
-            except (httpx.HTTPError, ObjectNotFound):
-                # A server that is away or was started anew is no reason to stop the training; the next turn tries again.
-                continue
 
 
-def _give_back(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
-    """Free the slot, unless somebody else has it by now or is at it."""
-    current = _holder(slot)
+def _release_own(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
+    try:
+        _release(client, slot, holder)
+    except httpx.TransportError:
+        # The result of the block, or its error, matters more than a slot that the next run frees.
+        get_run_logger().warning("slot %s: the Prefect server is away; the next run that needs the slot frees it", slot)
+    else:
+        get_run_logger().info("slot %s released", slot)
+
+
+def _release(client: SyncPrefectClient, slot: str, holder: Holder) -> None:
+    """Free the slot, unless another run holds it by now or is freeing it."""
+    current = _read_holder(slot)
     if current is None or current.lease_id != holder.lease_id:
         return
-    # Before the slot is free, or the note of the next one would be taken away; and by whom of two that wait, the server decides.
-    # Killed in between, the lease runs out.
+    # The record is deleted before the slot is free: afterwards it could be the record of the next holder. Only one process can
+    # delete it, so only one frees the slot. If that process is killed in between, the lease expires.
     if not Variable.unset(_variable(slot)):
         return
     lease_id = UUID(holder.lease_id)
     try:
+        # Releasing a lease that the server does not know succeeds without any effect; renewing it fails.
         client.renew_concurrency_lease(lease_id, LEASE_S)
         client.release_concurrency_slots_with_lease(lease_id)
     except (httpx.HTTPStatusError, ObjectNotFound):
-        # A server keeps leases in memory: one that was started anew knows the taken slot but not the lease, and would keep it.
+        # The server was restarted: it has forgotten the lease but still counts the slot as held.
         client.update_global_concurrency_limit(slot, GlobalConcurrencyLimitUpdate(active_slots=0))
 
 
-def _holder(slot: str) -> Holder | None:
+def _read_holder(slot: str) -> Holder | None:
     found: Any = Variable.get(_variable(slot))
     return Holder(**(json.loads(found) if isinstance(found, str) else found)) if found else None
 
 
 def _variable(slot: str) -> str:
+    """Name of the Prefect variable that records the holder."""
     return "grpo_slot_" + re.sub(r"[^a-z0-9]+", "_", slot.lower())
-
-
-def _is_process(pid: int, born: float) -> bool:
-    try:
-        return abs(psutil.Process(pid).create_time() - born) < 1.0
-    except psutil.NoSuchProcess:
-        return False

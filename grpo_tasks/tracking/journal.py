@@ -20,8 +20,9 @@ from mlflow.entities import Metric, RunTag
 
 from grpo_tasks.stage.journal import read_events
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
-from grpo_tasks.tracking.lines import JournalLine, read_from
+from grpo_tasks.tracking.lines import JournalLine, journal_tail, read_new_lines
 from grpo_tasks.tracking.store import FAULTS, Store, outrun, passes
 from schemas.errors import TrackingError
 from schemas.secret import hide
@@ -45,10 +46,13 @@ class JournalShipper:
     flush_interval_s: float = 5.0
     """How often whoever follows the stage calls `ship`, in seconds."""
     _run: RunHandle | None = None
-    _offset: int = 0
+    _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
     _waiting: list[JournalLine] = field(default_factory=list)
     _told: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tail = journal_tail(StageDir(self.stage_dir).journal)
 
     def ship(self) -> bool:
         """Send the whole lines written since; False when the store could not be reached (nothing is lost).
@@ -56,8 +60,7 @@ class JournalShipper:
         Raises:
             TrackingError: the store answered, and refused.
         """
-        lines, self._offset = read_from(StageDir(self.stage_dir).journal, self._offset)
-        self._waiting += lines
+        self._waiting += read_new_lines(self._tail)
         try:
             self._send()
         except (*FAULTS, TrackingError) as fault:

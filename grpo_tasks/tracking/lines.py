@@ -1,10 +1,11 @@
-"""Reads a stage's journal: whole lines only, from any offset. Knows no mlflow; the shipper and the plots share it."""
+"""Reads the complete lines of a stage's journal. Does not know MLflow; the shipper and the plots share it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.stage.journal import JOURNAL_KEYS, read_lines
+from grpo_tasks.stage.journal import JOURNAL_KEYS
+from grpo_tasks.stage.tail import JsonLinesTail
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +18,18 @@ class JournalLine:
 
 
 def read_journal(path: Path) -> list[JournalLine]:
-    """All whole lines of a journal; none when there is no file yet."""
-    return read_from(path, 0)[0]
+    """All complete lines of a journal; none when there is no file yet."""
+    return read_new_lines(journal_tail(path))
 
 
-def read_from(path: Path, offset: int) -> tuple[list[JournalLine], int]:
-    """The whole lines after `offset` bytes, and the offset behind them.
+def journal_tail(path: Path) -> JsonLinesTail:
+    """A tail that follows a journal from its start."""
+    return JsonLinesTail(path, JOURNAL_KEYS | {"timestamp_ms": int})
 
-    A journal shorter than the offset is another journal (the stage was begun anew) and is read from its start.
-    """
-    if path.exists() and path.stat().st_size < offset:
-        offset = 0
-    lines, end = read_lines(path, JOURNAL_KEYS | {"timestamp_ms": int}, offset)
-    return [_line(fields) for fields in lines], end
+
+def read_new_lines(tail: JsonLinesTail) -> list[JournalLine]:
+    """The complete lines written since the tail was read last."""
+    return [_line(fields) for fields in tail.read()]
 
 
 def _line(fields: dict[str, Any]) -> JournalLine:

@@ -98,9 +98,9 @@ def held(place, run_id):
     spans, since = [], None
     for line in lines:
         at = datetime.fromisoformat(line["timestamp"])
-        if line["message"].startswith("slot test-card taken"):
+        if line["message"].startswith("slot test-card acquired"):
             since = at
-        elif since and line["message"].startswith("slot test-card given back"):
+        elif since and line["message"].startswith("slot test-card released"):
             spans.append((since, at))
             since = None
     assert spans

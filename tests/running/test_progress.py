@@ -27,7 +27,7 @@ def followed(tmp_path, monkeypatch, caplog):
         with StageProgress(stage, directory, ship=lambda: shipped.append(1), ship_every_s=flush_interval_s) as progress:
             for step in updates:
                 journal.append(step, {"reward": 0.5})
-                progress._look(final=False)
+                progress._poll(final=False)
         return [record.args[1] for record in caplog.records], len(shipped)
 
     return follow

@@ -16,7 +16,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking import journal as journal_module
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
-from grpo_tasks.tracking.lines import read_from, read_journal
+from grpo_tasks.tracking.lines import read_journal
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import TrackingError, TrainingError
@@ -202,7 +202,7 @@ def test_a_broken_line_is_named(stage):
     with stage.journal.open("a") as file:
         file.write('{"step": 2, "metr\n')
     with pytest.raises(TrainingError, match="damaged") as caught:
-        read_from(stage.journal, 0)
+        read_journal(stage.journal)
     assert caught.value.place == f"{stage.journal}:2"
 
 

@@ -1,0 +1,90 @@
+"""A child process of a step: its errors come back, and nothing of it outlives the process that waits for it."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from grpo_tasks.processes.child import run_module
+from schemas.errors import ChildDied, ModelError
+from tests.processes.waiting import until
+
+
+def test_a_user_error_raised_in_the_child_is_raised_here_unchanged(tmp_path):
+    spec = (
+        '{"model": {}, "ref": {"path": "/no/such/model"}, "prompts": [[{"role": "user", "content": "x"}]], "max_new_tokens": 1}'
+    )
+    (tmp_path / "spec.json").write_text(spec)
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        run_module("grpo_tasks.policy", tmp_path)
+    assert caught.value.place == "model.path: /no/such/model"
+
+
+def test_a_child_that_dies_without_an_error_of_ours_is_reported_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(ChildDied, match="exit code 1") as caught:
+        run_module("grpo_tasks.no_such_room", tmp_path)
+    assert "No module named" in str(caught.value)
+    assert str(tmp_path / "log.txt") in str(caught.value)
+
+
+def test_later_children_are_forked_by_the_server_of_the_first(tmp_path):
+    for _ in range(2):
+        with pytest.raises(ChildDied, match="exit code 1"):
+            run_module("grpo_tasks.no_such_room", tmp_path)
+    assert len(servers_of(os.getpid())) == 1
+
+
+def test_an_interrupted_wait_ends_the_child(tmp_path):
+    os.mkfifo(tmp_path / "spec.json")  # its reader waits for ever
+
+    def interrupt():
+        assert children_with(tmp_path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_module("grpo_tasks.policy", tmp_path, tick=interrupt)
+    assert not children_with(tmp_path)
+
+
+def test_the_child_and_its_server_end_when_the_waiting_process_is_killed(tmp_path):
+    os.mkfifo(tmp_path / "spec.json")
+    program = "import sys, pathlib; from grpo_tasks.processes.child import run_module; "
+    program += "run_module('grpo_tasks.policy', pathlib.Path(sys.argv[1]))"
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as waits:
+        try:
+            until(lambda: children_with(tmp_path, "grpo_tasks.policy"))
+            family = psutil.Process(waits.pid).children(recursive=True)
+        finally:
+            waits.kill()
+    assert len(family) == 2
+    until(lambda: not any(process.is_running() for process in family))
+
+
+def test_a_killed_server_is_replaced_and_its_child_counts_as_killed(tmp_path):
+    os.mkfifo(tmp_path / "spec.json")
+
+    def kill_server():
+        for process in servers_of(os.getpid()):
+            process.kill()
+
+    with pytest.raises(ChildDied, match="signal 9"):
+        run_module("grpo_tasks.policy", tmp_path, tick=kill_server)
+    until(lambda: not children_with(tmp_path))
+    with pytest.raises(ChildDied, match="No module named"):
+        run_module("grpo_tasks.no_such_room", tmp_path)
+
+
+def servers_of(pid):
+    children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "grpo_tasks.processes.fork_server" in child.cmdline()]
+
+
+def children_with(path, module=""):
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if f"-m {module}" in line and str(path) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
