@@ -102,7 +102,7 @@ class SourceFile(Result):
 
     path: str
     """As written in the config."""
-    side: Literal["train", "eval"]
+    split: Literal["train", "eval"]
     rows: int
     sha256: str
     """Of the file's bytes; of the rows for a hub data set."""
@@ -149,7 +149,7 @@ class DataReport(StepResult):
     rules: list[RuleCount]
     prompt_tokens: TokenLengths
     digest: str
-    """SHA-256 over the accepted rows of both sides, in order: the data that made the model."""
+    """SHA-256 over the accepted rows of both splits, in order: the data that made the model."""
     sources: list[SourceFile]
     """The files that were read."""
 
