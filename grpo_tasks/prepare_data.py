@@ -2,7 +2,7 @@
 
 import time
 
-from grpo_tasks.data.load import load_sources
+from grpo_tasks.data.sources import load_sources
 from grpo_tasks.running.step import Work, step
 from schemas.config.data import DataConfig
 from schemas.results import PreparedData
@@ -10,7 +10,7 @@ from schemas.results import PreparedData
 
 @step(rooms=("data",))
 def prepare_data(work: Work, data: DataConfig) -> PreparedData:
-    """All rows of all sources, each with its file and line; broken rows keep their faults."""
+    """Read all rows of all sources, each with its file and line. Rows that cannot be read are kept, with their faults."""
     began = time.perf_counter()
     loaded = load_sources(data, directory=work.directory)
     return PreparedData(

@@ -1,4 +1,4 @@
-"""Step: judge every row; the bad ones are quarantined with file, line and rule."""
+"""Step: check every row against every rule; bad rows are quarantined with file, line and rule."""
 
 import time
 
@@ -7,9 +7,8 @@ from prefect import get_run_logger
 
 from grpo_tasks.answers.truths import find_unusable
 from grpo_tasks.data.judge import judge
-from grpo_tasks.data.load import ROWS
-from grpo_tasks.data.quarantine import enforce
-from grpo_tasks.data.report import REPORT, Origin, report_data, stop_warnings
+from grpo_tasks.data.report import REPORT, Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.sources import ROWS
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -26,8 +25,8 @@ def validate_data(
     model: ModelConfig,
     rollout: RolloutConfig,
 ) -> DataReport:
-    """Every rule on every row; stops, after the report is written, when too many rows are bad or no answer can be right."""
-    # Imports transformers, which a run that skips this step does not need.
+    """Apply every rule to every row; after writing the report, stop if too many rows are bad or no answer can be right."""
+    # Imported here because it imports transformers, which a run that skips this step does not need.
     from grpo_tasks.data.chat_tokens import load_counter
 
     began = time.perf_counter()

@@ -102,7 +102,7 @@ class SourceFile(Result):
 
     path: str
     """As written in the config."""
-    side: Literal["train", "eval"]
+    split: Literal["train", "eval"]
     rows: int
     sha256: str
     """Hash of the bytes of the file, or of the rows of a hub data set."""

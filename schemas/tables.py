@@ -1,9 +1,9 @@
-"""Columns of the tables on disk, and the pandera models that hold them.
+"""Columns of the tables on disk, as pandera models.
 
     Raw -> (verdict) -> Prompts + Quarantine      Prompts -> Samples -> (scores)
 
 `prompt_id` is the first 16 hex digits of the SHA-256 of (messages, answer); with `sample` (or stage, step and sample in a stage's
-completions) it names a completion in every table. pandera is imported here and nowhere in schemas/ besides.
+completions) it identifies a completion in every table. No other file in schemas/ imports pandera.
 """
 
 import pandera.polars as pa
@@ -11,27 +11,27 @@ import polars as pl
 
 MESSAGES = pl.List(pl.Struct({"role": pl.String, "content": pl.String}))
 FAULTS = pl.List(pl.Struct({"rule": pl.String, "value": pl.String}))
-SIDES = ["train", "eval"]
+SPLITS = ["train", "eval"]
 
 
 class Raw(pa.DataFrameModel):
-    """Every row as read: nothing dropped, nothing built yet."""
+    """Every row as read: none is dropped, and prompts are not built yet."""
 
-    side: str = pa.Field(isin=SIDES)
+    split: str = pa.Field(isin=SPLITS)
     source: str
     """File or hub id, as written in the config."""
     line: int = pa.Field(ge=1)
     """Line in the file on which the row begins; row number counted from 1 for Parquet, JSON arrays and hub data."""
     question: str = pa.Field(nullable=True)
-    """Bare question; null when the row has ready messages or cannot be read."""
+    """Plain question; null when the row has chat messages or cannot be read."""
     messages: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": MESSAGES.inner})
-    """Ready messages; null when the row has a bare question or cannot be read."""
+    """Chat messages; null when the row has a plain question or cannot be read."""
     answer: str = pa.Field(nullable=True)
-    """Answer column as text, nothing extracted and nothing normalised."""
+    """Answer column as text, before extraction and normalisation."""
     extra: str
     """Other columns of the row as one JSON object."""
     faults: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": FAULTS.inner})
-    """Structural rules (grpo_tasks/data/rules.py) broken while reading; null for a sound row."""
+    """Structural rules (grpo_tasks/data/rules.py) that reading found broken; null for a valid row."""
 
     class Config:
         """pandera: no other columns."""
@@ -40,18 +40,18 @@ class Raw(pa.DataFrameModel):
 
 
 class Prompts(pa.DataFrameModel):
-    """Accepted rows of one side."""
+    """Accepted rows of one split."""
 
     prompt_id: str = pa.Field(str_matches=r"^[0-9a-f]{16}$")
     source: str
     """File or hub id, as written in the config."""
     line: int = pa.Field(ge=1)
-    """Line in the file (JSONL), or row number counted from 1."""
+    """Line in the file on which the row begins, or row number counted from 1, as in Raw."""
     prompt: pl.List = pa.Field(dtype_kwargs={"inner": MESSAGES.inner})
     answer: str = pa.Field(str_length={"min_value": 1})
     """Ground truth, normalised."""
     prompt_tokens: int = pa.Field(ge=1)
-    """After the chat template. Exact up to 100,000 rows; beyond, an upper bound where that is within the limit anyway."""
+    """After the chat template. Exact up to 100,000 rows of data; beyond, an upper bound where that is within the limit."""
     extra: str
     """Other columns of the row as one JSON object; reward functions get them as keyword arguments."""
 
@@ -62,17 +62,17 @@ class Prompts(pa.DataFrameModel):
 
 
 class Quarantine(pa.DataFrameModel):
-    """Refused rows, one line for each rule a row breaks."""
+    """Refused rows, one line for each rule that a row breaks."""
 
-    side: str = pa.Field(isin=SIDES)
+    split: str = pa.Field(isin=SPLITS)
     source: str
     line: int = pa.Field(ge=1)
     rule: str
-    """Name in grpo_tasks/data/rules.py."""
+    """Reason code: name of a rule in grpo_tasks/data/rules.py."""
     value: str
-    """What was found, shortened."""
+    """What was found in the row, shortened."""
     meaning: str
-    """The rule in a sentence."""
+    """What the rule means, in one sentence."""
 
     class Config:
         """pandera: no other columns."""

@@ -1,29 +1,93 @@
-"""How many tokens a prompt is after the chat template, and which stop strings a tokenizer can write; without torch.
+"""Chat messages -> text by the tokenizer's chat template -> number of tokens; and which stop strings a tokenizer can produce.
 
-The tokenizer is loaded by the class its own config names, as AutoTokenizer would, but AutoTokenizer imports torch.
+    messages --ChatTemplate.render_column--> text --tokenizer, or an upper bound--> prompt_tokens
+
+No torch: AutoTokenizer imports it, so the tokenizer's class is taken from its own config, as AutoTokenizer would.
+Most data sets have one shape of chat (a system message that all rows share, then a user message), and most templates insert the
+content unchanged. Where a template provably does, the text before and after it is rendered once and joined to the whole column;
+all other chats are rendered one by one. Both ways give the same text.
 """
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import transformers
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from grpo_tasks.data.template import ChatTemplate, Message
+from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 
-_SAMPLE = 512
 _BATCH = 2048
+_BOUND_SAMPLE = 512
+_TEMPLATE_SAMPLE = 64
+_MAX_SYSTEM_MESSAGES = 16
+# Private-use characters mark where the content goes; the other probes have what templates are known to strip, escape or cut at.
+_CONTENT = "\ue000QUESTION\ue001"
+_PROBES = (_CONTENT, f" \n{_CONTENT}\t \n", f"</think>{_CONTENT}<tool_call>\n{{}}", "a", f'"{_CONTENT}\\n\u00e9')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes before and after the user's text."""
+
+    head: str
+    tail: str
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, up to and including the opening of the assistant's turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message]) -> str | None:
+        """The text of one chat; None when the template refuses it (an unknown role, a turn out of order)."""
+        chat = [dict(message) for message in messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        except TemplateError:
+            return None
+
+    def render_column(self, messages: pl.Series) -> pl.Series:
+        """Texts of a column of chats (schemas/tables.py MESSAGES); null where the template refuses or the chat is null."""
+        shapes = _shapes(messages)
+        texts = pl.Series("text", [None], dtype=pl.String).new_from_index(0, len(messages)).to_frame().with_row_index("index")
+        rendered = []
+        for (plain, system), rows in shapes.partition_by("plain", "system", as_dict=True).items():
+            frame = self.frame(system) if plain else None
+            if frame and self._fits(frame, messages.gather(rows["index"].head(_TEMPLATE_SAMPLE)).to_list()):
+                text = rows.select("index", text=pl.concat_str(pl.lit(frame.head), "user", pl.lit(frame.tail)))
+            else:
+                chats = messages.gather(rows["index"]).to_list()
+                one_by_one = [None if chat is None else self.render(chat) for chat in chats]
+                text = rows.select("index").with_columns(pl.Series("text", one_by_one, dtype=pl.String))
+            rendered.append(text)
+        return (pl.concat(rendered).sort("index") if rendered else texts)["text"]
+
+    def _fits(self, frame: Frame, chats: Sequence[Sequence[Message]]) -> bool:
+        # A template may react to a word that no probe contains, so rows of the data are compared as well.
+        return all(self.render(chat) == frame.head + chat[-1]["content"] + frame.tail for chat in chats)
+
+    def frame(self, system: str | None) -> Frame | None:
+        """Head and tail around a single user message; None when the template does not insert its text unchanged."""
+        rendered = [self.render(_chat(system, probe)) for probe in _PROBES]
+        head, content, tail = (rendered[0] or "").partition(_CONTENT)
+        if not content or _CONTENT in tail:
+            return None
+        unchanged = all(text == head + probe + tail for text, probe in zip(rendered, _PROBES, strict=True))
+        return Frame(head, tail) if unchanged else None
 
 
 class TokenCounter:
-    """Counts prompts with a model's tokenizer and chat template."""
+    """Counts the tokens of prompts with a model's tokenizer and chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -31,7 +95,7 @@ class TokenCounter:
 
     @property
     def special_tokens(self) -> list[str]:
-        """The tokenizer's own markers; none of them belongs inside a message."""
+        """The tokenizer's own markers, none of which may occur in a message."""
         return list(special_tokens(self.tokenizer).values())
 
     @property
@@ -40,69 +104,69 @@ class TokenCounter:
         return len(self.tokenizer)
 
     def count(self, chats: Sequence[Sequence[Message]]) -> list[int]:
-        """Tokens of each chat and the opening of the assistant's turn; raises `ModelError` when the template refuses one."""
+        """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat."""
         texts = [self.template.render(chat) for chat in chats]
         if None in texts:
             raise ModelError("the chat template refuses the messages", place=f"prompt {texts.index(None)} of the batch")
         return self._count_texts([text for text in texts if text is not None])
 
-    def count_column(self, messages: pl.Series, *, within: int | None = None) -> pl.Series:
+    def count_column(self, messages: pl.Series, *, limit: int | None = None) -> pl.Series:
         """Tokens of each chat of a column; null where the template refuses it or the chat is null.
 
         Args:
             messages: column of schemas/tables.py MESSAGES.
-            within: a limit in tokens; rows that provably keep it get an upper bound not above it instead of an exact count.
+            limit: in tokens; rows that are provably within it get an upper bound instead of the exact count.
         """
         texts = self.template.render_column(messages)
         counts = pl.Series("prompt_tokens", [None], dtype=pl.Int64).new_from_index(0, len(texts))
-        open_rows = texts.is_not_null()
-        if within is not None:
-            bounds = self._bounds(texts)
-            proven = (bounds <= within).fill_null(value=False)
-            counts = bounds.zip_with(proven, counts).rename("prompt_tokens")
-            open_rows &= ~proven
-        places = open_rows.arg_true()
-        exact = self._count_texts(texts.gather(places).to_list())
-        return counts.scatter(places, exact) if exact else counts
+        uncounted = texts.is_not_null()
+        if limit is not None:
+            bounds = self._upper_bounds(texts)
+            within = (bounds <= limit).fill_null(value=False)
+            counts = bounds.zip_with(within, counts).rename("prompt_tokens")
+            uncounted &= ~within
+        indices = uncounted.arg_true()
+        exact = self._count_texts(texts.gather(indices).to_list())
+        return counts.scatter(indices, exact) if exact else counts
 
     def can_produce(self, stop: str) -> bool:
-        """Whether the tokenizer can write the string: encoded and decoded it is itself again, without unknown tokens."""
+        """Whether the tokenizer can produce the string: encoding and decoding return it unchanged, without unknown tokens."""
         ids = self.tokenizer.encode(stop, add_special_tokens=False)
-        # Some tokenizers name an ordinary special token as their unknown one; asked for by name it is known.
+        # Some tokenizers use an ordinary special token as the unknown token; a stop string may still contain it.
         unknown = self.tokenizer.unk_token_id in ids and str(self.tokenizer.unk_token) not in stop
         return not unknown and self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == stop
 
     def check_stops(self, rollout: RolloutConfig) -> None:
-        """Raise `ConfigError` for a stop string that the tokenizer cannot produce or that would end completions inside a special
-        token, and for a stop token id that does not exist."""
+        """Raise `ConfigError` for an impossible stop setting: a string that the tokenizer cannot produce, a string that would end
+        completions inside a special token, a token id that does not exist."""
         for stop in rollout.stop:
             if not self.can_produce(stop):
                 raise ConfigError(
                     f"the tokenizer cannot produce {stop!r}",
                     place="rollout.stop",
-                    fix="choose a string made of characters it knows",
+                    fix="choose a string of characters that the tokenizer knows",
                 )
-        self._check_parts(rollout.stop)
+        self._check_special_tokens(rollout.stop)
         for token_id in rollout.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise ConfigError(
                     f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
                     place="rollout.stop_token_ids",
-                    fix=f"an id from 0 to {self.vocab_size - 1}",
+                    fix=f"choose an id from 0 to {self.vocab_size - 1}",
                 )
 
-    def _check_parts(self, stops: Sequence[str]) -> None:
-        """The search reads special tokens when a stop string contains one, and would find other stop strings inside them."""
+    def _check_special_tokens(self, stops: Sequence[str]) -> None:
+        """Once a stop string contains a special token, special tokens are searched, and other strings could match inside them."""
         special = self.special_tokens
         if not any(contains_special(stop, special) for stop in stops):
             return
         for stop in stops:
-            around = next((token for token in special if stop in token and stop != token), None)
-            if around is not None:
+            longer = next((token for token in special if stop in token and stop != token), None)
+            if longer is not None:
                 raise ConfigError(
-                    f"{stop!r} is part of the special token {around!r}, and would end completions there",
+                    f"{stop!r} is part of the special token {longer!r} and would end completions there",
                     place="rollout.stop",
-                    fix="leave it out, or the stop strings that contain special tokens",
+                    fix="remove it, or remove the stop strings that contain special tokens",
                 )
 
     def _count_texts(self, texts: Sequence[str]) -> list[int]:
@@ -112,53 +176,55 @@ class TokenCounter:
             counts.extend(len(ids) for ids in batch["input_ids"])
         return counts
 
-    def _bounds(self, texts: pl.Series) -> pl.Series:
-        """Numbers of tokens that no text can exceed; null where nothing is proven."""
-        # Every token of a byte-level or byte-fallback tokenizer stands for at least one byte. The common beginning is counted
-        # once, up to a special token: nothing is merged across one. Beyond ASCII normalisation may lengthen a text, in bytes 11
-        # times at most (NFKC); bytes minus characters is at least half of the bytes beyond ASCII.
+    def _upper_bounds(self, texts: pl.Series) -> pl.Series:
+        """An upper bound of each text's tokens; null where none is proven."""
+        # Every token of a byte-level or byte-fallback tokenizer stands for at least one byte, so bytes bound tokens.
+        # Normalisation (NFKC) may lengthen text that is not ASCII, at most 11 times in bytes; bytes minus characters is at least
+        # half of the bytes that are not ASCII, hence the factor 20.
+        # The prefix that all texts share is tokenised once, up to a special token: tokenizers never merge across one.
         num_bytes = texts.str.len_bytes().cast(pl.Int64)
-        bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) - self._saved(texts)
-        # Whether this tokenizer is of that kind is not taken on trust.
-        sample = texts.is_not_null().arg_true().head(_SAMPLE)
+        bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) - self._prefix_saving(texts)
+        # The bound is used only if it holds for a sample: the tokenizer may be of another kind.
+        sample = texts.is_not_null().arg_true().head(_BOUND_SAMPLE)
         counted = pl.Series(self._count_texts(texts.gather(sample).to_list()), dtype=pl.Int64)
         holds = bool((counted <= bounds.gather(sample)).all())
         return bounds if holds else bounds.new_from_index(0, 0).extend_constant(None, len(bounds))
 
-    def _saved(self, texts: pl.Series) -> int:
-        """Bytes minus tokens of the longest common beginning that ends with a special token."""
+    def _prefix_saving(self, texts: pl.Series) -> int:
+        """Bytes minus tokens of the longest common prefix that ends with a special token."""
         if not texts.count():
             return 0
-        common = _common_beginning(str(texts.min()), str(texts.max()))
-        end = max((common.rfind(mark) + len(mark) for mark in self.special_tokens if mark in common), default=0)
+        # The common prefix of the smallest and the largest text in sort order is common to all texts between them.
+        common = _common_prefix(str(texts.min()), str(texts.max()))
+        end = max((common.rfind(token) + len(token) for token in self.special_tokens if token in common), default=0)
         return len(common[:end].encode()) - self._count_texts([common[:end]])[0]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """What decoding without special tokens leaves out, by token id."""
-    # Not all_special_tokens: those are the ones with a role, and adding one by add_special_tokens drops others from that list.
+    """The tokens that `skip_special_tokens=True` leaves out when decoding, by token id."""
+    # Not all_special_tokens: it lists only those with a role, and add_special_tokens removes others from that list.
     return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def contains_special(text: str, special: Iterable[str]) -> bool:
-    """Whether one of the special tokens stands in the text."""
+    """Whether the text contains one of the special tokens."""
     return any(token in text for token in special)
 
 
 def load_counter(model: ModelConfig) -> TokenCounter:
-    """The counter of a model's tokenizer.
+    """The token counter of a model.
 
     Raises:
-        ModelError: no tokenizer there, or one without a chat template.
+        ModelError: the tokenizer is missing, damaged, or has no chat template.
     """
     path = resolve(model.path)
     try:
         tokenizer = _tokenizer_class(path, model.revision).from_pretrained(path, revision=model.revision or "main")
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"no tokenizer can be loaded: {(str(error).splitlines() or [''])[0]}",
+            f"the tokenizer cannot be loaded: {(str(error).splitlines() or [''])[0]}",
             place=f"model.path: {model.path}",
-            fix="a directory with tokenizer.json and tokenizer_config.json, a hub id, or embedded:base",
+            fix="name a directory with tokenizer.json and tokenizer_config.json, a hub id, or embedded:base",
         ) from error
     if not tokenizer.chat_template:
         raise ModelError(
@@ -176,6 +242,29 @@ def _tokenizer_class(path: str, revision: str | None) -> type[PreTrainedTokenize
     return PreTrainedTokenizerFast
 
 
-def _common_beginning(one: str, other: str) -> str:
+def _chat(system: str | None, user: str) -> list[Message]:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": user}]
+
+
+def _shapes(messages: pl.Series) -> pl.DataFrame:
+    """Columns index, plain (one user message, perhaps after one of few system messages), system, user."""
+    chat = pl.col("messages")
+    first, last = chat.list.first().struct, chat.list.last().struct
+    user_only = (chat.list.len() == 1) & (last.field("role") == "user")
+    with_system = (chat.list.len() == 2) & (first.field("role") == "system") & (last.field("role") == "user")
+    shapes = messages.alias("messages").to_frame().with_row_index("index")
+    shapes = shapes.select(
+        "index",
+        plain=(user_only | with_system).fill_null(value=False),
+        system=pl.when(with_system).then(first.field("content")),
+        user=last.field("content"),
+    )
+    if shapes["system"].n_unique() > _MAX_SYSTEM_MESSAGES:
+        shapes = shapes.with_columns(plain=pl.lit(value=False), system=pl.lit(None, pl.String))
+    return shapes
+
+
+def _common_prefix(one: str, other: str) -> str:
     differs = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:differs]

@@ -1,4 +1,7 @@
-"""JSON lines (and JSON arrays) -> records; a broken line is a record with a fault, and the next line is read as if nothing was.
+"""JSON lines (and JSON arrays) -> records. A broken line becomes a record with a fault; reading continues with the next line.
+
+    file --line_spans--> Span (whole lines, about 4 MiB) --read_span--> Record       spans can be read in parallel
+    file --read_jsonl--------------------------------------------------> Record
 
 Memory stays bounded: a line above MAX_LINE_BYTES is skipped without being kept. Only a file that cannot be text is an error.
 """
@@ -11,15 +14,15 @@ from typing import BinaryIO, NamedTuple
 
 import orjson
 
-from grpo_tasks.data.records import Record, show
-from grpo_tasks.data.rules import Fault, shorten
+from grpo_tasks.data.records import Fault, Record, short_json, shorten
 from schemas.errors import DataError
 
 MAX_LINE_BYTES = 4 * 2**20
 SPAN_BYTES = 4 * 2**20
-_FOREIGN_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
+_MAGIC_BYTES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
 _EXACT_FLOAT = 2.0**53
-_BACKSLASH, _COLON = b"\\:"  # as numbers: looked for in a tenth of the time
+"""A float64 represents every integer below this one exactly."""
+_BACKSLASH, _COLON = b"\\:"  # as integers: searching bytes for an integer takes a tenth of the time
 
 
 def read_jsonl(path: Path, *, answer_column: str) -> Iterator[Record]:
@@ -29,7 +32,7 @@ def read_jsonl(path: Path, *, answer_column: str) -> Iterator[Record]:
         DataError: the file begins like UTF-16, an archive or Parquet; a JSON array is broken.
     """
     with path.open("rb") as file:
-        refuse_foreign(path, file)
+        refuse_other_format(path, file)
         if path.suffix == ".json" and (array := _array(path)) is not None:
             yield from (_record(number, value) for number, value in enumerate(array, 1))
             return
@@ -37,7 +40,7 @@ def read_jsonl(path: Path, *, answer_column: str) -> Iterator[Record]:
 
 
 class Span(NamedTuple):
-    """Some whole lines of a file."""
+    """A range of complete lines of a file."""
 
     start: int
     """Offset of the first byte."""
@@ -48,13 +51,14 @@ class Span(NamedTuple):
 
 
 def line_spans(path: Path) -> Iterator[Span]:
-    """The lines of a JSONL file in spans of about SPAN_BYTES, which may be read apart; raises as `read_jsonl` does."""
+    """Cut a JSONL file at line ends into spans of about SPAN_BYTES, to be read in parallel; raises as `read_jsonl` does."""
     with path.open("rb") as file:
-        refuse_foreign(path, file)
+        refuse_other_format(path, file)
         start = end = file.tell()
         line = next_line = 1
         while block := file.read(SPAN_BYTES):
             cut = block.rfind(b"\n") + 1
+            # A line longer than a block has no end in it; the span then grows by the next block.
             if cut:
                 next_line += block.count(b"\n")
                 yield Span(start, end + cut, line)
@@ -65,18 +69,18 @@ def line_spans(path: Path) -> Iterator[Span]:
 
 
 def read_span(path: Path, span: Span, *, answer_column: str) -> Iterator[Record]:
-    """Records of some lines of a JSONL file, by line number."""
+    """Records of one span of a JSONL file, by line number."""
     with path.open("rb") as file:
         file.seek(span.start)
         yield from _records(_lines(file, span.line, span.end - span.start), answer_column)
 
 
-def refuse_foreign(path: Path, file: BinaryIO) -> None:
-    """Raise `DataError` for a file that begins with the mark of another format; leaves the file after a UTF-8 BOM, if any."""
+def refuse_other_format(path: Path, file: BinaryIO) -> None:
+    """Raise `DataError` when the magic bytes are those of another format; leaves the file after a UTF-8 BOM, if any."""
     start = file.read(4)
-    for mark, kind in _FOREIGN_MARKS.items():
-        if start.startswith(mark):
-            fix = f"iconv -f {kind} -t UTF-8" if kind.startswith("UTF") else "unpack it, or set the source's format"
+    for magic, kind in _MAGIC_BYTES.items():
+        if start.startswith(magic):
+            fix = f"convert it: iconv -f {kind} -t UTF-8" if kind.startswith("UTF") else "unpack it, or set the source's format"
             raise DataError(f"the file is {kind}, not UTF-8 text", place=str(path), fix=fix)
     file.seek(3 if start.startswith(b"\xef\xbb\xbf") else 0)
 
@@ -86,12 +90,12 @@ def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        return Record(line, None, (_why(raw, error),))
+        return Record(line, None, (_parse_fault(raw, error),))
     if not isinstance(value, dict):
         return _record(line, value)
     faults: tuple[Fault, ...] = ()
-    if _maybe_doubled(raw, value):
-        faults = _doubled_keys(raw)
+    if _may_have_duplicate_keys(raw, value):
+        faults = _duplicate_keys(raw)
     answer = value.get(answer_column)
     if isinstance(answer, float) and abs(answer) >= _EXACT_FLOAT:
         value[answer_column] = json.loads(raw).get(answer_column)  # orjson rounds integers beyond 64 bits
@@ -101,7 +105,7 @@ def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
 def _record(line: int, value: object) -> Record:
     if isinstance(value, dict):
         return Record(line, value)
-    return Record(line, None, (Fault("not_an_object", show(value)),))
+    return Record(line, None, (Fault("not_an_object", short_json(value)),))
 
 
 def _array(path: Path) -> list[object] | None:
@@ -112,7 +116,7 @@ def _array(path: Path) -> list[object] | None:
         array: list[object] = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"the JSON array is broken: {error}",
+            f"the JSON array is invalid: {error}",
             place=f"{path}:{error.lineno}",
             fix="fix it, or write one object per line as .jsonl",
         ) from error
@@ -140,18 +144,19 @@ def _lines(file: BinaryIO, line: int = 1, num_bytes: float = math.inf) -> Iterat
         line += 1
 
 
-def _why(raw: bytes, error: orjson.JSONDecodeError) -> Fault:
+def _parse_fault(raw: bytes, error: orjson.JSONDecodeError) -> Fault:
     shown = shorten(raw.decode(errors="backslashreplace").strip())
     try:
         raw.decode()
-    except UnicodeDecodeError as wrong:
-        return Fault("encoding", f"byte {raw[wrong.start]:#04x} at {wrong.start}: {shown}")
+    except UnicodeDecodeError as invalid:
+        return Fault("encoding", f"byte {raw[invalid.start]:#04x} at {invalid.start}: {shown}")
     return Fault("unreadable_line", f"{error.msg}: {shown}")
 
 
-def _maybe_doubled(raw: bytes, value: dict[str, object]) -> bool:
-    # Looking for certain costs ten times the parsing. A line has a colon for every key, the doubled ones too, and those of its
-    # texts; its value written anew has one for every key that is left, and the same texts. Escaped colons would blur that.
+def _may_have_duplicate_keys(raw: bytes, value: dict[str, object]) -> bool:
+    # A certain answer costs ten times the parsing, so colons are counted first. The line has one for every key, duplicates
+    # included, and those inside its strings. The parsed value, serialised again, has one for every distinct key, and the same
+    # strings. Escaped colons would make the counts differ, so such lines are always checked.
     if _BACKSLASH in raw and b"\\u003a" in raw.lower():
         return True
     try:
@@ -160,18 +165,18 @@ def _maybe_doubled(raw: bytes, value: dict[str, object]) -> bool:
         return True
 
 
-def _doubled_keys(raw: bytes) -> tuple[Fault, ...]:
-    doubled: list[str] = []
+def _duplicate_keys(raw: bytes) -> tuple[Fault, ...]:
+    duplicates: list[str] = []
 
-    def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        together = dict(pairs)
-        if len(together) < len(pairs):
+    def collect(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        distinct = dict(pairs)
+        if len(distinct) < len(pairs):
             keys = [key for key, _ in pairs]
-            doubled.extend(key for key in together if keys.count(key) > 1)
-        return together
+            duplicates.extend(key for key in distinct if keys.count(key) > 1)
+        return distinct
 
     try:
-        json.loads(raw, object_pairs_hook=note)
+        json.loads(raw, object_pairs_hook=collect)
     except RecursionError:
         return (Fault("unreadable_line", "nested too deeply"),)
-    return (Fault("duplicate_key", shorten(", ".join(doubled))),) if doubled else ()
+    return (Fault("duplicate_key", shorten(", ".join(duplicates))),) if duplicates else ()

@@ -1,21 +1,34 @@
-"""What the verdict looks like to people: `report.md`, and the `DataReport` that the next steps read."""
+"""The verdict on disk and for people: tables, `report.md`, the `DataReport` for the next steps, the error that stops a run.
 
+    Verdict --report_data--> train.parquet, eval.parquet, quarantine.parquet, report.md --> DataReport
+            --enforce------> DataError when too many rows are bad or too few are left
+
+The files are written before `enforce` is called: its error refers to them.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
+
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
-from grpo_tasks.data.quarantine import write_tables
+from grpo_tasks.data.rules import BY_NAME
+from grpo_tasks.data.table import QUARANTINE
+from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.errors import DataError
 from schemas.results import DataReport, SourceFile
 
 REPORT = "report.md"
 _EXAMPLES = 5
+_DIGEST_ROWS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a report is about: the step's key and folder, its time so far, and the sources."""
+    """Where a report comes from: the key and folder of the step, its time so far, and the sources."""
 
     key: str
     directory: Path
@@ -24,7 +37,7 @@ class Origin:
 
 
 def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) -> DataReport:
-    """Write tables and report.md into the origin's folder; the folder exists. `quarantine.enforce` comes after."""
+    """Write the tables and report.md into the origin's existing folder. Call `enforce` afterwards."""
     digest = write_tables(verdict, origin.directory)
     (origin.directory / REPORT).write_text(render_report(verdict, origin, warnings, digest=digest), encoding="utf-8")
     return DataReport(
@@ -32,9 +45,9 @@ def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) 
         directory=origin.directory,
         seconds=origin.seconds,
         rows=verdict.rows,
-        quarantined=verdict.quarantined,
-        train_rows=verdict.side("train").height,
-        eval_rows=verdict.side("eval").height,
+        quarantined=verdict.num_quarantined,
+        train_rows=verdict.split("train").height,
+        eval_rows=verdict.split("eval").height,
         rules=[count for count in verdict.rules if count.rows],
         prompt_tokens=verdict.prompt_tokens,
         digest=digest,
@@ -42,11 +55,47 @@ def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) 
     )
 
 
+def write_tables(verdict: Verdict, directory: Path) -> str:
+    """Write train.parquet, eval.parquet and quarantine.parquet; returns the digest of the accepted rows.
+
+    The digest is a SHA-256 over split, prompt_id and extra columns of every accepted row, in order.
+    """
+    verdict.quarantine.write_parquet(directory / QUARANTINE)
+    digest = hashlib.sha256()
+    for split in ("train", "eval"):
+        rows = verdict.split(split)
+        rows.write_parquet(directory / f"{split}.parquet")
+        for chunk in rows.iter_slices(_DIGEST_ROWS):
+            lines = chunk.select(pl.concat_str(pl.lit(f"{split} "), "prompt_id", pl.lit(" "), "extra", pl.lit("\n"))).to_series()
+            digest.update("".join(lines).encode())
+    return digest.hexdigest()
+
+
+def enforce(verdict: Verdict, validation: ValidationConfig) -> None:
+    """Raise `DataError` when more rows are quarantined than allowed, or too few are left; names rules and first rows."""
+    share = verdict.num_quarantined / max(verdict.rows, 1)
+    if share > validation.max_invalid_fraction:
+        raise DataError(
+            f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are quarantined ({share:.1%}); "
+            f"validation.max_invalid_fraction allows {validation.max_invalid_fraction:.1%}\n{_most_broken(verdict)}",
+            place=_first_row(verdict),
+            fix=f"correct the rows ({QUARANTINE} and {REPORT} list all of them), or raise validation.max_invalid_fraction",
+        )
+    for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
+        rows = verdict.split(split).height
+        if rows < minimum:
+            raise DataError(
+                f"the {split} split has {rows} accepted rows; min_{split}_rows requires {minimum}",
+                place=f"validation.min_{split}_rows",
+                fix="add data, or change data.eval_fraction" if split == "eval" else "add data",
+            )
+
+
 def stop_warnings(verdict: Verdict, rollout: RolloutConfig) -> list[str]:
-    """What to say of stop strings that stand in prompts: here only the completion is searched for them, elsewhere maybe not."""
+    """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
     found = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
     return [
-        f"{count:,} prompts hold the stop string {stop!r}; a completion that repeats its prompt ends there"
+        f"{count:,} prompts contain the stop string {stop!r}; a completion that repeats its prompt ends there"
         for stop, count in found
         if count
     ]
@@ -54,23 +103,23 @@ def stop_warnings(verdict: Verdict, rollout: RolloutConfig) -> list[str]:
 
 def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
     """The validation report as Markdown."""
-    parts = [
+    sections = [
         _summary(verdict, digest),
         *(f"**Warning**: {warning}" for warning in warnings),
         _sources(origin.sources),
-        _broken(verdict),
+        _broken_rules(verdict),
         _lengths(verdict),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _summary(verdict: Verdict, digest: str) -> str:
-    share = verdict.quarantined / max(verdict.rows, 1)
+    share = verdict.num_quarantined / max(verdict.rows, 1)
     lines = [
         "# Data",
         "",
-        f"{verdict.rows:,} rows read, **{verdict.quarantined:,} refused** ({share:.2%}), "
-        f"{verdict.side('train').height:,} for training, {verdict.side('eval').height:,} held out.",
+        f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
+        f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation.",
         "",
         f"Digest of the accepted rows: `{digest}`",
     ]
@@ -80,21 +129,21 @@ def _summary(verdict: Verdict, digest: str) -> str:
 
 
 def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [f"| {_cell(source.path)} | {source.side} | {source.rows:,} | `{source.sha256[:16]}` |" for source in sources]
-    return "\n".join(["## Sources", "", "| source | side | rows | SHA-256 |", "|---|---|---:|---|", *rows])
+    rows = [f"| {_cell(source.path)} | {source.split} | {source.rows:,} | `{source.sha256[:16]}` |" for source in sources]
+    return "\n".join(["## Sources", "", "| source | split | rows | SHA-256 |", "|---|---|---:|---|", *rows])
 
 
-def _broken(verdict: Verdict) -> str:
+def _broken_rules(verdict: Verdict) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
-        return "## Rules\n\nEvery row keeps every rule."
-    counts = [f"| {count.rule} | {count.rows:,} | {count.meaning} |" for count in broken]
+        return "## Rules\n\nNo row breaks a rule."
+    counts = [f"| {count.rule} | {count.rows:,} | {count.meaning} | {BY_NAME[count.rule].fix} |" for count in broken]
     examples = [
         f"| {_cell(row['source'])}:{row['line']} | {row['rule']} | {_cell(row['value'])} |"
         for count in broken
-        for row in verdict.refused.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
+        for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
-    head = ["## Rules broken", "", "| rule | rows | meaning |", "|---|---:|---|"]
+    head = ["## Broken rules", "", "| rule | rows | meaning | fix |", "|---|---:|---|---|"]
     return "\n".join([*head, *counts, "", "First rows of each:", "", "| row | rule | found |", "|---|---|---|", *examples])
 
 
@@ -102,7 +151,7 @@ def _lengths(verdict: Verdict) -> str:
     tokens = verdict.prompt_tokens
     note = ""
     if verdict.rows > EXACT_ROWS:
-        note = "\n\nPrompts that are provably within the limit were not counted; upper bounds stand for them."
+        note = "\n\nPrompts that are provably within the limit were not counted; the figures use upper bounds for them."
     return (
         "## Prompt lengths in tokens, after the chat template\n\n"
         "| mean | median | 95 % | longest | limit |\n|---:|---:|---:|---:|---:|\n"
@@ -111,6 +160,21 @@ def _lengths(verdict: Verdict) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that breaks neither the table nor the page: a code span on one line."""
+    """Text as a code span on one line, so that hostile text breaks neither the table nor the page."""
     flat = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
     return f"`{flat}`" if flat else "(blank)"
+
+
+def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
+    lines = []
+    for count in sorted(verdict.rules, key=lambda count: -count.rows)[:rules]:
+        if count.rows:
+            lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
+            first = verdict.quarantine.filter(rule=count.rule).head(rows)
+            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:80]!r}" for row in first.iter_rows(named=True))
+    return "\n".join(lines)
+
+
+def _first_row(verdict: Verdict) -> str:
+    first = verdict.quarantine.row(0, named=True)
+    return f"{first['source']}:{first['line']}"

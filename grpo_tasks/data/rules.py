@@ -1,7 +1,13 @@
-"""The rules a row must keep: one table, read by the verdict, the report, the README and the check of `ignore_rules`.
+"""What makes a row bad: the table of all rules, with the reason code, the meaning and the fix of each.
 
-The order is that of cause and effect: a reason that explains later ones stands before them. What breaks a rule is told by
-`records` (structure, while reading), `row_rules` (one row), and `relations` (a row against the others).
+    scope     found by                                 compares
+    line      jsonl.py, tabular.py, records.py         the text of one line with its format
+    prompt    records.py, checks.py, judge.py          the messages of one row
+    answer    records.py, checks.py                    the ground truth of one row
+    table     checks.py                                one row with the other rows
+
+The order is that of cause and effect: a rule stands before those that a row breaks as a consequence. Reports, the quarantine and
+`validation.ignore_rules` use these names.
 """
 
 import difflib
@@ -11,77 +17,149 @@ from typing import Literal
 
 from schemas.errors import ConfigError
 
+Scope = Literal["line", "prompt", "answer", "table"]
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One reason to refuse a row."""
 
     name: str
+    """The reason code."""
+    scope: Scope
+    """What the rule examines: the text of the line, the messages, the ground truth, or other rows as well."""
     meaning: str
-    """One sentence a user understands; what the quarantine says."""
-    part: Literal["line", "prompt", "answer", "table"]
-    """What it looks at: the whole line, the messages, the ground truth, or other rows."""
+    """What is wrong with a row that breaks it, as the quarantine table says it."""
+    fix: str
+    """What to do about such rows, as the report says it."""
     ignorable: bool = True
-    """Whether a row that breaks it could be trained on at all."""
+    """Whether a row that breaks the rule could be used for training at all."""
 
 
-def _needed(name: str, meaning: str, part: Literal["line", "prompt", "answer", "table"]) -> Rule:
-    return Rule(name, meaning, part, ignorable=False)
+def _required(name: str, scope: Scope, meaning: str, fix: str) -> Rule:
+    return Rule(name, scope, meaning, fix, ignorable=False)
 
 
 RULES: tuple[Rule, ...] = (
-    _needed("line_too_long", "the line is longer than 4 MiB and was not read", "line"),
-    _needed("encoding", "the line is not UTF-8", "line"),
-    _needed("unreadable_line", "the line is not valid JSON or CSV, or nested too deeply", "line"),
-    _needed("not_an_object", "the line is JSON, but no object with columns", "line"),
-    _needed("cell_count", "the line has more or fewer cells than the header", "line"),
-    Rule("duplicate_key", "a key occurs twice in one JSON object, so it is unclear which value counts", "line"),
-    _needed("prompt_missing", "the row has neither a prompt nor a question", "prompt"),
-    _needed("question_not_text", "the question is not a string", "prompt"),
-    _needed("prompt_not_list", "the prompt is not a list of messages (for bare text set data.question_column)", "prompt"),
-    _needed("messages_empty", "the list of messages is empty", "prompt"),
-    _needed("message_shape", "a message is not an object with the strings role and content", "prompt"),
-    Rule("message_extra_keys", "a message has keys besides role and content, which the chat would silently lose", "prompt"),
-    Rule("unknown_role", "a role is none of system, user, assistant", "prompt"),
-    Rule("system_position", "a system message stands elsewhere than first, or there are several", "prompt"),
-    Rule("turn_order", "user and assistant do not alternate, beginning with user", "prompt"),
-    Rule("last_not_user", "the last message is not the user's, so there is nothing to answer", "prompt"),
-    Rule("content_empty", "a message is empty or blank", "prompt"),
-    Rule("control_characters", "a message or the answer holds control characters (NUL, escape, ...)", "prompt"),
-    Rule(
-        "template_markers", "a message or the answer holds markers of a chat template, such as <|im_start|> or [INST]", "prompt"
+    _required(
+        "line_too_long",
+        "line",
+        "the line is longer than 4 MiB and was not read",
+        "split the row, or check for a missing line break",
     ),
-    Rule("answer_in_prompt", "the user's message holds the ground truth inside an answer block", "prompt"),
-    _needed("template_refused", "the tokenizer's chat template refuses the messages", "prompt"),
-    Rule("prompt_too_long", "the prompt is longer than validation.max_prompt_length after the chat template", "prompt"),
-    _needed("answer_type", "the answer is neither a string nor a number", "answer"),
-    _needed("answer_missing", "the answer is missing or empty", "answer"),
-    _needed("answer_pattern", "data.answer_pattern does not occur in the answer", "answer"),
-    Rule("answer_has_tags", "the ground truth holds one of the completion's own tags", "answer"),
-    Rule("duplicate", "the same prompt with the same answer stood before on this side", "table"),
-    Rule("contradiction", "the same prompt occurs on this side with different answers", "table"),
-    Rule("leak_exact", "the question is also held out for evaluation", "table"),
-    Rule("leak_normalised", "the question is also held out for evaluation, but for case, blanks or punctuation", "table"),
+    _required("encoding", "line", "the line is not UTF-8", "convert the file, for example: iconv -f LATIN1 -t UTF-8"),
+    _required(
+        "unreadable_line",
+        "line",
+        "the line is not valid JSON or CSV, or is nested too deeply",
+        "correct the line; JSONL has one complete object per line",
+    ),
+    _required("not_an_object", "line", "the line is valid JSON, but not an object with columns", 'write {"column": value, ...}'),
+    _required("cell_count", "line", "the line has more or fewer cells than the header", "quote cells that contain commas"),
+    Rule("duplicate_key", "line", "a key occurs twice in one JSON object, so its value is ambiguous", "keep one of the two"),
+    _required(
+        "prompt_missing",
+        "prompt",
+        "the row has neither a prompt nor a question",
+        "fill the column, or set data.question_column or data.prompt_column",
+    ),
+    _required("question_not_text", "prompt", "the question is not a string", "write it as a string"),
+    _required(
+        "prompt_not_list",
+        "prompt",
+        "the prompt is not a list of messages",
+        "for plain text set data.question_column to this column",
+    ),
+    _required("messages_empty", "prompt", "the list of messages is empty", "add a user message"),
+    _required(
+        "message_shape",
+        "prompt",
+        "a message is not an object with the strings role and content",
+        'write {"role": "user", "content": "..."}',
+    ),
+    Rule(
+        "message_extra_keys",
+        "prompt",
+        "a message has keys other than role and content, which the chat would silently lose",
+        "move them to columns of the row",
+    ),
+    Rule("unknown_role", "prompt", "a role is not one of system, user, assistant", "rename the role"),
+    Rule(
+        "system_position",
+        "prompt",
+        "a system message is not the first message, or there are several",
+        "join them into one at the beginning",
+    ),
+    Rule("turn_order", "prompt", "user and assistant do not alternate, starting with user", "merge or reorder the messages"),
+    Rule(
+        "last_not_user",
+        "prompt",
+        "the last message is not from the user, so there is nothing to answer",
+        "remove the messages after the last question",
+    ),
+    Rule("content_empty", "prompt", "a message is empty or blank", "fill or remove it"),
+    Rule(
+        "control_characters",
+        "prompt",
+        "a message or the answer contains control characters (NUL, escape, ...)",
+        "remove them; they are often left over from a terminal or a PDF",
+    ),
+    Rule(
+        "template_markers",
+        "prompt",
+        "a message or the answer contains markers of a chat template, such as <|im_start|> or [INST]",
+        "remove them; the tokenizer's chat template adds its own",
+    ),
+    Rule(
+        "answer_in_prompt",
+        "prompt",
+        "a user message contains the ground truth inside an answer block",
+        "remove the block, or use another example in the instructions",
+    ),
+    _required(
+        "template_refused", "prompt", "the tokenizer's chat template refuses the messages", "see the template for what it accepts"
+    ),
+    Rule(
+        "prompt_too_long",
+        "prompt",
+        "the prompt is longer than validation.max_prompt_length after the chat template",
+        "shorten the prompt or raise the limit",
+    ),
+    _required("answer_type", "answer", "the answer is neither a string nor a number", "write it as a string or a number"),
+    _required("answer_missing", "answer", "the answer is missing or empty", "fill the column, or set data.answer_column"),
+    _required(
+        "answer_pattern",
+        "answer",
+        "data.answer_pattern does not occur in the answer",
+        "correct the pattern or the answer",
+    ),
+    Rule(
+        "answer_has_tags",
+        "answer",
+        "the ground truth contains one of the completion's own tags",
+        "keep only the text between the tags, for example with data.answer_pattern",
+    ),
+    Rule("duplicate", "table", "an earlier row of the same split has the same prompt and answer", "keep one of them"),
+    Rule(
+        "contradiction",
+        "table",
+        "the same prompt occurs in the same split with different answers",
+        "decide which answer is right and remove the others",
+    ),
+    Rule("leak_exact", "table", "the question is also in the eval split", "remove it from the training data"),
+    Rule(
+        "leak_normalised",
+        "table",
+        "the question is also in the eval split, apart from case, whitespace or punctuation",
+        "remove it from the training data",
+    ),
 )
 
 BY_NAME: dict[str, Rule] = {rule.name: rule for rule in RULES}
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A rule that a row breaks, with what was found."""
-
-    rule: str
-    value: str
-
-
-def shorten(text: str, limit: int = 200) -> str:
-    """The text, or its beginning and an ellipsis, at most `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def check_ignored(names: Sequence[str]) -> frozenset[str]:
-    """The names of `validation.ignore_rules` as a set; raises `ConfigError` for an unknown rule or one that must hold."""
+    """The names of `validation.ignore_rules` as a set; raises `ConfigError` for an unknown rule or one that is not ignorable."""
     for name in names:
         rule = BY_NAME.get(name)
         if rule is None:
@@ -90,8 +168,8 @@ def check_ignored(names: Sequence[str]) -> frozenset[str]:
             raise ConfigError(f"no such rule: {name}", place="validation.ignore_rules", fix=fix)
         if not rule.ignorable:
             raise ConfigError(
-                f"{name} cannot be ignored: without it there is no row to train on",
+                f"{name} cannot be ignored: a row that breaks it cannot be used for training",
                 place="validation.ignore_rules",
-                fix="take it out; to go on despite such rows raise validation.max_invalid_fraction",
+                fix="remove it from the list; to allow more such rows raise validation.max_invalid_fraction",
             )
     return frozenset(names)

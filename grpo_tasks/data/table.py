@@ -1,4 +1,8 @@
-"""Accepted rows as objects, for the lab, the trainer and the evaluation."""
+"""The tables of the validation step as later steps read them: accepted rows as objects, and any table with a clear error.
+
+train.parquet, eval.parquet --read_prompts--> PromptRow     for the lab, the trainer and the evaluation
+quarantine.parquet, ...     --read_table----> DataFrame
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +10,15 @@ from pathlib import Path
 
 import orjson
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from grpo_tasks.data.template import Message
+from schemas.errors import DamagedError
+
+QUARANTINE = "quarantine.parquet"
+
+Message = Mapping[str, str]
+"""One chat message: role and content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +37,33 @@ class PromptRow:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
-    """Rows of train.parquet or eval.parquet in reading order.
+    """Rows of train.parquet or eval.parquet in reading order; raises as `read_table` does.
 
-    With a limit: the first so many by prompt_id, which is a hash, so that a sample does not depend on how a file is sorted.
+    With a limit: the first `limit` rows by prompt_id. It is a hash, so the sample does not depend on the order of the file.
     """
-    rows = pl.read_parquet(path)
+    rows = read_table(path)
     if limit is not None and limit < rows.height:
         rows = rows.sort("prompt_id").head(limit)
     return [_row(fields) for fields in rows.iter_rows()]
+
+
+def read_table(path: Path) -> pl.DataFrame:
+    """A Parquet table that a step has written.
+
+    Raises:
+        DamagedError: the file is missing, or its content is not Parquet any more.
+    """
+    try:
+        # Arrow raises an error for every damaged file of the tests; the Parquet reader of polars panics on some.
+        table = pl.from_arrow(pq.read_table(path, partitioning=None))
+    except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
+        raise DamagedError(
+            f"the table cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            place=str(path),
+            fix="run the command that made it again; the step runs again when its files have changed",
+        ) from error
+    assert isinstance(table, pl.DataFrame)
+    return table
 
 
 def _row(fields: tuple[str, str, int, list[dict[str, str]], str, int, str]) -> PromptRow:

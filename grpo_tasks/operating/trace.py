@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.quarantine import QUARANTINE
+from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.processes.entry import RESULT
 from schemas.errors import UserError
 
@@ -52,7 +52,7 @@ def trace_row(folder: Path, name: str) -> Trace:
     faults = pl.read_parquet(validated / QUARANTINE).filter(by_line)
     if faults.is_empty():
         raise UserError(f"no row is called {name}", place=str(validated), fix="a prompt_id of its tables, or FILE:LINE")
-    return Trace(faults["side"][0], source, int(line), faults=faults)
+    return Trace(faults["split"][0], source, int(line), faults=faults)
 
 
 def _accepted(folder: Path, side: str, row: pl.DataFrame) -> Trace:

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import yaml
 
-from grpo_tasks.data.quarantine import QUARANTINE
+from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir

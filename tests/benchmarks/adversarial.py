@@ -18,7 +18,7 @@ from grpo_tasks.rewards.contract import Fault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import DataError
-from tests.data.test_load_sources import BROKEN, UNREADABLE, faults, load
+from tests.data.test_sources import BROKEN, UNREADABLE, faults, load
 from tests.rewards.conftest import PlainRow
 from tests.rewards.test_builtin import GAMES, LONG, TAGS, score, total
 from tests.rewards.test_worker import BREACHES, FUNCTIONS, LIMIT_S

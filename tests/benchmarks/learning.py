@@ -14,7 +14,7 @@ import polars as pl
 import torch
 
 from grpo_tasks.answers.extract import Tags
-from grpo_tasks.data.prompts import prompt_id
+from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
 from grpo_tasks.rewards.suite import RewardSuite

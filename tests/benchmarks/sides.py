@@ -20,7 +20,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from grpo_tasks.data.prompts import prompt_id
+from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer

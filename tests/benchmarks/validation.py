@@ -15,10 +15,10 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.data.chunks import num_workers
 from grpo_tasks.data.judge import judge
-from grpo_tasks.data.load import ROWS, load_sources
 from grpo_tasks.data.report import Origin, report_data
-from grpo_tasks.data.side_by_side import num_processes
+from grpo_tasks.data.sources import ROWS, load_sources
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
@@ -62,7 +62,7 @@ def _measure(folder: Path) -> None:
     report = report_data(verdict, Origin("bench", folder, 0.0, loaded.sources), [])
     ended = time.perf_counter()
     own, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    peak = (own + num_processes() * child) / 2**20
+    peak = (own + num_workers() * child) / 2**20
     print(f"read {read - began:.1f} s, judge {judged - read:.1f} s, report {ended - judged:.1f} s")
     print(f"together {ended - began:.1f} s, at most {peak:.1f} GiB with all processes")
     print(f"{report.rows} rows, {report.quarantined} quarantined")

@@ -1,4 +1,4 @@
-"""Real tokenizer, real files: what the data tests share."""
+"""Fixtures of the data tests: a real tokenizer and real files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
 from grpo_tasks.data.judge import Verdict, judge
-from grpo_tasks.data.load import load_sources
+from grpo_tasks.data.sources import load_sources
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 

@@ -93,14 +93,14 @@ def test_refused_and_absent_chats_have_no_count(counter: TokenCounter) -> None:
 @given(st.lists(st.text(max_size=80), min_size=1, max_size=6), st.integers(1, 120))
 def test_bound_is_never_below_the_count_nor_hides_a_long_prompt(counter: TokenCounter, texts: list[str], limit: int) -> None:
     chats = column([[{"role": "system", "content": "be short"}, {"role": "user", "content": text}] for text in texts])
-    exact, bound = counter.count_column(chats), counter.count_column(chats, within=limit)
+    exact, bound = counter.count_column(chats), counter.count_column(chats, limit=limit)
     assert (bound >= exact).all()
     assert ((exact > limit) == (bound > limit)).all()
     assert ((bound == exact) | (bound <= limit)).all()
 
 
 def test_empty_column_is_counted(counter: TokenCounter) -> None:
-    assert counter.count_column(column([]), within=5).to_list() == []
+    assert counter.count_column(column([]), limit=5).to_list() == []
     assert counter.count_column(column([None])).to_list() == [None]
 
 
@@ -146,7 +146,7 @@ def test_tokenizer_without_chat_template_is_an_error(tmp_path: Path, counter: To
 def test_counting_and_judging_import_no_torch_no_orchestrator_no_tracker() -> None:
     code = """
 import sys
-import grpo_tasks.data.load, grpo_tasks.data.judge, grpo_tasks.data.report, grpo_tasks.data.table
+import grpo_tasks.data.sources, grpo_tasks.data.judge, grpo_tasks.data.report, grpo_tasks.data.table
 from grpo_tasks.data.chat_tokens import load_counter
 from schemas.config.model import ModelConfig
 load_counter(ModelConfig()).count([[{"role": "user", "content": "q"}]])

@@ -28,17 +28,17 @@ def test_gsm8k_is_accepted_whole_with_the_number_after_the_mark(verdict_on: Call
         validation={"max_prompt_length": 2000},  # the embedded tokenizer knows hardly more than single characters
     )
     assert broken(verdict) == {}
-    for side, name, rows in (("train", "train", 7473), ("eval", "test", 1319)):
+    for split, name, rows in (("train", "train", 7473), ("eval", "test", 1319)):
         solutions = [json.loads(line)["answer"] for line in (DATA / f"gsm8k/{name}.jsonl").read_bytes().splitlines()]
         numbers = [solution.rpartition("####")[2].strip().replace(",", "").replace("\u2212", "-") for solution in solutions]
-        assert verdict.side(side)["answer"].to_list() == numbers
+        assert verdict.split(split)["answer"].to_list() == numbers
         assert len(numbers) == rows
 
 
 def test_svamp_array_of_floats_becomes_whole_numbers(verdict_on: Callable[..., Verdict]) -> None:
     data = {"train": sources("svamp/svamp_700.json"), "question_column": "Body", "answer_column": "Answer"}
     verdict = verdict_on(data, validation={"ignore_rules": ["contradiction", "duplicate"]})
-    assert verdict.accepted.height + verdict.quarantined == 700
+    assert verdict.accepted.height + verdict.num_quarantined == 700
     assert verdict.accepted["answer"][0] == "51"
     assert not verdict.accepted["answer"].str.contains(r"\.0$").any()
 
@@ -54,7 +54,7 @@ def test_prompts_with_markers_of_a_template_inside_are_all_refused(verdict_on: C
         "answer_column": "solution_text_format",
     }
     verdict = verdict_on(data, validation={"max_prompt_length": 2000})
-    assert broken(verdict)["template_markers"] == verdict.quarantined == 1000
+    assert broken(verdict)["template_markers"] == verdict.num_quarantined == 1000
 
 
 def test_null_answers_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:

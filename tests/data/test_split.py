@@ -6,36 +6,36 @@ import polars as pl
 import pytest
 
 from grpo_tasks.data.judge import Verdict
-from grpo_tasks.data.split import held_out, split_sides
+from grpo_tasks.data.split import assign_splits, is_held_out
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(300)]
 
 
-def sides(verdict: Verdict) -> dict[str, str]:
-    return dict(verdict.accepted.select("prompt_id", "side").iter_rows())
+def splits(verdict: Verdict) -> dict[str, str]:
+    return dict(verdict.accepted.select("prompt_id", "split").iter_rows())
 
 
-def test_row_keeps_its_side_when_others_come_go_or_move(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
-    whole = sides(verdict_on({"train": [{"path": write(*ROWS)}]}))
-    half = sides(verdict_on({"train": [{"path": write(*reversed(ROWS[::2]))}]}))
+def test_row_keeps_its_split_when_others_come_go_or_move(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+    whole = splits(verdict_on({"train": [{"path": write(*ROWS)}]}))
+    half = splits(verdict_on({"train": [{"path": write(*reversed(ROWS[::2]))}]}))
     assert half.items() <= whole.items()
     assert len(half) == 150
 
 
 def test_other_seed_holds_out_other_rows(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
     data = {"train": [{"path": write(*ROWS)}]}
-    assert sides(verdict_on(data, seed=1)) != sides(verdict_on(data, seed=2))
-    assert sides(verdict_on(data, seed=1)) == sides(verdict_on(data, seed=1))
+    assert splits(verdict_on(data, seed=1)) != splits(verdict_on(data, seed=2))
+    assert splits(verdict_on(data, seed=1)) == splits(verdict_on(data, seed=1))
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
 def test_share_held_out_is_the_fraction_asked_for(fraction: float) -> None:
     ids = pl.Series([f"{number:016x}" for number in range(20_000)])
-    share = (split_sides(ids, fraction=fraction, seed=0) == "eval").mean()
+    share = (assign_splits(ids, fraction=fraction, seed=0) == "eval").mean()
     assert share == pytest.approx(fraction, abs=0.01)
 
 
 def test_larger_fraction_only_adds_rows() -> None:
     ids = [f"{number:016x}" for number in range(2_000)]
-    small = {one for one in ids if held_out(one, fraction=0.1, seed=3)}
-    assert small < {one for one in ids if held_out(one, fraction=0.2, seed=3)}
+    small = {one for one in ids if is_held_out(one, fraction=0.1, seed=3)}
+    assert small < {one for one in ids if is_held_out(one, fraction=0.2, seed=3)}

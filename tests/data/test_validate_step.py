@@ -1,11 +1,11 @@
-"""The validation step: what it says of answers that no completion can equal."""
+"""The validation step: how it reports answers that no completion can equal."""
 
 import logging
 
 import pytest
 
 from grpo_tasks import validate_data as module
-from grpo_tasks.data.load import load_sources
+from grpo_tasks.data.sources import load_sources
 from grpo_tasks.running.step import Work
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 import pytest
 
-from grpo_tasks.data.prompts import prompt_id
+from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec

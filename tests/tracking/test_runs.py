@@ -188,7 +188,7 @@ def test_data_becomes_dataset_inputs_with_the_content_digest(config, client, dat
         directory=data_report.directory,
         seconds=0.1,
         rows=17,
-        sources=[SourceFile(path="a.jsonl", side="train", rows=17, sha256="0" * 64)],
+        sources=[SourceFile(path="a.jsonl", split="train", rows=17, sha256="0" * 64)],
     )
     with open_run(config, key="data") as run:
         run.record(prepared)

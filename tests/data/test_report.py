@@ -7,8 +7,7 @@ import polars as pl
 import pytest
 
 from grpo_tasks.data.judge import Verdict
-from grpo_tasks.data.quarantine import enforce
-from grpo_tasks.data.report import Origin, report_data, stop_warnings
+from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from grpo_tasks.data.table import read_prompts
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
@@ -27,7 +26,7 @@ def verdict(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> Ve
 
 def report(verdict: Verdict, directory: Path) -> DataReport:
     directory.mkdir(exist_ok=True)
-    source = SourceFile(path="rows.jsonl", side="train", rows=62, sha256="0" * 64)
+    source = SourceFile(path="rows.jsonl", split="train", rows=62, sha256="0" * 64)
     return report_data(verdict, Origin("key", directory, 1.5, [source]))
 
 
@@ -41,15 +40,15 @@ def test_tables_hold_every_row_once(verdict: Verdict, tmp_path: Path) -> None:
     assert made.train_rows + made.eval_rows == 60
 
 
-def test_a_stop_string_that_stands_in_prompts_is_warned_of(verdict: Verdict) -> None:
+def test_a_stop_string_that_occurs_in_prompts_gives_a_warning(verdict: Verdict) -> None:
     [warning] = stop_warnings(verdict, RolloutConfig(stop=["</answer>", "+ 0?"]))
-    assert warning.startswith("60 prompts hold the stop string '+ 0?'")
+    assert warning.startswith("60 prompts contain the stop string '+ 0?'")
     assert stop_warnings(verdict, RolloutConfig(stop=["be short", "What is 7 +"]))[1].startswith("1 prompts")
 
 
 def test_prompt_rows_come_back_as_they_were_accepted(verdict: Verdict, tmp_path: Path) -> None:
     rows = read_prompts(report(verdict, tmp_path).train)
-    assert [row.line for row in rows] == verdict.side("train")["line"].to_list()
+    assert [row.line for row in rows] == verdict.split("train")["line"].to_list()
     for row in rows:
         assert row.answer == str(row.extra["level"])
         assert row.messages[0] == {"role": "system", "content": "be short"}
@@ -81,7 +80,7 @@ def test_digest_follows_the_accepted_rows_only(
 def test_report_names_sources_rules_first_rows_and_lengths(verdict: Verdict, tmp_path: Path) -> None:
     made = report(verdict, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    assert "62 rows read, **2 refused** (3.23%)" in text
+    assert "62 rows read: **2 quarantined** (3.23%)" in text
     assert "| `rows.jsonl` | train | 62 |" in text
     assert "| answer_missing | 1 |" in text
     assert "rows.jsonl`:61 | answer_missing |" in text
@@ -106,7 +105,7 @@ def test_report_survives_as_json(verdict: Verdict, tmp_path: Path) -> None:
 
 
 def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: Verdict) -> None:
-    with pytest.raises(DataError, match="2 of 62 rows are refused") as caught:
+    with pytest.raises(DataError, match="2 of 62 rows are quarantined") as caught:
         enforce(verdict, ValidationConfig(max_invalid_fraction=0.01))
     assert "answer_missing" in caught.value.message
     assert "rows.jsonl:61" in caught.value.message
@@ -118,10 +117,10 @@ def test_allowed_share_of_refused_rows_goes_on(verdict: Verdict) -> None:
     enforce(verdict, ValidationConfig(max_invalid_fraction=0.05))
 
 
-@pytest.mark.parametrize("side", ["train", "eval"])
-def test_too_few_good_rows_stop_the_run(verdict: Verdict, side: str) -> None:
-    settings = {"max_invalid_fraction": 1.0, f"min_{side}_rows": 61}
-    with pytest.raises(DataError, match=f"on the {side} side"):
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_too_few_accepted_rows_stop_the_run(verdict: Verdict, split: str) -> None:
+    settings = {"max_invalid_fraction": 1.0, f"min_{split}_rows": 61}
+    with pytest.raises(DataError, match=f"the {split} split has"):
         enforce(verdict, ValidationConfig.model_validate(settings))
 
 

@@ -94,7 +94,7 @@ def planted(write: Callable[..., str], verdict_on: Callable[..., Verdict], stric
 
 def found(verdict: Verdict) -> dict[int, set[str]]:
     reasons: dict[int, set[str]] = {}
-    for row in verdict.refused.iter_rows(named=True):
+    for row in verdict.quarantine.iter_rows(named=True):
         reasons.setdefault(row["line"], set()).add(row["rule"])
     return reasons
 
@@ -102,9 +102,9 @@ def found(verdict: Verdict) -> dict[int, set[str]]:
 def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., Verdict]) -> None:
     verdict = planted()
     assert found(verdict) == {line: rules for line, (rules, _) in enumerate(PLANTED, 1) if rules}
-    assert verdict.side("eval").height == len(HELD_OUT)
-    assert verdict.side("train")["line"].to_list() == [line for line, (rules, _) in enumerate(PLANTED, 1) if not rules]
-    assert verdict.rows == verdict.quarantined + verdict.accepted.height
+    assert verdict.split("eval").height == len(HELD_OUT)
+    assert verdict.split("train")["line"].to_list() == [line for line, (rules, _) in enumerate(PLANTED, 1) if not rules]
+    assert verdict.rows == verdict.num_quarantined + verdict.accepted.height
 
 
 def test_every_rule_of_the_table_is_planted_somewhere() -> None:
@@ -113,8 +113,8 @@ def test_every_rule_of_the_table_is_planted_somewhere() -> None:
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
 
 
-def test_quarantine_tells_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
-    refused = planted().refused
+def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
+    refused = planted().quarantine
     values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
     assert values["contradiction"] == "2 | 3"
     assert values["duplicate"].startswith("same as ")
@@ -129,23 +129,23 @@ def test_quarantine_tells_what_was_found_and_what_it_means(planted: Callable[...
 
 
 def test_reasons_of_a_row_stand_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
-    last = planted().refused.filter(line=len(PLANTED))["rule"].to_list()
+    last = planted().quarantine.filter(line=len(PLANTED))["rule"].to_list()
     assert last == ["last_not_user", "control_characters", "template_markers"]
 
 
 def test_rule_counts_add_up(planted: Callable[..., Verdict]) -> None:
     verdict = planted()
     assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
-    assert sum(count.rows for count in verdict.rules) == verdict.refused.height
+    assert sum(count.rows for count in verdict.rules) == verdict.quarantine.height
 
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES if rule.ignorable])
 def test_ignored_rule_refuses_nothing(planted: Callable[..., Verdict], rule: str) -> None:
     verdict = planted(ignore_rules=[rule])
     lines = [line for line, (rules, _) in enumerate(PLANTED, 1) if rules == {rule}]
-    assert rule not in verdict.refused["rule"].to_list()
-    freed = set(verdict.side("train")["line"]) & set(lines)
-    # What one reason hid, another may still say: a leak is also a leak after normalisation.
+    assert rule not in verdict.quarantine["rule"].to_list()
+    freed = set(verdict.split("train")["line"]) & set(lines)
+    # Another rule may still refuse the row: an exact leak is also a leak after normalisation.
     assert freed == set(lines) or rule == "leak_exact"
 
 
@@ -196,14 +196,14 @@ def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Cal
 def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
     held = write(ask("same?", None), ask("other?"), name="held.jsonl")
     verdict = verdict_on({"train": [{"path": write(ask("same?"))}], "eval": [{"path": held}]})
-    assert verdict.refused.select("side", "line", "rule").rows() == [("eval", 1, "answer_missing")]
+    assert verdict.quarantine.select("split", "line", "rule").rows() == [("eval", 1, "answer_missing")]
 
 
 def test_verdict_does_not_depend_on_the_size_of_the_slices(
     monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Verdict]
 ) -> None:
     whole = planted()
-    monkeypatch.setattr("grpo_tasks.data.judge._SLICE", 3)
+    monkeypatch.setattr("grpo_tasks.data.judge._SLICE_ROWS", 3)
     sliced = planted()
     assert sliced.accepted.equals(whole.accepted)
-    assert sliced.refused.equals(whole.refused)
+    assert sliced.quarantine.equals(whole.quarantine)

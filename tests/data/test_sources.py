@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_tasks.data.jsonl import MAX_LINE_BYTES, parse_line
-from grpo_tasks.data.load import ROWS, load_sources
+from grpo_tasks.data.sources import ROWS, load_sources
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from schemas.tables import Raw
@@ -35,10 +35,10 @@ def test_jsonl_row_keeps_line_and_other_columns(tmp_path: Path, write: Callable[
     assert rows["line"].to_list() == [1, 3]
     assert rows["question"].to_list() == ["What is 1 + 1?"] * 2
     assert json.loads(rows["extra"][1]) == {"level": 3, "tags": ["a"]}
-    assert rows["side"].to_list() == ["train", "train"]
+    assert rows["split"].to_list() == ["train", "train"]
 
 
-def test_chat_prompt_wins_over_question(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_chat_prompt_takes_precedence_over_question(tmp_path: Path, write: Callable[..., str]) -> None:
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     rows = load(tmp_path, write({**GOOD, "prompt": prompt}))
     assert rows["messages"].to_list() == [prompt]
@@ -56,12 +56,12 @@ BROKEN = {
     "NaN": (b'{"question": "q", "answer": NaN}', "unreadable_line"),
     "2,000 brackets": (b'{"question": "q", "answer": "1", "x": ' + b"[" * 2000 + b"]" * 2000 + b"}", "unreadable_line"),
     "300 brackets": (b'{"question": "q", "answer": "1", "x": ' + b"[" * 300 + b"]" * 300 + b"}", "unreadable_line"),
-    "doubled key": (b'{"question": "q", "answer": "1", "answer": "2"}', "duplicate_key"),
-    "doubled key with blanks": (b'{"question" : "q", "answer":"1", "answer"\t: "2"}', "duplicate_key"),
-    "doubled key, escaped": (b'{"question": "q", "answer": "1", "\\u0061nswer": "2"}', "duplicate_key"),
-    "doubled key beside escaped colon": (b'{"question": "\\u003A", "answer": "1", "answer": "2"}', "duplicate_key"),
-    "doubled key with carriage return": (b'{"question": "q", "answer": "1", "answer"\r: "2"}', "duplicate_key"),
-    "doubled key inside": (b'{"question": "q", "answer": "1", "x": {"a": 1, "a": 2}}', "duplicate_key"),
+    "duplicate key": (b'{"question": "q", "answer": "1", "answer": "2"}', "duplicate_key"),
+    "duplicate key with blanks": (b'{"question" : "q", "answer":"1", "answer"\t: "2"}', "duplicate_key"),
+    "duplicate key, escaped": (b'{"question": "q", "answer": "1", "\\u0061nswer": "2"}', "duplicate_key"),
+    "duplicate key beside escaped colon": (b'{"question": "\\u003A", "answer": "1", "answer": "2"}', "duplicate_key"),
+    "duplicate key with carriage return": (b'{"question": "q", "answer": "1", "answer"\r: "2"}', "duplicate_key"),
+    "duplicate key inside": (b'{"question": "q", "answer": "1", "x": {"a": 1, "a": 2}}', "duplicate_key"),
     "10 MB line": (b'{"question": "' + b"x" * 10_000_000 + b'", "answer": "1"}', "line_too_long"),
     "no message list": (b'{"prompt": "q", "answer": "1"}', "prompt_not_list"),
     "message of a number": (b'{"prompt": [{"role": "user", "content": 3}], "answer": "1"}', "message_shape"),
@@ -84,12 +84,12 @@ def test_broken_line_is_a_row_with_a_fault_and_its_neighbours_are_untouched(
     assert rows["question"][2] == "What is 1 + 1?"
 
 
-def test_text_that_looks_like_a_doubled_key_is_none(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_text_that_looks_like_a_duplicate_key_is_accepted(tmp_path: Path, write: Callable[..., str]) -> None:
     rows = load(tmp_path, write({"question": '"answer": "answer" : x', "answer": "1", "x": [{"a": 1}, {"a": 2}]}))
     assert faults(rows) == {1: []}
 
 
-def test_null_in_a_further_message_key_is_absence(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_null_in_an_extra_message_key_means_absent(tmp_path: Path, write: Callable[..., str]) -> None:
     rows = load(tmp_path, write({"prompt": [{"role": "user", "content": "q", "name": None}], "answer": "1"}))
     assert faults(rows) == {1: []}
 
@@ -99,7 +99,7 @@ def test_numbers_come_through_exactly(tmp_path: Path, write: Callable[..., str])
     assert load(tmp_path, write(*lines))["answer"].to_list() == ["51.0", "3", "1" + "0" * 22, str(2**80), "-0.1"]
 
 
-def test_byte_order_mark_and_windows_line_ends_are_no_fault(tmp_path: Path) -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"question": "q", "answer": "1"}\r\n' * 2)
     assert faults(load(tmp_path, str(path))) == {1: [], 2: []}
@@ -175,13 +175,13 @@ UNREADABLE: dict[str, tuple[str, bytes, str]] = {
     "gzip": ("rows.jsonl", b"\x1f\x8b\x08\x00", "gzip"),
     "Parquet as JSONL": ("rows.jsonl", b"PAR1xxxx", "Parquet"),
     "picture": ("rows.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00", "no line of the file can be read"),
-    "broken array": ("rows.json", b'[{"question": "q"},', "array is broken"),
-    "broken Parquet": ("rows.parquet", b"PAR1" + b"\0" * 20, "not readable as Parquet"),
+    "broken array": ("rows.json", b'[{"question": "q"},', "array is invalid"),
+    "broken Parquet": ("rows.parquet", b"PAR1" + b"\0" * 20, "cannot be read as Parquet"),
     "open quote": ("rows.csv", b'question,answer\nq,1\n"q,2\nq,3\n', "never closed"),
     "semicolons": ("rows.csv", b"question;answer\nq;1\n", "semicolons"),
     "column twice": ("rows.csv", b"question,answer,answer\nq,1,2\n", "twice"),
     "header only": ("rows.csv", b"question,answer\n", "no rows"),
-    "unknown ending": ("rows.txt", b"x", "format"),
+    "unknown suffix": ("rows.txt", b"x", "format"),
 }
 
 
@@ -197,7 +197,7 @@ def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_open_quote_is_told_with_the_line_it_opens_on(tmp_path: Path) -> None:
+def test_open_quote_is_reported_with_the_line_it_opens_on(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('question,answer\nq,1\n"q,2\nq,3\n')
     with pytest.raises(DataError) as caught:
         load(tmp_path, str(tmp_path / "rows.csv"))
@@ -215,7 +215,7 @@ def test_open_quote_is_told_with_the_line_it_opens_on(tmp_path: Path) -> None:
 def test_missing_column_is_an_error_with_the_nearest_name(
     tmp_path: Path, write: Callable[..., str], row: dict[str, str], fix: str
 ) -> None:
-    with pytest.raises(DataError, match="there are") as caught:
+    with pytest.raises(DataError, match="the columns are") as caught:
         load(tmp_path, write(row))
     assert fix in caught.value.fix
 
@@ -246,7 +246,7 @@ lines = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(lines, max_size=8))
-def test_every_line_but_blank_ones_becomes_a_row_whatever_it_holds(tmp_path: Path, content: list[bytes]) -> None:
+def test_every_line_that_is_not_blank_becomes_a_row_whatever_it_contains(tmp_path: Path, content: list[bytes]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *content]))
     rows = load(tmp_path, str(path))
@@ -261,7 +261,7 @@ texts = st.text(st.sampled_from('a:"\\{} '), max_size=4)
 
 @st.composite
 def objects(draw: st.DrawFn, depth: int = 2) -> str:
-    """JSON as nobody's library writes it: keys doubled or escaped, blanks in odd places."""
+    """JSON as nobody's library writes it: duplicate or escaped keys, whitespace in odd places."""
 
     def value() -> str:
         kind = draw(st.integers(0, 3 if depth else 1))
@@ -278,13 +278,13 @@ def objects(draw: st.DrawFn, depth: int = 2) -> str:
 
 
 @given(text=objects())
-def test_doubled_keys_are_found_wherever_and_however_they_are_written(text: str) -> None:
-    doubled = []
+def test_duplicate_keys_are_found_at_any_depth_and_in_any_spelling(text: str) -> None:
+    duplicates = []
 
     def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        doubled.append(len({key for key, _ in pairs}) < len(pairs))
+        duplicates.append(len({key for key, _ in pairs}) < len(pairs))
         return dict(pairs)
 
     json.loads(text, object_pairs_hook=note)
     found = [fault.rule for fault in parse_line(1, text.encode(), answer_column="answer").faults]
-    assert found == (["duplicate_key"] if any(doubled) else [])
+    assert found == (["duplicate_key"] if any(duplicates) else [])

@@ -1,0 +1,242 @@
+"""Records of a source -> chunks of rows.parquet, in order. A big JSONL file is read by several processes.
+
+    Record --read_row--> Row --raw_table--> Chunk(table, summary)                        read_chunks
+    Span --worker process: read_span, read_chunks--> list[Chunk] --file order--> Chunk   read_chunks_in_parallel
+
+Memory holds a few chunks, never the whole file as Python objects.
+"""
+
+import difflib
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from grpo_tasks.data.jsonl import Span, line_spans, read_span
+from grpo_tasks.data.records import Columns, Record, Row, read_row
+from grpo_tasks.processes.entry import PARENT, die_with_parent
+from schemas.errors import DataError
+
+PARALLEL_FROM_BYTES = 32 * 2**20
+"""Size of a file from which starting worker processes saves time."""
+_MAX_WORKERS = 8
+_CHUNK_ROWS = 20_000
+
+_MESSAGE = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+_FAULT = pa.struct([("rule", pa.large_string()), ("value", pa.large_string())])
+RAW_ARROW = pa.schema(
+    [
+        ("split", pa.large_string()),
+        ("source", pa.large_string()),
+        ("line", pa.int64()),
+        ("question", pa.large_string()),
+        ("messages", pa.large_list(_MESSAGE)),
+        ("answer", pa.large_string()),
+        ("extra", pa.large_string()),
+        ("faults", pa.large_list(_FAULT)),
+    ]
+)
+"""schemas/tables.py Raw as an Arrow schema."""
+
+
+@dataclass(slots=True)
+class ScanSummary:
+    """Counts over the rows of a source, or of one chunk of it, and the columns that were found."""
+
+    rows: int = 0
+    readable: int = 0
+    with_prompt: int = 0
+    with_answer: int = 0
+    columns: list[str] = field(default_factory=list)
+    """Of the first readable row."""
+
+    def count(self, record: Record, columns: Columns) -> None:
+        """Count one row."""
+        self.rows += 1
+        if record.fields is None:
+            return
+        if not self.readable:
+            self.columns = list(dict.fromkeys(str(key) for key in record.fields))
+        self.readable += 1
+        self.with_prompt += columns.prompt in record.fields or columns.question in record.fields
+        self.with_answer += columns.answer in record.fields
+
+    def add(self, later: "ScanSummary") -> None:
+        """Add the counts of rows that come after these."""
+        self.columns = self.columns if self.readable else later.columns
+        self.rows += later.rows
+        self.readable += later.readable
+        self.with_prompt += later.with_prompt
+        self.with_answer += later.with_answer
+
+    def check(self, place: str, columns: Columns) -> None:
+        """Raise `DataError` when the source has no rows, no readable row, or no row with a prompt or an answer column."""
+        if not self.rows:
+            raise DataError("the source has no rows", place=place, fix="add rows, or remove the source from the config")
+        if not self.readable:
+            raise DataError("no line of the file can be read", place=place, fix="check the file, or set the source's format")
+        if not self.with_prompt:
+            raise self._missing(place, question=columns.question, prompt=columns.prompt)
+        if not self.with_answer:
+            raise self._missing(place, answer=columns.answer)
+
+    def _missing(self, place: str, **wanted: str) -> DataError:
+        by_lower_case = {name.lower(): name for name in self.columns}
+        near = [
+            by_lower_case[match]
+            for name in wanted.values()
+            for match in difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+        ]
+        setting = f"data.{next(iter(wanted))}_column"
+        return DataError(
+            f"no row has a column {' or '.join(wanted.values())}; the columns are: {', '.join(self.columns)}",
+            place=place,
+            fix=f"set {setting}: {near[0]}" if near else f"set {setting} to one of them",
+        )
+
+
+class Chunk(NamedTuple):
+    """Consecutive rows of a source."""
+
+    table: pa.Table
+    """Columns of RAW_ARROW."""
+    summary: ScanSummary
+
+
+def read_chunks(records: Iterable[Record], columns: Columns, *, split: str, source: str) -> Iterator[Chunk]:
+    """Turn records into chunks of at most _CHUNK_ROWS rows."""
+    rows, lines, summary = list[Row](), list[int](), ScanSummary()
+    for record in records:
+        summary.count(record, columns)
+        rows.append(read_row(record, columns))
+        lines.append(record.line)
+        if len(rows) >= _CHUNK_ROWS:
+            yield Chunk(raw_table(rows, lines, split=split, source=source), summary)
+            rows, lines, summary = [], [], ScanSummary()
+    if rows:
+        yield Chunk(raw_table(rows, lines, split=split, source=source), summary)
+
+
+def num_workers() -> int:
+    """One for each core that this process may use, at most _MAX_WORKERS: beyond that, writing the table takes the time."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, _MAX_WORKERS)
+
+
+def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source: str, workers: int) -> Iterator[Chunk]:
+    """What `read_chunks` makes of `jsonl.read_jsonl`, in the same order, read by `workers` processes; not for JSON arrays.
+
+    Raises:
+        DataError: the file is not UTF-8 text, or a worker was killed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with _spawn_environment():
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(),))
+    pending = deque[Future[list[Chunk]]]()
+    try:
+        for span in line_spans(path):
+            # Two spans per worker keep every worker busy; more would only fill the memory with chunks that wait for the writer.
+            if len(pending) >= 2 * workers:
+                yield from pending.popleft().result()
+            with _spawn_environment():
+                pending.append(pool.submit(_read_span_chunks, path, span, columns, split, source))
+        while pending:
+            yield from pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that was reading the file was killed",
+            place=source,
+            fix="run it again with more free memory; if it printed an error of its own, that stands above",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def raw_table(rows: Sequence[Row], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
+    """The rows of one source, each with its line, as a table of RAW_ARROW."""
+    questions, roles, contents, answers, extras, faults = zip(*rows, strict=True)
+    # None instead of an empty list for the many rows without a fault
+    fault_dicts = [[fault._asdict() for fault in found] if found else None for found in faults]
+    columns = [
+        pa.repeat(pa.scalar(split, pa.large_string()), len(rows)),
+        pa.repeat(pa.scalar(source, pa.large_string()), len(rows)),
+        pa.array(lines, pa.int64()),
+        pa.array(questions, pa.large_string()),
+        _messages(roles, contents),
+        pa.array(answers, pa.large_string()),
+        pa.array(extras, pa.large_string()),
+        pa.array(fault_dicts, RAW_ARROW.field("faults").type),
+    ]
+    return pa.Table.from_arrays(columns, schema=RAW_ARROW)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Rows contain no reference cycles; searching a million of them for cycles took a fifth of the reading time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _start_worker(parent: int) -> None:
+    # The variable may still name the parent of the parent; die_with_parent would then end this process at once.
+    os.environ[PARENT] = str(parent)
+    die_with_parent()
+    # Ctrl-C reaches the whole process group; the parent shuts its workers down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _read_span_chunks(path: Path, span: Span, columns: Columns, split: str, source: str) -> list[Chunk]:
+    with no_garbage_collection():
+        return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
+
+
+@contextmanager
+def _spawn_environment() -> Iterator[None]:
+    """How a worker starts: without the working directory on its path, and without the program that started this one.
+
+    `spawn` imports the parent's main module in every worker. Workers do not need it; it may take seconds (Prefect), and a user's
+    script without an `if __name__ == "__main__"` guard would run again. The executor starts helper processes when it is made and
+    workers inside `submit`.
+    """
+    main, safe_path = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
+    sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if safe_path is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = safe_path
+
+
+def _messages(roles: Sequence[Sequence[str] | None], contents: Sequence[Sequence[str] | None]) -> pa.Array:
+    # Built from flat columns and offsets: converting a list of dicts per row would cost five times as much.
+    offsets = list(itertools.accumulate((len(row) if row else 0 for row in roles), initial=0))
+    values = pa.StructArray.from_arrays([_flatten(roles), _flatten(contents)], fields=list(_MESSAGE))
+    is_null = pa.array([row is None for row in roles])
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets, pa.int64()), values, type=RAW_ARROW.field("messages").type, mask=is_null
+    )
+
+
+def _flatten(column: Sequence[Sequence[str] | None]) -> pa.Array:
+    return pa.array(list(itertools.chain.from_iterable(filter(None, column))), pa.large_string())

@@ -1,0 +1,156 @@
+"""Every source of a config -> `rows.parquet` (schemas/tables.py Raw): all rows, the broken ones with their faults.
+
+    DataSource --jsonl, tabular--> Record --chunks--> row group of rows.parquet
+
+Streams: memory holds a few chunks of rows, not the file. Validates no row; the only errors are about whole files.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import orjson
+import pyarrow.parquet as pq
+
+from grpo_tasks.data.chunks import (
+    PARALLEL_FROM_BYTES,
+    RAW_ARROW,
+    Chunk,
+    ScanSummary,
+    no_garbage_collection,
+    num_workers,
+    read_chunks,
+    read_chunks_in_parallel,
+)
+from grpo_tasks.data.jsonl import read_jsonl
+from grpo_tasks.data.records import Columns, Record
+from grpo_tasks.data.tabular import read_csv, read_hub, read_parquet
+from schemas.config.data import DataConfig, DataSource
+from schemas.errors import DataError
+from schemas.paths import is_local, resolve, why_not_a_file
+from schemas.results import SourceFile
+
+ROWS = "rows.parquet"
+_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The sources that were read, and the table of their rows."""
+
+    sources: list[SourceFile]
+    path: Path
+    """rows.parquet"""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows over all sources."""
+        return sum(source.rows for source in self.sources)
+
+
+def load_sources(data: DataConfig, *, directory: Path) -> Loaded:
+    """Read all sources into `directory`/rows.parquet.
+
+    Raises:
+        DataError: a source is missing, unreadable, empty, or has none of the configured columns; no file is left behind then.
+    """
+    unfinished = directory / f"{ROWS}.part"
+    sources = []
+    try:
+        with no_garbage_collection(), pq.ParquetWriter(unfinished, RAW_ARROW, compression="lz4") as writer:
+            for split, source in _sources(data):
+                sources.append(_load(source, split, data=data, writer=writer))
+        unfinished.replace(directory / ROWS)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return Loaded(sources, directory / ROWS)
+
+
+def source_format(source: DataSource) -> str:
+    """jsonl, csv, parquet or hub; raises `DataError` for a local file whose suffix is unknown."""
+    if source.format != "auto":
+        return source.format
+    path = Path(resolve(source.path))
+    known = _FORMATS.get(path.suffix.lower())
+    if known:
+        return known
+    if is_local(source.path):
+        raise DataError(
+            f"the suffix {path.suffix!r} belongs to no known format" if path.suffix else "the file name has no suffix",
+            place=source.path,
+            fix="set format: jsonl, csv, parquet or hub",
+        )
+    return "hub"
+
+
+def _sources(data: DataConfig) -> Iterator[tuple[Split, DataSource]]:
+    yield from (("train", source) for source in data.train)
+    yield from (("eval", source) for source in data.eval)
+
+
+def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.ParquetWriter) -> SourceFile:
+    columns = Columns(data.question_column, data.prompt_column, data.answer_column)
+    summary, rows_digest = ScanSummary(), hashlib.sha256()
+    with ThreadPoolExecutor(1) as pool:
+        # hashlib releases the interpreter lock, so the file is hashed while it is read.
+        file_digest = None if source_format(source) == "hub" else pool.submit(_file_digest, source)
+        for chunk in _chunks(source, split, columns=columns, rows_digest=rows_digest):
+            writer.write_table(chunk.table)
+            summary.add(chunk.summary)
+        sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
+    summary.check(source.path, columns)
+    return SourceFile(path=source.path, split=split, rows=summary.rows, sha256=sha256)
+
+
+def _file_digest(source: DataSource) -> str:
+    with Path(resolve(source.path)).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chunks(source: DataSource, split: Split, *, columns: Columns, rows_digest: "hashlib._Hash") -> Iterator[Chunk]:
+    path, file_format = Path(resolve(source.path)), source_format(source)
+    if file_format == "hub":
+        records = _hashed(read_hub(source, resolve(source.path)), rows_digest)
+    else:
+        _check_file(path, source)
+        workers = num_workers()
+        # A JSON array has no line structure to cut at, and the first max_rows rows need no second reader.
+        can_cut = file_format == "jsonl" and path.suffix != ".json" and source.max_rows is None
+        if can_cut and workers > 1 and path.stat().st_size >= PARALLEL_FROM_BYTES:
+            return read_chunks_in_parallel(path, columns, split=split, source=source.path, workers=workers)
+        records = _file_records(path, file_format, columns)
+    return read_chunks(islice(records, source.max_rows), columns, split=split, source=source.path)
+
+
+def _file_records(path: Path, file_format: str, columns: Columns) -> Iterator[Record]:
+    if file_format == "csv":
+        return read_csv(path)
+    return read_parquet(path) if file_format == "parquet" else read_jsonl(path, answer_column=columns.answer)
+
+
+def _hashed(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Record]:
+    for record in records:
+        digest.update(orjson.dumps(record.fields, default=str, option=orjson.OPT_SORT_KEYS) + b"\n")
+        yield record
+
+
+def _check_file(path: Path, source: DataSource) -> None:
+    reason = why_not_a_file(path)
+    if reason:
+        names = [file.name for file in path.parent.iterdir()] if reason == "no such file" and path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        fix = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"
+        raise DataError(reason, place=source.path, fix=fix)
+    if path.stat().st_size == 0:
+        raise DataError("the file is empty", place=source.path, fix="add rows, or remove the source from the config")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise DataError(f"the file cannot be opened: {error.strerror}", place=source.path, fix="check its permissions") from error
