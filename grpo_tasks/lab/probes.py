@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.extract import Equality, Tags, answers_equal
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.rewards.contract import Row
 

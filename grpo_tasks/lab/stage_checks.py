@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_tasks.lab.bench import Bench, found, passed
+from grpo_tasks.lab.function_checks import ABOVE, Trial
+from grpo_tasks.lab.probe_set import Bench, found, passed
 from grpo_tasks.lab.probes import LISTING, PERFECT, WRONG_ANSWER
-from grpo_tasks.lab.trials import ABOVE, Trial
 from grpo_tasks.rewards.totals import stage_weights, total_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig

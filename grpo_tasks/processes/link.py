@@ -21,7 +21,7 @@ READY_S = 0.5
 CHUNK_BYTES = 2**20
 
 
-class GarbledError(Exception):
+class MalformedReplyError(Exception):
     """Bytes that are no answer."""
 
 
@@ -29,7 +29,7 @@ class WorkerEndedError(Exception):
     """The worker or its supervisor is gone."""
 
 
-class Link:
+class WorkerLink:
     """Two connected pairs of sockets; `far` are the ends for the other side, to be closed here once it has them."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Link:
 
         Raises:
             TimeoutError: it was not complete by the deadline (of time.monotonic).
-            GarbledError: the bytes are no frame, announce more than `max_bytes`, or more of them came than announced.
+            MalformedReplyError: the bytes are no frame, announce more than `max_bytes`, or more of them came than announced.
             WorkerEndedError: nobody is left to send it.
         """
         arrived, whole = bytearray(), math.inf
@@ -93,7 +93,7 @@ class Link:
             self.received = len(arrived)
             whole = _size(arrived, max_bytes)
         if len(arrived) > whole or self.stray():
-            raise GarbledError("wrote more than one answer")
+            raise MalformedReplyError("wrote more than one answer")
         return bytes(arrived[HEADER.size :])
 
     def stray(self) -> bool:
@@ -165,10 +165,10 @@ class Link:
 def _size(arrived: bytearray, max_bytes: int) -> float:
     """Bytes of the whole frame; infinite until its header is there."""
     if not MARK.startswith(bytes(arrived[: len(MARK)])):
-        raise GarbledError("wrote bytes that are no answer")
+        raise MalformedReplyError("wrote bytes that are no answer")
     if len(arrived) < HEADER.size:
         return math.inf
     size = int(HEADER.unpack_from(arrived)[1])
     if size > max_bytes:
-        raise GarbledError(f"announced an answer of {size:,} bytes where {max_bytes:,} are the most it can have")
+        raise MalformedReplyError(f"announced an answer of {size:,} bytes where {max_bytes:,} are the most it can have")
     return HEADER.size + size

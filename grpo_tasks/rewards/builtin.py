@@ -8,7 +8,7 @@
     style               -1 .. 1, four signs of tidiness
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
-A hollow completion (an empty answer, or a tag twice; see answers.py) earns nothing anywhere: 0, or style's lowest.
+A worthless completion (an empty answer, or a tag twice; see answers.py) earns nothing anywhere: 0, or style's lowest.
 """
 
 # ruff: noqa: ARG001 - TRL hands every function more than it looks at
@@ -16,7 +16,8 @@ A hollow completion (an empty answer, or a tag twice; see answers.py) earns noth
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.answers.extract import Equality, Extraction, Tags, answers_equal, extract_answer
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.extract import Extraction, Tags, extract_answer
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages of which the last is the assistant's."""
@@ -103,7 +104,7 @@ def length(
             len((completion_text(completion) if one.reasoning is None else one.reasoning).strip())
             for one, completion in zip(found, completions, strict=True)
         ]
-    return [0.0 if one.hollow else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
+    return [0.0 if one.worthless else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
 
 
 def repetition(prompts: object, completions: Sequence[Completion], *, ngram: int = 3, **columns: object) -> list[float]:
@@ -150,9 +151,9 @@ def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extracti
 
 
 def _tag_score(found: Extraction) -> float:
-    if found.hollow:
+    if found.worthless:
         return 0.0
-    score = TAG_CREDIT * found.tags_in_place - TRAILING_PENALTY * found.trailing_chars
+    score = TAG_CREDIT * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars
     return max(0.0, score)
 
 
@@ -174,7 +175,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _style_score(text: str, found: Extraction) -> float:
-    if found.hollow:
+    if found.worthless:
         return -1.0
     answer, reasoning = found.answer or "", found.reasoning or ""
     signs = (

@@ -112,7 +112,7 @@ def place_of(row: Row) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class FunctionScores:
     """What a function returned, checked."""
 
     scores: list[float | None]

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_tasks.processes.entry import die_with_parent
 from grpo_tasks.processes.framing import MAX_TEXT, read_frame, write_frame
-from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result, shorten
+from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result, shorten
 from grpo_tasks.rewards.registry import RewardFunction, load_function
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import UserError
@@ -73,7 +73,7 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
     # SystemExit too: a library that gives up must not look like a crash of the worker.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"fault": _plain(_raised(error))}
-    return {"values": asdict(Values(scores, time.perf_counter() - began, tokens))}
+    return {"values": asdict(FunctionScores(scores, time.perf_counter() - began, tokens))}
 
 
 def _call(function: RewardFunction, request: Mapping[str, Any]) -> Any:

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values, reward_error
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import RewardError
 
-__all__ = ["Note", "RewardSuite", "ScoreBatch", "Scores"]
+__all__ = ["FaultNote", "RewardSuite", "ScoreBatch", "Scores"]
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class FaultNote:
     """Something that was let pass and has to be told: a fault under on_error zero or skip."""
 
     function: str
@@ -50,7 +50,7 @@ class Scores:
     """[F], the score that counts as success."""
     totals: NDArray[np.float64]
     """[N], weighted sums over the functions that apply (totals.py); NaN where none does."""
-    notes: list[Note]
+    notes: list[FaultNote]
     tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     """Scores token by token, by number of the function and of the completion, where there are such."""
 
@@ -129,7 +129,7 @@ class RewardSuite:
         raw, notes, tokens = np.full((len(batch), len(self.names)), np.nan), [], {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             outcome = self.worker.call(name, batch, config.time_limit_s)
-            if isinstance(outcome, Values):
+            if isinstance(outcome, FunctionScores):
                 raw[:, index] = [np.nan if score is None else score for score in outcome.scores]
                 if outcome.tokens:
                     tokens[index] = outcome.tokens
@@ -138,7 +138,7 @@ class RewardSuite:
             if config.on_error == "raise":
                 raise error
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
-            notes.append(Note(name, config.on_error, error))
+            notes.append(FaultNote(name, config.on_error, error))
         weights = self.weights
         full = np.array([full_score(config) for config in self.configs])
         return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens)
@@ -160,7 +160,7 @@ class RewardSuite:
 
     def _error(self, name: str, fault: Fault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
         if fault.index is None and config.on_error == "raise":
-            fault = replace(fault, index=self.worker.culprit(name, batch, config.time_limit_s))
+            fault = replace(fault, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))
         return reward_error(name, fault, batch)
 
 

@@ -1,6 +1,6 @@
 """The process that reward functions run in, seen from the parent: start, call with a time limit, kill, start again.
 
-    RewardWorker.call  --JSON-->  serve.py (below supervisor.py, output to the log)  --JSON-->  Values | Fault
+    RewardWorker.call  --JSON-->  serve.py (below supervisor.py, output to the log)  --JSON-->  FunctionScores | Fault
 
 A call that takes too long, uses too much memory, answers nonsense or takes the process down costs that process and nothing else.
 Nothing is decided here about what a fault means.
@@ -21,8 +21,8 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from grpo_tasks.processes.entry import PARENT
-from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
-from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values
+from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
 from grpo_tasks.rewards.replies import LOADED_BYTES, max_bytes, read_loaded, read_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
@@ -30,7 +30,7 @@ from schemas.errors import RewardError, UserError
 LOAD_LIMIT_S = 300.0
 """Longest time for importing every function; own ones may load a model."""
 CULPRIT_GRACE_S = 0.5
-"""Added to a part's share of the time limit while the culprit is looked for: the overhead of a call."""
+"""Added to a part's share of the time limit while the find_failing_completion is looked for: the overhead of a call."""
 CLOSE_S = 10.0
 """Longest time for the supervisor to end what it started."""
 MEMORY_SHARE = 0.8
@@ -58,7 +58,7 @@ class RewardWorker:
         """Updates of the stage, which functions see as trainer_state.max_steps; set by the trainer, who counts them."""
         self.limit_bytes = int(min(rewards.memory_limit_gb * 1e9, MEMORY_SHARE * psutil.virtual_memory().total))
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: Link | None = None
+        self._link: WorkerLink | None = None
 
     def __enter__(self) -> Self:
         self._start()
@@ -75,7 +75,7 @@ class RewardWorker:
             _wait(self._process)
         self._process = self._link = None
 
-    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> Values | Fault:
+    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
         """Score the batch with one function, in at most `limit_s` seconds."""
         if self._link is None:
             try:
@@ -90,12 +90,12 @@ class RewardWorker:
         lengths = [len(ids) for ids in batch.completion_ids]
         message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
 
-        def read(payload: bytes, request: str) -> Values | Fault:
+        def read(payload: bytes, request: str) -> FunctionScores | Fault:
             return read_scores(payload, request, lengths)
 
         return self._exchange(message, name, limit_s, max_bytes(lengths), read)
 
-    def culprit(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
+    def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The completion that makes the function fail, found by halving; None when no single one does.
 
         A part of the batch gets its part of the time limit, so after a hang this takes about as long again as the limit:
@@ -113,7 +113,7 @@ class RewardWorker:
         return indices[0] if indices and fails(indices) else None
 
     def _start(self) -> None:
-        self._link = Link()
+        self._link = WorkerLink()
         data, control = self._link.far
         with data, control, (self.log or Path(os.devnull)).open("ab") as log:
             self._process = subprocess.Popen(
@@ -158,7 +158,7 @@ class RewardWorker:
         except TimeoutError:
             part = f" (after {self._link.received:,} bytes of an answer)" if self._link.received else ""
             fault = Fault("hung", f"did not return within {limit_s:g} s{part}", fix="make it faster, or raise its time_limit_s")
-        except GarbledError as error:
+        except MalformedReplyError as error:
             fault = Fault("broken", f"{error} on the socket of its worker", fix=_CHANNEL)
         except WorkerEndedError:
             fault = self._ending()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from grpo_tasks.answers import expressions
 from grpo_tasks.answers.choices import choice_letter
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import is_harmless
-from grpo_tasks.answers.extract import answers_equal
 from grpo_tasks.answers.numerals import parse_number
 
 

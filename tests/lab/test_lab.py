@@ -7,11 +7,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from grpo_tasks.answers.extract import Tags, answers_equal, extract_answer
+from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.lab import lab_error, probe_rewards_of
 from grpo_tasks.lab.probes import make_probes, wrong_answer
 from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.run import RunConfig
 from schemas.results import LabReport
 
@@ -90,13 +91,7 @@ def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **l
     own_module(FUNCTIONS)
     entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
-    return probe_rewards_of(config, rows, samples)
-
-
-@pytest.fixture
-def short_long_texts(monkeypatch):
-    """Less to wait for where speed is not the question."""
-    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
+    return run_lab(config, rows, samples)
 
 
 def failed(findings):
@@ -114,7 +109,7 @@ def test_the_customary_stages_pass_every_check(run_config, rows):
         "correctness": ["format", "correctness"],
         "everything": ["correctness", "format", "incremental_format", "length", "repetition", "style"],
     }
-    findings = probe_rewards_of(run_config(stages, lab=SMALL), rows)
+    findings = run_lab(run_config(stages, lab=SMALL), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     expected = {"contract", "determinism", "speed", "gaming", "gold", "order", "empty"}
     assert {check.check for check in findings.checks} == expected
@@ -123,7 +118,7 @@ def test_the_customary_stages_pass_every_check(run_config, rows):
 
 @pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
 def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
-    findings = probe_rewards_of(run_config({"only": [name]}, lab=SMALL), rows)
+    findings = run_lab(run_config({"only": [name]}, lab=SMALL), rows)
     assert failed(findings) == set()
 
 
@@ -131,7 +126,7 @@ def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     rows = [make_row(line, "B" if equality == "choice" else "42") for line in (1, 2)]
     config = run_config({"both": ["format", "correctness"]}, rewards={"equality": equality}, lab=SMALL)
-    findings = probe_rewards_of(config, rows)
+    findings = run_lab(config, rows)
     assert failed(findings) == set()
 
 
@@ -199,7 +194,7 @@ def test_an_ignored_check_only_warns(run_config, own_module, rows, ignored):
 
 def test_a_ground_truth_that_cannot_be_read_is_found_in_any_row(run_config, rows, make_row):
     late = make_row(0xFFFF, "forty-two")
-    findings = probe_rewards_of(run_config({"only": ["correctness"]}, lab=SMALL), [*rows, late])
+    findings = run_lab(run_config({"only": ["correctness"]}, lab=SMALL), [*rows, late])
     check = next(check for check in findings.checks if check.check == "gold")
     assert (check.outcome, check.place) == ("failed", "train.jsonl:65535")
     assert "forty-two" in check.detail
@@ -211,7 +206,7 @@ def group(row, *texts):
 
 def test_the_forecast_counts_groups_that_differ(run_config, rows):
     samples = [group(rows[0], HONEST.replace("42", "41"), "no"), group(rows[1], "no", "neither"), group(rows[2], "", "")]
-    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    findings = run_lab(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
     one, two = findings.forecasts
     assert (one.stage, one.groups, one.share_with_signal) == ("one", 3, pytest.approx(1 / 3))
     assert one.mean_reward == pytest.approx(1 / 6)
@@ -221,7 +216,7 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
 
 def test_too_little_signal_stops_the_first_stage_and_warns_for_the_next(run_config, rows):
     samples = [group(row, "no", "neither") for row in rows]
-    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    findings = run_lab(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
     assert failed(findings) == {"stage:one/signal"}
     outcomes = {check.function: check.outcome for check in findings.checks if check.check == "signal"}
     assert outcomes == {"stage:one": "failed", "stage:two": "warned"}
@@ -243,7 +238,7 @@ def test_ties_within_rounding_are_no_signal():
 
 
 def test_the_table_holds_every_probe_with_every_score(run_config, rows):
-    findings = probe_rewards_of(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
+    findings = run_lab(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
     table = findings.probes
     kinds = [probe.kind for probe in make_probes(rows[0], Tags(), "numeric")]
     assert table.height == 3 * len(kinds)
@@ -265,7 +260,7 @@ def test_the_report_shows_the_first_failure_and_every_function(run_config, own_m
 
 def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
-    there, back = probe_rewards_of(config, rows), probe_rewards_of(config, rows[::-1])
+    there, back = run_lab(config, rows), run_lab(config, rows[::-1])
     assert there.probes.equals(back.probes)
 
 
@@ -287,7 +282,7 @@ def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_confi
         found = extract_answer(perfect.text, Tags())
         assert found.strict_format
         assert answers_equal(found.answer or "", row.answer, "numeric"), row
-    findings = probe_rewards_of(_gsm8k(run_config), rows)
+    findings = run_lab(_gsm8k(run_config), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     gold = next(check for check in findings.checks if check.check == "gold")
     assert gold.detail == f"{len(rows)} rows"

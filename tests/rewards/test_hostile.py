@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.lab.lab import probe_rewards_of
+from grpo_tasks.lab.run import run_lab
 from grpo_tasks.processes.framing import HEADER, MARK, frame
-from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
-from grpo_tasks.rewards.contract import Fault, Values
+from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.rewards.contract import Fault, FunctionScores
 from grpo_tasks.rewards.replies import max_bytes, read_loaded, read_scores
 from grpo_tasks.rewards.supervisor import MAX_BYTES, MAX_LINES, Output
 from grpo_tasks.rewards.worker import RewardWorker
@@ -163,17 +163,17 @@ def test_whatever_a_function_writes_to_the_socket_is_a_named_fault_and_the_next_
         outcome = worker.call("writes", make_batch(text), LIMIT_S if kind == "hung" else 30.0)
         assert isinstance(outcome, Fault), text
         assert (outcome.kind, words in outcome.detail) == (kind, True), outcome
-        assert isinstance(worker.call("writes", make_batch("honest"), 30.0), Values)
+        assert isinstance(worker.call("writes", make_batch("honest"), 30.0), FunctionScores)
 
 
 def test_bytes_that_come_between_two_calls_are_a_fault_of_the_next_and_cost_only_that(worker_of, make_batch):
     worker = worker_of("writes")
-    assert isinstance(worker.call("writes", make_batch("later"), 30.0), Values)
+    assert isinstance(worker.call("writes", make_batch("later"), 30.0), FunctionScores)
     _until(worker._link.stray)
     outcome = worker.call("writes", make_batch("honest"), 30.0)
     assert isinstance(outcome, Fault)
     assert "answer no request" in outcome.detail
-    assert isinstance(worker.call("writes", make_batch("honest"), 30.0), Values)
+    assert isinstance(worker.call("writes", make_batch("honest"), 30.0), FunctionScores)
 
 
 def test_an_answer_given_twice_is_a_fault(worker_of, make_batch):
@@ -186,7 +186,7 @@ def test_libraries_that_a_function_patches_do_not_garble_its_answer(worker_of, m
     worker = worker_of("patches")
     for _ in range(2):
         outcome = worker.call("patches", make_batch("a"), 30.0)
-        assert isinstance(outcome, Values) or "wrong shape" in outcome.detail
+        assert isinstance(outcome, FunctionScores) or "wrong shape" in outcome.detail
 
 
 def test_a_worker_that_does_not_read_costs_no_more_than_the_time_limit(worker_of, make_batch):
@@ -196,7 +196,7 @@ def test_a_worker_that_does_not_read_costs_no_more_than_the_time_limit(worker_of
     outcome = worker.call("good", make_batch("x" * 2**22), 0.5)
     assert isinstance(outcome, Fault)
     assert outcome.kind == "hung"
-    assert isinstance(worker.call("good", make_batch("x" * 2**22), 30.0), Values)
+    assert isinstance(worker.call("good", make_batch("x" * 2**22), 30.0), FunctionScores)
 
 
 # What may arrive: raw bytes, frames of any JSON, and frames of nearly the right shape.
@@ -225,7 +225,7 @@ PIECES = st.lists(
 @settings(max_examples=150)
 @given(PIECES, st.booleans())
 def test_arbitrary_bytes_never_hang_the_parent_and_never_raise_anything_else(pieces, closes):
-    link = Link()
+    link = WorkerLink()
     data = link.far[0]
     try:
         data.sendall(b"".join(pieces))
@@ -234,7 +234,7 @@ def test_arbitrary_bytes_never_hang_the_parent_and_never_raise_anything_else(pie
         limit = time.monotonic() + (0.0 if not closes else 5.0)
         try:
             outcome = read_scores(link.receive(max_bytes([2, 3]), limit), "7", [2, 3])
-        except (GarbledError, WorkerEndedError, TimeoutError):
+        except (MalformedReplyError, WorkerEndedError, TimeoutError):
             return
         assert isinstance(outcome, Fault) or len(outcome.scores) == 2
     finally:
@@ -262,18 +262,18 @@ def test_arbitrary_bytes_never_hang_the_parent_and_never_raise_anything_else(pie
     ],
 )
 def test_json_of_the_wrong_shape_is_no_answer(answer):
-    with pytest.raises(GarbledError):
+    with pytest.raises(MalformedReplyError):
         read_scores(json.dumps(answer).encode(), "7", [2, 3])
 
 
 @pytest.mark.parametrize("answer", [{"loaded": ["other"]}, {"error": "{"}, {"error": "{}"}, {"error": "[]"}, {"loaded": 1}])
 def test_a_worker_that_loaded_something_else_is_no_worker(answer):
-    with pytest.raises(GarbledError):
+    with pytest.raises(MalformedReplyError):
         read_loaded(json.dumps({"request": "7", **answer}).encode(), "7", ["mine"])
 
 
 def test_bytes_that_trickle_in_do_not_move_the_deadline():
-    link = Link()
+    link = WorkerLink()
     data, _ = link.far
     data.send(HEADER.pack(MARK, 1_000))
     stop = threading.Event()
@@ -298,11 +298,16 @@ def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of
     assert isinstance(outcome, Fault)
     assert (outcome.kind, "used more than 0.4 GB of memory" in outcome.detail) == ("died", True)
     assert "rewards.memory_limit_gb" in outcome.fix
-    assert isinstance(worker.call(name, make_batch("fine"), 30.0), Values)
+    assert isinstance(worker.call(name, make_batch("fine"), 30.0), FunctionScores)
 
 
 def test_the_row_that_takes_the_memory_is_found(worker_of, make_batch):
-    assert worker_of("greedy", memory_limit_gb=0.4).culprit("greedy", make_batch("fine", "fine", "all", "fine"), 60.0) == 2
+    assert (
+        worker_of("greedy", memory_limit_gb=0.4).find_failing_completion(
+            "greedy", make_batch("fine", "fine", "all", "fine"), 60.0
+        )
+        == 2
+    )
 
 
 def test_a_detached_process_ends_when_the_worker_is_closed(worker_of, make_batch):
@@ -325,7 +330,7 @@ def test_a_detached_process_ends_when_the_worker_or_a_supervisor_is_killed(worke
     outcome = worker.call("detaches", make_batch("a"), 30.0)
     assert isinstance(outcome, Fault)
     assert outcome.kind == "died"
-    assert isinstance(worker.call("detaches", make_batch("a"), 30.0), Values)
+    assert isinstance(worker.call("detaches", make_batch("a"), 30.0), FunctionScores)
 
 
 def test_a_detached_process_ends_when_its_function_ends_the_worker(worker_of, make_batch, tmp_path):
@@ -365,7 +370,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(own_module, tmp_path):
 
 def test_nothing_that_is_printed_reaches_the_terminal_and_all_of_it_the_log(worker_of, make_batch, capfd, tmp_path):
     worker = worker_of("prints")
-    assert isinstance(worker.call("prints", make_batch("a"), 30.0), Values)
+    assert isinstance(worker.call("prints", make_batch("a"), 30.0), FunctionScores)
     worker.close()
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "log.txt").read_text()
@@ -376,7 +381,7 @@ def test_nothing_that_is_printed_reaches_the_terminal_and_all_of_it_the_log(work
 def test_a_million_lines_neither_block_the_function_nor_fill_the_log(worker_of, make_batch, tmp_path):
     worker = worker_of("chatty")
     for _ in range(2):
-        assert isinstance(worker.call("chatty", make_batch("a"), 60.0), Values)
+        assert isinstance(worker.call("chatty", make_batch("a"), 60.0), FunctionScores)
     worker.close()
     lines = (tmp_path / "log.txt").read_text().splitlines()
     told = f"... {1_001_208 - MAX_LINES:,} more lines printed by chatty"
@@ -393,7 +398,7 @@ def test_what_a_function_prints_in_the_lab_reaches_the_steps_log_alone(
     config = run_config(
         {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}
     )
-    probe_rewards_of(config, [make_row()], log=tmp_path / "log.txt")
+    run_lab(config, [make_row()], log=tmp_path / "log.txt")
     assert capfd.readouterr() == ("", "")
     assert "by print\n" in (tmp_path / "log.txt").read_text()
 
@@ -430,7 +435,7 @@ def _server(worker) -> psutil.Process:
 
 def _left_by(worker, make_batch) -> int:
     outcome = worker.call("detaches", make_batch("a"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     left = int(outcome.scores[0] or 0)
     assert psutil.pid_exists(left)
     return left

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
+from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
@@ -129,7 +129,7 @@ def worker_of(own_module, rewards_config):
 )
 def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch, name, scores):
     outcome = worker_of(name).call(name, make_batch("a", "b", "c"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == scores
     assert outcome.seconds >= 0.0
 
@@ -138,13 +138,13 @@ def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
     worker = worker_of("signature")
     worker.max_steps = 20
     outcome = worker.call("signature", make_batch("first", "second", step=7, level=3), 30.0)
-    assert outcome == Values([1.0, 1.0], outcome.seconds if isinstance(outcome, Values) else 0.0)
+    assert outcome == FunctionScores([1.0, 1.0], outcome.seconds if isinstance(outcome, FunctionScores) else 0.0)
 
 
 def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch):
     worker = worker_of("params", params={"factor": 2.0, "level": 10})
     outcome = worker.call("params", make_batch("a", level=3), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [20.0]
 
 
@@ -181,20 +181,20 @@ def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
 def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
     completions = ["good"] * 11
     completions[6] = "bad"
-    assert worker_of(name).culprit(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
+    assert worker_of(name).find_failing_completion(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
 
 
 @pytest.mark.parametrize("name", ["hangs", "segfaults"])
 def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
     worker = worker_of(name)
     assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), Fault)
-    assert isinstance(worker.call(name, make_batch("good"), 30.0), Values)
+    assert isinstance(worker.call(name, make_batch("good"), 30.0), FunctionScores)
 
 
 def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
     worker = worker_of("spawns")
     outcome = worker.call("spawns", make_batch("a"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
     worker.close()
     assert not psutil.pid_exists(child)
@@ -236,9 +236,9 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
             return [float(bool({"torch", "sympy", "polars"} & {*sys.modules}))]
     """)
     with RewardWorker(rewards_config(loaded={"function": "my_rewards:loaded"}), ["loaded", "correctness"]) as worker:
-        assert isinstance(worker.call("correctness", make_batch("a"), 30.0), Values)
+        assert isinstance(worker.call("correctness", make_batch("a"), 30.0), FunctionScores)
         outcome = worker.call("loaded", make_batch("a"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [0.0]
 
 
@@ -276,7 +276,7 @@ def test_a_module_that_ends_the_process_is_reported(own_module, rewards_config):
 def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, rewards_config, make_batch):
     own_module("raise RuntimeError('shadowed')", name="json")
     with RewardWorker(rewards_config(), ["format"]) as worker:
-        assert isinstance(worker.call("format", make_batch("a"), 30.0), Values)
+        assert isinstance(worker.call("format", make_batch("a"), 30.0), FunctionScores)
 
 
 CONFIG = """
@@ -304,7 +304,7 @@ def test_a_module_beside_the_config_is_found_wherever_the_command_is_started(con
     for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
         with RewardWorker(rewards, ["mine"]) as worker:
             outcome = worker.call("mine", make_batch("a"), 30.0)
-        assert isinstance(outcome, Values)
+        assert isinstance(outcome, FunctionScores)
         assert outcome.scores == [0.5]
 
 
@@ -321,7 +321,7 @@ def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
     config = rewards_config(think={"function": "trl.rewards.format_rewards:think_format_reward"})
     with RewardWorker(config, ["think"]) as worker:
         outcome = worker.call("think", make_batch("<think>w</think>42", "42"), 60.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [1.0, 0.0]
 
 
@@ -330,7 +330,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it
     with RewardWorker(config, ["accuracy"]) as worker:
         outcome = worker.call("accuracy", make_batch(r"\boxed{42}", r"\boxed{41}", solution="$42$"), 60.0)
         missing = worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [1.0, 0.0]
     assert isinstance(missing, Fault)
     assert "data.answer_column" in missing.fix
@@ -339,7 +339,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it
 def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
     with RewardWorker(rewards_config(), ["format"]) as worker:
         outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
 
 
 def test_none_stays_none():

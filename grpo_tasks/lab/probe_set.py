@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from grpo_tasks.answers.extract import Tags
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import Probe, make_probes
-from grpo_tasks.rewards.contract import Fault, Row, ScoreBatch, Values, batch_of, shorten
+from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
 from schemas.results import LabCheck
@@ -56,7 +56,7 @@ class Subject:
     config: RewardConfig
     worker: RewardWorker
 
-    def ask(self, batch: ScoreBatch, size: int) -> Values | Fault:
+    def ask(self, batch: ScoreBatch, size: int) -> FunctionScores | Fault:
         """Score a batch in calls of `size` completions, each under the function's time limit; a fault names its completion."""
         scores: list[float | None] = []
         seconds = 0.0
@@ -66,11 +66,11 @@ class Subject:
             if isinstance(outcome, Fault):
                 index = outcome.index
                 if index is None:
-                    index = self.worker.culprit(self.name, part, self.config.time_limit_s)
+                    index = self.worker.find_failing_completion(self.name, part, self.config.time_limit_s)
                 return replace(outcome, index=start + (index or 0))
             scores += outcome.scores
             seconds += outcome.seconds
-        return Values(scores, seconds)
+        return FunctionScores(scores, seconds)
 
     def passed(self, check: str, detail: str = "") -> LabCheck:
         """A check that found nothing."""

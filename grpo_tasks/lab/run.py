@@ -12,10 +12,10 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.lab.bench import Bench, lay_bench
 from grpo_tasks.lab.forecast import GroupSample, forecast
+from grpo_tasks.lab.function_checks import Trial, try_function
+from grpo_tasks.lab.probe_set import Bench, lay_bench
 from grpo_tasks.lab.stage_checks import stage_totals, try_signal, try_stage
-from grpo_tasks.lab.trials import Trial, try_function
 from grpo_tasks.rewards.contract import RESERVED, Row, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
@@ -38,7 +38,7 @@ class LabFindings:
     """Every probe with every function's score (null: does not apply, or contract broken) and every stage's total."""
 
 
-def probe_rewards_of(
+def run_lab(
     config: LabInputs | RunConfig,
     rows: Sequence[Row],
     base_samples: Sequence[GroupSample] | None = None,

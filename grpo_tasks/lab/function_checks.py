@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_tasks.answers.extract import Tags
-from grpo_tasks.lab.bench import Bench, Subject, probe_batch
+from grpo_tasks.lab.probe_set import Bench, Subject, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
-from grpo_tasks.rewards.contract import Fault, Row, ScoreBatch, Values, shorten
+from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
 from schemas.results import LabCheck
@@ -102,7 +102,7 @@ def _speed(subject: Subject, bench: Bench) -> LabCheck:
     for kind, batch, patience in _timed_batches(bench):
         allowed = limit * patience
         outcome = _quickest(subject, batch, bench.kinds, limit_s=allowed * len(batch))
-        seconds = outcome.seconds / len(batch) if isinstance(outcome, Values) else 0.0
+        seconds = outcome.seconds / len(batch) if isinstance(outcome, FunctionScores) else 0.0
         if isinstance(outcome, Fault) or seconds > allowed:
             detail = _say(outcome) if isinstance(outcome, Fault) else f"{seconds:.3f} s for one completion, limit {allowed:g} s"
             return subject.failed("speed", detail, bench.chosen[0], probe=kind, text=batch.completions[0])
@@ -117,7 +117,7 @@ def _timed_batches(bench: Bench) -> Iterator[tuple[str, ScoreBatch, float]]:
         yield kind, probe_batch([bench.chosen[0]], [text]), LONG_TEXT_PATIENCE
 
 
-def _quickest(subject: Subject, batch: ScoreBatch, size: int, *, limit_s: float) -> Values | Fault:
+def _quickest(subject: Subject, batch: ScoreBatch, size: int, *, limit_s: float) -> FunctionScores | Fault:
     """The quickest of a few tries, as long as they are too slow: a busy machine is no fault of the function."""
     best = subject.ask(batch, size)
     for _ in range(SPEED_TRIES - 1):
