@@ -1,4 +1,4 @@
-"""Step: the reward lab. Every reward of every stage tried before any training, on made-up and on the base model's completions."""
+"""Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def probe_rewards(
     rollout: RolloutConfig,
     seed: int,
 ) -> LabReport:
-    """Contract, determinism, speed, order, gaming, signal; a check that fails stops the run."""
+    """Check contract, determinism, speed, order, gaming and signal. A failed check stops the run with a LabError."""
     began = time.perf_counter()
     spec = SampleSpec(
         model=model,

@@ -67,7 +67,7 @@ class Extraction:
     answer_blocks: int
     """How often the opening answer tag occurs."""
     ordered_tags: int
-    """How many of the four tags (0 to 4) occur exactly once and after all the tags that precede them in the strict format. The two
+    """How many of the four tags (0 to 4) occur exactly once and after all the tags that precede them in the strict format. The
     tags around a blank reasoning block do not count."""
     trailing_chars: int
     """Characters after the last closing answer tag, without surrounding whitespace."""

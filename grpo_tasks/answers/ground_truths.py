@@ -16,8 +16,8 @@ from grpo_tasks.answers.numerals import parse_number
 from schemas.errors import DataError
 
 MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}
-"""Distinct ground truths that are checked, about one second of work. When there are more, a random sample is checked. Plain numbers
-are recognised by a pattern and do not count towards this limit."""
+"""Distinct ground truths that are checked, about one second of work. When there are more, a random sample is checked. Plain
+numbers are recognised by a pattern and do not count towards this limit."""
 _PLAIN_NUMBER = r"^\s*[+-]?[0-9]{1,100}(?:\.[0-9]{1,50})?\s*$"
 _DEFECT = {
     "numeric": "are not numbers",

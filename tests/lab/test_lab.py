@@ -82,6 +82,10 @@ FUNCTIONS = """
         scores = good(prompts, completions, answer)
         return [score if name == "sums" else None for score, name in zip(scores, task)]
 
+    def prints(prompts, completions, **columns):
+        print("by print")
+        return [1.0] * len(completions)
+
     def sample_breaker(prompts, completions, **columns):
         return [float("nan") if text == "unheard of" else 1.0 for text in texts(completions)]
 """
@@ -92,6 +96,12 @@ def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **l
     entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
     return run_lab(config, rows, samples)
+
+
+@pytest.fixture
+def short_long_texts(monkeypatch):
+    """Long probes of 110,000 instead of a million characters, where speed does not matter."""
+    monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
 
 
 def failed(findings):
@@ -135,15 +145,15 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     [
         ("raises", "contract", "ZeroDivisionError"),
         ("hangs", "contract", "did not return within 0.5 s"),
-        ("dies", "contract", "took its worker process down"),
+        ("dies", "contract", "ended its worker process"),
         ("returns_none", "contract", "returned None instead of a list"),
         ("all_none", "contract", "None for every completion of all 3 rows"),
         ("some_none", "contract", "None for this completion and a score for others"),
         ("returns_nan", "contract", "nan"),
         ("too_few", "contract", "scores for"),
-        ("remembers", "determinism", "when asked again"),
-        ("first_wins", "determinism", "in another place of the batch"),
-        ("slow", "speed", "s for one completion, limit 0.5 s"),
+        ("remembers", "determinism", "in a second call"),
+        ("first_wins", "determinism", "at another position in the batch"),
+        ("slow", "speed", "s per completion; the limit is 0.5 s"),
         ("rewards_tags", "gaming", "the perfect completion only"),
     ],
 )
@@ -182,7 +192,7 @@ def test_a_function_may_leave_out_whole_rows(run_config, own_module, rows, make_
     findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
     assert failed(findings) == set()
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
-    assert "1 rows do not apply" in detail
+    assert "does not apply to 1 rows" in detail
 
 
 @pytest.mark.parametrize("ignored", ["speed", "slow/speed"])
@@ -262,6 +272,16 @@ def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
     there, back = run_lab(config, rows), run_lab(config, rows[::-1])
     assert there.probes.equals(back.probes)
+
+
+def test_what_a_function_prints_reaches_only_the_log_of_the_step(run_config, own_module, make_row, capfd, tmp_path):
+    own_module(FUNCTIONS)
+    config = run_config(
+        {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}
+    )
+    run_lab(config, [make_row()], log=tmp_path / "log.txt")
+    assert capfd.readouterr() == ("", "")
+    assert "by print\n" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(

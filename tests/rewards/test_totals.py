@@ -1,5 +1,7 @@
 """One definition of a completion's reward, and one builder of the batch that functions see."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -61,6 +63,13 @@ def test_the_reward_means_the_same_in_training_on_held_out_prompts_and_in_the_la
     seen = forecast("s", samples, totals)
     assert seen.mean_reward == trained.get("reward", 0.0)
     assert seen.share_with_signal == 1.0 - trained["frac_reward_zero_std"]
+
+
+def test_what_functions_log_is_among_the_figures_of_an_update():
+    rollout = scored(np.ones((8, 3)))
+    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"a": {"brackets": 2.5}}))
+    gained = advantages(Rewards(torch.from_numpy(rollout.scores.raw), torch.from_numpy(rollout.scores.weights)), STAGE)
+    assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
 
 
 def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():

@@ -17,6 +17,7 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import ConfigError, RewardError
+from tests.rewards.processes import is_gone, wait_until
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a hang is waited for; long elsewhere, for busy machines."""
@@ -36,6 +37,19 @@ FUNCTIONS = """
         assert (trainer_state.global_step, trainer_state.max_steps) == (7, 20)
         assert columns["level"] == [3] * len(completions)
         columns["log_metric"]("seen", 1.0)
+        return [1.0] * len(completions)
+
+    def reports(prompts, completions, log_extra, log_metric, **columns):
+        log_extra("first_words", [chat[0]["content"][:5] for chat in completions])
+        log_extra(column="more", values=[None] * len(completions))
+        for chat in completions:
+            log_metric("share/of b", np.float32("bad" in chat[0]["content"]))
+        log_metric(name="never finite", value=float("nan"))
+        return [1.0] * len(completions)
+
+    def reports_too_much(prompts, completions, log_metric, **columns):
+        for number in range(1_000):
+            log_metric(f"number {number}", number)
         return [1.0] * len(completions)
 
     def params(prompts, completions, factor, level, **columns):
@@ -102,22 +116,6 @@ FUNCTIONS = """
 """
 
 
-@pytest.fixture
-def worker_of(own_module, rewards_config):
-    own_module(FUNCTIONS)
-    opened = []
-
-    def make(name, **settings):
-        config = rewards_config(**{name: {"function": f"my_rewards:{name}", **settings}})
-        worker = RewardWorker(config, [name]).__enter__()
-        opened.append(worker)
-        return worker
-
-    yield make
-    for worker in opened:
-        worker.close()
-
-
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
@@ -138,7 +136,21 @@ def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
     worker = worker_of("signature")
     worker.max_steps = 20
     outcome = worker.call("signature", make_batch("first", "second", step=7, level=3), 30.0)
-    assert outcome == FunctionScores([1.0, 1.0], outcome.seconds if isinstance(outcome, FunctionScores) else 0.0)
+    assert isinstance(outcome, FunctionScores), outcome
+    assert (outcome.scores, outcome.tokens, outcome.metrics) == ([1.0, 1.0], {}, {"seen": 1.0})
+
+
+def test_log_metric_records_the_mean_of_a_call_and_log_extra_is_accepted(worker_of, make_batch):
+    outcome = worker_of("reports").call("reports", make_batch("bad", "good", "good", "good"), 30.0)
+    assert isinstance(outcome, FunctionScores)
+    assert outcome.metrics == {"share_of b": 0.25}
+
+
+def test_a_flood_of_metrics_is_a_fault_with_its_reason(worker_of, make_batch):
+    outcome = worker_of("reports_too_much").call("reports_too_much", make_batch("a"), 30.0)
+    assert isinstance(outcome, Fault)
+    assert "more than 64 different names" in outcome.detail
+    assert "my_rewards.py:" in outcome.source
 
 
 def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch):
@@ -153,8 +165,8 @@ BREACHES = [
     ("gives_up", "raised", "raised SystemExit: no licence"),
     ("narrow", "raised", "unexpected keyword argument"),
     ("hangs", "hung", "did not return within 0.5 s"),
-    ("segfaults", "died", "took its worker process down (signal SIGSEGV)"),
-    ("leaves", "died", "took its worker process down (exit code 3)"),
+    ("segfaults", "died", "ended its worker process (signal SIGSEGV)"),
+    ("leaves", "died", "ended its worker process (exit code 3)"),
     ("nothing", "broken", "returned None instead of a list of 2 scores"),
     ("too_few", "broken", "returned 1 scores for 2 completions"),
     ("text", "broken", "returned str 'good' instead of a number"),
@@ -198,7 +210,7 @@ def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
     grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
     worker.close()
     assert not psutil.pid_exists(child)
-    assert _gone(grandchild)
+    wait_until(lambda: is_gone(grandchild))
 
 
 def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
@@ -221,7 +233,7 @@ def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: P
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert _gone(child)
+    wait_until(lambda: is_gone(child))
 
 
 def test_own_code_is_never_imported_by_the_parent(worker_of, make_batch):
@@ -249,12 +261,12 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
         ("my_rewards:latr", {}, "did you mean later?"),
         ("my_rewards:os", {}, "module, which cannot be called"),
         ("broken:f", {}, "ZeroDivisionError"),
-        ("wanting:f", {}, "wants no_such_library, which is not installed"),
+        ("wanting:f", {}, "imports no_such_library, which is not installed"),
         ("length", {"min_lenth": 3}, "did you mean min_length?"),
-        ("format", {"tags": 1}, "tags is no parameter"),
+        ("format", {"tags": 1}, "tags is not a parameter"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_with_the_mend(own_module, rewards_config, function, params, words):
+def test_what_cannot_be_loaded_is_refused_with_the_fix(own_module, rewards_config, function, params, words):
     own_module(FUNCTIONS)
     own_module("1 / 0", name="broken")
     own_module("import no_such_library", name="wanting")
@@ -363,12 +375,3 @@ def test_scores_token_by_token_have_to_be_as_many_as_tokens(worker_of, make_batc
     assert {index: len(values) for index, values in outcome.tokens.items()} == {
         index: len(ids) for index, ids in enumerate(batch.completion_ids)
     }
-
-
-def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
