@@ -11,7 +11,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.probes import make_probes, wrong_answer
-from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.lab.report import FIXES, report_markdown
 from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.run import RunConfig
 from schemas.results import LabReport
@@ -113,7 +113,7 @@ def rows(make_row):
     return [make_row(line, str(line + 40), f"What is 40 + {line}?", task="sums") for line in range(1, 7)]
 
 
-def test_the_customary_stages_pass_every_check(run_config, rows):
+def test_the_usual_stages_pass_every_check(run_config, rows):
     stages = {
         "format": ["incremental_format", "format"],
         "correctness": ["format", "correctness"],
@@ -166,10 +166,12 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
     assert "train.jsonl:" in error.place
     assert "prompt_id 0" in error.place
     assert "completion " in error.place
+    assert len(error.place) < 1_000
+    assert error.fix.startswith(FIXES[check])
     assert f"{name}/{check}" in error.fix
 
 
-def test_the_probe_to_blame_is_named(run_config, own_module, rows):
+def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows):
     findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
     check = next(check for check in findings.checks if check.outcome == "failed")
     assert check.probe == "every_answer"
@@ -187,7 +189,7 @@ def test_an_own_function_that_is_right_passes(run_config, own_module, rows):
     assert failed(findings) == set()
 
 
-def test_a_function_may_leave_out_whole_rows(run_config, own_module, rows, make_row):
+def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, make_row):
     mixed = [rows[0], make_row(9, "7", task="other")]
     findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
     assert failed(findings) == set()
@@ -266,6 +268,7 @@ def test_the_report_shows_the_first_failure_and_every_function(run_config, own_m
     assert "First failure: returns_nan / contract" in text
     assert "## format" in text
     assert "**FAILED**" in text
+    assert f"- contract: {FIXES['contract']}" in text
 
 
 def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from grpo_tasks.rewards.contract import Fault, FunctionScores
 from grpo_tasks.rewards.supervisor import MAX_BYTES, MAX_LINES, Output
+from grpo_tasks.rewards.worker import RewardWorker
 from tests.rewards.processes import is_gone, server_process, wait_until
 
 FUNCTIONS = """
-    import ctypes, logging, os, subprocess, sys, time, warnings
+    import ctypes, logging, os, subprocess, sys, threading, time, warnings
 
     def texts(completions):
         return [chat[0]["content"] for chat in completions]
@@ -33,6 +34,22 @@ FUNCTIONS = """
         if "all" in texts(completions):
             source = "import time; kept = bytearray(b'x') * 600_000_000; time.sleep(600)"
             subprocess.run([sys.executable, "-c", source])
+        return [1.0] * len(completions)
+
+    def greedy_later(prompts, completions, **columns):
+        def fill():
+            time.sleep(0.2)
+            sys.kept = bytearray(b"x") * 600_000_000
+        threading.Thread(target=fill).start()
+        return [1.0] * len(completions)
+
+    def shares(prompts, completions, **columns):
+        kept = bytearray(b"x") * 150_000_000
+        for _ in range(4):
+            if os.fork() == 0:
+                while True:
+                    time.sleep(60)
+        time.sleep(0.5)
         return [1.0] * len(completions)
 
     def detaches(prompts, completions, **columns):
@@ -86,6 +103,36 @@ def test_the_row_that_takes_the_memory_is_found(worker_of, make_batch):
         )
         == 2
     )
+
+
+def test_memory_is_limited_between_calls_too(worker_of, make_batch):
+    worker = worker_of("greedy_later", memory_limit_gb=0.4)
+    server = server_process(worker)
+    assert isinstance(worker.call("greedy_later", make_batch("a"), 30.0), FunctionScores)
+    wait_until(lambda: is_gone(server.pid))
+
+
+def test_memory_that_processes_share_counts_once(worker_of, make_batch):
+    outcome = worker_of("shares", memory_limit_gb=0.5).call("shares", make_batch("a"), 30.0)
+    assert isinstance(outcome, FunctionScores), outcome
+
+
+def test_a_worker_never_gets_all_of_the_memory_of_the_machine(rewards_config):
+    worker = RewardWorker(rewards_config().model_copy(update={"memory_limit_gb": 1e6}), ["format"])
+    assert worker.limit_bytes == int(0.8 * psutil.virtual_memory().total)
+
+
+def test_a_supervisor_that_does_not_end_is_killed_with_everything_below_it(worker_of, make_batch, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.rewards.worker.CLOSE_S", 0.2)
+    worker = worker_of("detaches")
+    left = _left_by(worker, make_batch)
+    outer = psutil.Process(worker._process.pid)
+    family = [outer, *outer.children(recursive=True)]
+    for one in family[:2]:
+        one.suspend()
+    worker.close()
+    for pid in (left, *(one.pid for one in family)):
+        wait_until(lambda pid=pid: is_gone(pid))
 
 
 def test_a_detached_process_ends_when_the_worker_is_closed(worker_of, make_batch):
@@ -166,6 +213,19 @@ def test_a_million_lines_neither_block_the_function_nor_fill_the_log(worker_of, 
     assert lines[:MAX_LINES] == [f"line {number}" for number in range(MAX_LINES)]
     assert [line.partition(" (")[0] for line in lines if line.startswith("...")] == [note, note]
     assert len(lines) == 2 * (MAX_LINES + 1)
+
+
+@pytest.mark.parametrize("printed", [b"x" * 10**6, b"\n" * 10**6, b"a line\n" * 10**5])
+def test_one_call_adds_few_lines_and_bytes_to_the_log(tmp_path, printed):
+    path = tmp_path / "log.txt"
+    with path.open("wb", buffering=0) as file:
+        output = Output(file.fileno())
+        for start in range(0, len(printed), 50_000):
+            output.feed(printed[start : start + 50_000])
+        output.next_call("")
+    kept = path.read_bytes()
+    assert len(kept) < 17_000
+    assert kept.count(b"\n") <= 102
 
 
 @given(st.lists(st.binary(max_size=60).map(lambda data: data * 100), max_size=8))

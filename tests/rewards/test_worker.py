@@ -76,6 +76,9 @@ FUNCTIONS = """
     def raises(prompts, completions, **columns):
         return [1 / 0 if "bad" in chat[0]["content"] else 1.0 for chat in completions]
 
+    def raises_at_length(prompts, completions, **columns):
+        raise ValueError("x" * 1_000_000)
+
     def gives_up(prompts, completions, **columns):
         sys.exit("no licence")
 
@@ -183,6 +186,13 @@ def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, ki
     assert words in outcome.detail
 
 
+def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_of, make_batch):
+    outcome = worker_of("raises_at_length").call("raises_at_length", make_batch("a"), 30.0)
+    assert isinstance(outcome, Fault)
+    assert outcome.kind == "raised"
+    assert len(outcome.detail) < 500
+
+
 def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
     outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
     assert isinstance(outcome, Fault)
@@ -282,6 +292,16 @@ def test_what_cannot_be_loaded_is_refused_with_the_fix(own_module, rewards_confi
 def test_a_module_that_ends_the_process_is_reported(own_module, rewards_config):
     own_module("import os\nos._exit(5)\n", name="leaving")
     with pytest.raises(RewardError, match="exit code 5"), RewardWorker(rewards_config(mine={"function": "leaving:f"}), ["mine"]):
+        pass
+
+
+def test_a_module_that_never_finishes_loading_is_reported(own_module, rewards_config, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.rewards.worker.LOAD_LIMIT_S", 3.0)
+    own_module("import time\ntime.sleep(600)\n", name="endless")
+    with (
+        pytest.raises(RewardError, match="did not return within 3 s"),
+        RewardWorker(rewards_config(mine={"function": "endless:f"}), ["mine"]),
+    ):
         pass
 
 
