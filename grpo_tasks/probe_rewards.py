@@ -1,4 +1,4 @@
-"""Step: the reward lab. Every reward of every stage tried before any training, on made-up and on the base model's completions."""
+"""Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training."""
 
 import time
 from pathlib import Path
@@ -7,8 +7,8 @@ import polars as pl
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.lab.forecast import GroupSample
-from grpo_tasks.lab.lab import lab_error, probe_rewards_of
 from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.lab.run import lab_error, run_lab
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import LOG, SPEC
 from grpo_tasks.rollout.spec import SampleSpec
@@ -29,7 +29,7 @@ def probe_rewards(
     rollout: RolloutConfig,
     seed: int,
 ) -> LabReport:
-    """Contract, determinism, speed, order, gaming, signal; a check that fails stops the run."""
+    """Check contract, determinism, speed, order, gaming and signal. A failed check stops the run with a LabError."""
     began = time.perf_counter()
     spec = SampleSpec(
         model=model,
@@ -46,7 +46,7 @@ def probe_rewards(
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)
     groups = _groups(work.directory / "samples.parquet")
-    findings = probe_rewards_of(inputs, read_prompts(data.train), groups, log=work.directory / LOG)
+    findings = run_lab(inputs, read_prompts(data.train), groups, log=work.directory / LOG)
     findings.probes.write_parquet(work.directory / "probes.parquet")
     markdown = report_markdown(findings.checks, findings.forecasts)
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")

@@ -5,7 +5,7 @@ import time
 import polars as pl
 from prefect import get_run_logger
 
-from grpo_tasks.answers.truths import find_unusable
+from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import REPORT, Origin, enforce, report_data, stop_warnings
 from grpo_tasks.data.sources import ROWS
@@ -39,7 +39,7 @@ def validate_data(
         markers=counter.special_tokens,
     )
     origin = Origin(work.key, work.directory, time.perf_counter() - began, rows.sources)
-    truths = find_unusable(verdict.accepted, inputs.rewards.equality)
+    truths = find_unusable_truths(verdict.accepted, inputs.rewards.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         get_run_logger().warning(warning)

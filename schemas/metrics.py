@@ -269,6 +269,11 @@ def member(family: str, function: str) -> str:
     return family.replace("*", function)
 
 
+def logged(function: str, name: str) -> str:
+    """The name of a metric that a reward function reports through log_metric. The table does not know these."""
+    return f"logged/{function}/{name}"
+
+
 def describe(name: str) -> Metric | None:
     """The table's entry for a concrete name, family members included; None for a name that the table does not know."""
     if name in _BY_NAME:

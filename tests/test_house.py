@@ -89,7 +89,7 @@ def test_the_trainer_imports_neither_orchestrator_nor_tracker():
 
 def test_data_rewards_and_evaluation_need_no_torch():
     code = (
-        "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.lab.lab, grpo_tasks.evaluation.report\n"
+        "import sys, grpo_tasks.data.judge, grpo_tasks.data.chat_tokens, grpo_tasks.lab.run, grpo_tasks.evaluation.report\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

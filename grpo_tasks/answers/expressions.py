@@ -1,10 +1,15 @@
-r"""Mathematical equality through math-verify, within bounds. Only what passes a whitelist is parsed at all.
+r"""Mathematical equality through math-verify and sympy. Only text that passes a whitelist is parsed.
 
 math-verify looks for the last expression anywhere in a text and hands it to sympy, which computes whatever is written: 9**9**9
-would run for ever. Here the whole answer must be one expression: at most 200 characters, no listing (`42 43` would be read as a
-mixed number), no equation chain, known commands only (no sums, integrals, factorials or limits), brackets six deep at most,
-exponents of at most four digits in all, never stacked. A unit in \text{} at the end is dropped. What is left gets half a
-second in the main thread (SIGALRM); in another thread the bounds alone protect.
+would run for ever. So the whole answer must be one expression within these bounds:
+
+    at most 200 characters, brackets at most six deep
+    known commands only (no sums, integrals, factorials or limits)
+    no listing (`42 43` would be read as a mixed number) and no chain of equations
+    at most four digits in all exponents together, and no power of a power
+
+A unit in \text{} at the end is dropped. The comparison then gets half a second of computing time (a signal, so in the main thread
+only). In any other thread the bounds alone protect.
 """
 
 import logging
@@ -21,8 +26,13 @@ from grpo_tasks.answers.numerals import unwrap
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 6
-"""Brackets inside brackets; the parser's time grows steeply with them."""
+"""Deepest nesting of brackets. The parser's time grows steeply with it."""
+MAX_EXPONENT_DIGITS = 4
+"""Digits in all exponents together."""
 TIME_LIMIT_S = 0.5
+"""Computing time of one comparison, in seconds."""
+REPEAT_SIGNAL_S = 0.1
+"""Computing time in seconds between two signals once the limit is reached: an exception inside a destructor is lost."""
 
 _KNOWN_COMMAND = re.compile(
     r"[dt]?frac|sqrt|pi|cdot|times|div|pm|left|right|infty|cup|cap|in|leq?|geq?|lt|gt|neq?|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
@@ -38,16 +48,12 @@ _NUMBERS_SIDE_BY_SIDE = re.compile(r"[0-9.]\s+[0-9.]")
 _SIDE = re.compile(r"\s*(?:[A-Za-z]|\\[A-Za-z]+)\s*(?:\([A-Za-z]\)\s*)?")
 
 
-RING_AGAIN_S = 0.1
-"""Seconds of computing after which the limit rings again: garbage collection may swallow a ring."""
-
-
 class _OutOfTime(BaseException):
-    """Not an Exception: sympy catches those while it tries one way after the other."""
+    """The comparison took too long. Not an `Exception`: sympy catches those when it tries one algorithm after another."""
 
 
 def expressions_equal(prediction: str, truth: str) -> bool:
-    """Whether two LaTeX or plain expressions are mathematically equal; False for all that is refused or takes too long."""
+    """Whether two LaTeX or plain expressions are mathematically equal; False when one is refused or takes too long."""
     if max(len(prediction), len(truth)) > MAX_EXPRESSION_CHARS:
         return False
     ours, theirs = _plain(prediction), _plain(truth)
@@ -57,7 +63,7 @@ def expressions_equal(prediction: str, truth: str) -> bool:
 
 
 def is_harmless(expression: str) -> bool:
-    """Whether an expression may be given to sympy: known words and commands, no listing, no power that could grow large."""
+    """Whether sympy may see an expression: known words and commands, no listing, no power that could grow large."""
     commands = _COMMAND.findall(expression)
     letters = _COMMAND.sub(" ", expression)
     return (
@@ -76,16 +82,16 @@ def _plain(text: str) -> str:
 
 
 def _names_result(expression: str) -> bool:
-    # x = 42 says 42; 43 = 42 says nothing.
+    # "x = 42" states the result 42. "43 = 42" states none.
     return _SIDE.fullmatch(expression.partition("=")[0]) is not None
 
 
 def _powers_are_small(expression: str) -> bool:
     exponents = ["".join(groups) for groups in _EXPONENT.findall(expression)]
     digits = sum(letter.isdigit() for exponent in exponents for letter in exponent)
-    # A caret the pattern could not read, one inside an exponent or one behind it is a tower or worse.
+    # A caret that the pattern cannot read, or one inside or right after an exponent, may be a tower of powers.
     readable = len(exponents) == expression.count("^") and not any("^" in exponent for exponent in exponents)
-    return readable and digits <= 4 and _STACKED.search(expression) is None
+    return readable and digits <= MAX_EXPONENT_DIGITS and _STACKED.search(expression) is None
 
 
 def _depth(expression: str) -> int:
@@ -102,7 +108,7 @@ def _verify(prediction: str, truth: str) -> bool:
     try:
         with _deadline(TIME_LIMIT_S):
             ours, theirs = _parse(library, prediction), _parse(library, truth)
-            # Its own limits are whole seconds and refuse to work outside the main thread.
+            # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
             return bool(ours and theirs) and bool(library.verify(theirs, ours, timeout_seconds=None))
     except (_OutOfTime, RecursionError):
         return False
@@ -116,22 +122,22 @@ def _parse(library: Any, expression: str) -> list[Any]:
 
 @cache
 def _math_verify() -> Any:
-    # Imported when first needed: sympy costs a quarter of a second, and only this kind of equality wants it.
+    # Imported on first use: sympy takes a quarter of a second to import, and only this kind of equality needs it.
     import math_verify
 
-    # It would warn that its own time limits are off.
+    # It warns on every call that its own time limits are off.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The first expression pays for the parser's tables; it must not be a completion whose time is counted.
+    # The first parse builds the parser's tables. Done here, it does not count against the time of a completion.
     math_verify.parse("$x^2+1$", parsing_timeout=None)
     return math_verify
 
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `_OutOfTime` after so many seconds of computing; time in which other processes compute does not count.
+    """Raise `_OutOfTime` after this much computing time of the process; time spent waiting for a core does not count.
 
-    Signals reach the main thread only; elsewhere nothing happens.
+    Python delivers signals to the main thread only. In any other thread nothing happens.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -139,13 +145,13 @@ def _deadline(seconds: float) -> Iterator[None]:
 
     over = False
 
-    def ring(_: int, frame: FrameType | None) -> None:
-        # What is raised inside a destructor is lost; the next ring is soon.
+    def expire(_: int, frame: FrameType | None) -> None:
+        # Python discards an exception raised inside a destructor. The timer fires again soon.
         if not over and not _is_in_destructor(frame):
             raise _OutOfTime
 
-    previous = signal.signal(signal.SIGPROF, ring)
-    remaining, _ = signal.setitimer(signal.ITIMER_PROF, seconds, RING_AGAIN_S)
+    previous = signal.signal(signal.SIGPROF, expire)
+    remaining, _ = signal.setitimer(signal.ITIMER_PROF, seconds, REPEAT_SIGNAL_S)
     try:
         yield
     finally:

@@ -1,46 +1,36 @@
-"""What an answer is: the contract of extraction and of equality, in one place. Uses no reward, weighs nothing.
+"""Which text of a completion is its answer: the one definition that rewards and evaluation share.
 
-Tags are literal and case sensitive: `<answer>`, without attributes or blanks inside. Every scan is linear in the text.
+Tags are literal and case-sensitive: `<answer>`, without attributes or spaces inside. Every scan is linear in the text.
 
-Strict format: the completion is exactly one reasoning block and then exactly one answer block, each of the four tags once, only
-whitespace around and between them, and neither block blank.
+Strict format. The completion is exactly one reasoning block followed by exactly one answer block. Each of the four tags occurs
+once, only whitespace stands around and between the blocks, and neither block is blank.
 
-The answer (what rewards and strict accuracy look at) is the text of the answer block, trimmed, when the completion has exactly
-one opening and one closing answer tag, in this order, outside the reasoning, with no tag inside and not blank. With several
-answer blocks, nested ones, or one inside the reasoning there is none: no tag wins, so that repeating or stuffing them gains
-nothing. A reasoning block that is never closed reaches to the end.
+Answer (used by rewards and by strict accuracy). The trimmed text of the answer block. The completion must have exactly one
+opening and one closing answer tag, in this order, outside the reasoning. The block holds no other tag and is not blank. With
+several answer blocks, nested blocks or a block inside the reasoning there is no answer. No block wins, so repeating or stuffing
+tags gains nothing. A reasoning block that is never closed reaches to the end.
 
-The lenient answer forgives the format: the last answer block wherever it stands (one that is not closed reaches to the next tag
-or the end); without any answer tag, the last number within the last 2,000 characters after the reasoning (of everything, when
-there is no closing reasoning tag). A last block that is blank gives none.
+Lenient answer (used by lenient accuracy). It forgives the format: the last answer block, wherever it stands. A block that is not
+closed ends at the next tag or at the end of the text. Without any answer tag it is the last number in the last 2,000 characters
+after the reasoning, or of the whole text when no reasoning block is closed. When the last block is blank there is none.
 
-An empty answer is worth nothing, ever: blank text (whitespace, control, format and filler characters only) is never extracted,
-equals nothing, and `Extraction.hollow` tells every built-in reward to give nothing.
-
-Equality compares one answer with one ground truth: a listing such as `42 43 44` equals no number. See numerals.py,
-expressions.py and choices.py for the rules of each kind; `exact` is equality of trimmed text after Unicode NFC.
+An empty answer never earns anything. Blank text (only whitespace, control, format and filler characters) is never extracted and
+equals nothing, and every built-in reward gives its lowest score when `Extraction.worthless` is set.
 """
 
 import re
-import unicodedata
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
-from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.expressions import expressions_equal
-from grpo_tasks.answers.numerals import parse_number
 from schemas.config.rewards import TagsConfig
 
-Equality = Literal["exact", "numeric", "math", "choice"]
-
 LENIENT_WINDOW = 2_000
-"""Characters at the end of a completion in which a last number is looked for."""
-MAX_ANSWER_CHARS = 10_000
-"""A longer prediction equals nothing."""
+"""Characters at the end of a completion that are searched for a last number."""
 
-# Printable to Python, and yet nothing to see: Braille blank and the Hangul fillers.
+# Python calls these printable, yet they show nothing: Braille blank and the Hangul fillers.
 _FILLERS = frozenset("\u2800\u3164\u115f\u1160\uffa0")
-# A sign right behind a digit or a closing bracket is an operator: "54-21" ends in 21.
+# A minus right after a digit or a closing bracket is an operator, not a sign: "54-21" ends in 21. The pattern succeeds at every
+# digit and never has to backtrack, so the search is linear.
 _NUMBER = re.compile(r"(?:(?<![\d)\]])[-\u2212])?\d[\d,]*(?:\.\d+)?")
 
 
@@ -53,94 +43,72 @@ class Tags:
 
     @classmethod
     def of(cls, config: TagsConfig) -> Self:
-        """The tags a configuration names."""
+        """The tags that a configuration names."""
         return cls(reasoning=config.reasoning, answer=config.answer)
 
     @property
     def in_order(self) -> list[str]:
-        """The four tags as they should follow each other."""
+        """The four tags in the order of the strict format."""
         return [f"<{self.reasoning}>", f"</{self.reasoning}>", f"<{self.answer}>", f"</{self.answer}>"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What was found in one completion."""
+    """What one completion contains."""
 
     answer: str | None
-    """The answer by the strict contract; None when there is none."""
+    """The answer by the strict rules; None when there is none."""
     reasoning: str | None
-    """Text of the one reasoning block; None when there is not exactly one."""
+    """Text of the reasoning block; None unless there is exactly one."""
     strict_format: bool
-    """Whether the whole completion keeps the format."""
+    """Whether the whole completion keeps the strict format."""
     lenient_answer: str | None
-    """The last thing that looks like an answer."""
+    """The answer by the lenient rules; None when there is none."""
     answer_blocks: int
     """How often the opening answer tag occurs."""
-    tags_in_place: int
-    """Tags (0 to 4) that occur exactly once and after all of those that belong before them; the two around blank reasoning do not
-    count."""
+    ordered_tags: int
+    """How many of the four tags (0 to 4) occur exactly once and after all the tags that precede them in the strict format. The
+    tags around a blank reasoning block do not count."""
     trailing_chars: int
-    """Characters after the last closing answer tag, whitespace at either end not counted."""
+    """Characters after the last closing answer tag, without surrounding whitespace."""
     stuffed: bool
-    """Whether a tag occurs more than once."""
+    """Whether any tag occurs more than once."""
     empty_answer: bool
-    """Whether the last answer block is blank or, without one, everything beside the tags."""
+    """Whether the last answer block is blank. Without an answer block: whether all text besides the tags is blank."""
 
     @property
-    def hollow(self) -> bool:
-        """Whether no built-in reward may give anything: an empty answer, or stuffed tags."""
+    def worthless(self) -> bool:
+        """Whether no built-in reward may pay for this completion: its answer is empty or a tag is repeated."""
         return self.stuffed or self.empty_answer
 
 
 def is_blank(text: str) -> bool:
-    """Whether there is nothing to see: only whitespace, control, format and filler characters."""
-    # The beginning first: it nearly always decides, and a set over a million characters costs tens of milliseconds.
+    """Whether the text shows nothing: only whitespace, control, format and filler characters."""
+    # The beginning decides nearly every case. A set over a million characters costs tens of milliseconds.
     return not _shows_something(text[:1_000]) and not _shows_something(text[1_000:])
 
 
 def extract_answer(text: str, tags: Tags) -> Extraction:
-    """Read one completion by the contract of this module; linear in its length."""
+    """Read one completion by the rules of this module, in time linear in its length."""
     order = tags.in_order
     counts = [text.count(tag) for tag in order]
     first = [text.find(tag) for tag in order]
     reasoning = _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
     block = _last_block(text, order)
-    # Each part is looked at once: whether a long text is blank is the dearest question here.
-    no_work = reasoning is not None and is_blank(reasoning)
-    no_answer = is_blank(_without_tags(text, order) if block is None else block)
+    # Each text is tested for blankness once: for a long text it is the most expensive test here.
+    blank_reasoning = reasoning is not None and is_blank(reasoning)
+    blank_answer = is_blank(_without_tags(text, order) if block is None else block)
     return Extraction(
-        answer=None if no_answer else _answer(text, order, counts),
+        answer=None if blank_answer else _answer(text, order, counts),
         reasoning=reasoning,
-        strict_format=not (no_work or no_answer) and _strict(text, order, counts, first),
-        lenient_answer=None if no_answer else _lenient(text, order, block),
+        strict_format=not (blank_reasoning or blank_answer) and _strict(text, order, counts, first),
+        lenient_answer=None if blank_answer else _lenient(text, order, block),
         answer_blocks=counts[2],
-        tags_in_place=_in_place(counts, first) - (2 if no_work else 0),
+        ordered_tags=_ordered(counts, first) - (2 if blank_reasoning else 0),
         trailing_chars=len(text[text.rfind(order[3]) + len(order[3]) :].strip()) if counts[3] else 0,
         stuffed=max(counts) > 1,
-        empty_answer=no_answer,
+        empty_answer=blank_answer,
     )
-
-
-def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
-    """Whether a prediction is the ground truth; blank and overlong predictions never are.
-
-    Args:
-        prediction: text of an answer, not of a whole completion.
-        truth: ground truth as the data has it.
-        how: exact (text), numeric (value), math (expression, by math-verify) or choice (letter).
-    """
-    prediction, truth = prediction.strip(), truth.strip()
-    if len(prediction) > MAX_ANSWER_CHARS or is_blank(prediction) or is_blank(truth):
-        return False
-    if how == "exact":
-        return unicodedata.normalize("NFC", prediction) == unicodedata.normalize("NFC", truth)
-    if how == "choice":
-        letter = choice_letter(prediction)
-        return letter is not None and letter == choice_letter(truth)
-    number, wanted = parse_number(prediction), parse_number(truth)
-    if how == "numeric" or (number is not None and wanted is not None):
-        return number is not None and number == wanted
-    return prediction == truth or expressions_equal(prediction, truth)
 
 
 def _shows_something(text: str) -> bool:
@@ -162,9 +130,9 @@ def _without_tags(text: str, order: list[str]) -> str:
 def _strict(text: str, order: list[str], counts: list[int], first: list[int]) -> bool:
     if counts != [1, 1, 1, 1] or first != sorted(first):
         return False
-    ends = [place + len(tag) for place, tag in zip(first, order, strict=True)]
+    ends = [start + len(tag) for start, tag in zip(first, order, strict=True)]
     outside = (text[: first[0]], text[ends[1] : first[2]], text[ends[3] :])
-    return not any(part.strip() for part in outside)
+    return not any(piece.strip() for piece in outside)
 
 
 def _answer(text: str, order: list[str], counts: list[int]) -> str | None:
@@ -175,18 +143,19 @@ def _answer(text: str, order: list[str], counts: list[int]) -> str | None:
 
 
 def _inside_reasoning(text: str, order: list[str]) -> bool:
-    opening, closing, place = order[0], order[1], text.find(order[2])
-    if text.rfind(opening, 0, place) > text.rfind(closing, 0, place):
+    opening, closing, start = order[0], order[1], text.find(order[2])
+    if text.rfind(opening, 0, start) > text.rfind(closing, 0, start):
         return True
-    # Closed only after the answer, and not because another block was opened there: the answer stands inside.
-    next_closing, next_opening = text.find(closing, place), text.find(opening, place)
+    # The next reasoning tag after the answer closes a block: the answer stands inside it, even if the opening tag is missing.
+    next_closing, next_opening = text.find(closing, start), text.find(opening, start)
     return next_closing >= 0 and not 0 <= next_opening < next_closing
 
 
-def _in_place(counts: list[int], first: list[int]) -> int:
+def _ordered(counts: list[int], first: list[int]) -> int:
+    # A missing tag has position -1 and so precedes every other one.
     return sum(
-        count == 1 and all(before < place for before in first[:index])
-        for index, (count, place) in enumerate(zip(counts, first, strict=True))
+        count == 1 and all(before < start for before in first[:index])
+        for index, (count, start) in enumerate(zip(counts, first, strict=True))
     )
 
 

@@ -1,11 +1,12 @@
-"""One number out of one answer, exactly. Does not search for numbers in text: anything beside the number makes it none.
+"""Read an answer that is one number, as an exact fraction. Text around the number is never skipped: `42 apples` is no number.
 
-Read as a number: sign (also the Unicode minus signs), digits with commas every three, decimals, exponent (1e3, up to three
-digits), a fraction 3/4, one currency sign before or behind, a percent sign behind, one full stop at the end, and LaTeX or
-Markdown wrapping ($42$, \\boxed{42}, **42**).
+Accepted: a sign (the Unicode minus signs too), digits with a comma every three, decimals, an exponent of up to three digits
+(1e3), a fraction (3/4), one currency sign before or after, a percent sign after, one full stop at the end, and LaTeX or Markdown
+around it ($42$, \\boxed{42}, **42**).
 
-Policies: percent and currency are units and change no value (42% = 42, not 0.42). A decimal comma is not guessed: 1,23 is no
-number. Digits of any one script count by value (٤٢ = 42), mixed scripts do not; superscripts, ½ and Roman numerals are no digits.
+Percent and currency are units and do not change the value: 42% = 42, not 0.42. A decimal comma is not guessed: 1,23 is no
+number. Digits of any one script count by their value (٤٢ = 42); digits of mixed scripts, superscripts, ½ and Roman numerals do
+not count.
 """
 
 import re
@@ -14,11 +15,12 @@ from decimal import Decimal
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 200
-"""Longer text is no number."""
+"""Longer text is never a number. It bounds the pattern and the size of the fraction."""
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"))
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+# The exponent has at most three digits: 1e9999999 would take gigabytes as a fraction.
 _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s?{_CURRENCY}?\s?(?P<inner>[+-]?)"
     rf"(?P<number>(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}})?)"
@@ -28,7 +30,7 @@ _WRAPPINGS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("*
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a text that is one number; None for everything else."""
+    """The exact value of a text that is one number; None for everything else. Never raises."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     plain = _ascii_digits(unwrap(text).translate(_MINUS))
@@ -40,7 +42,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def unwrap(text: str) -> str:
-    """Take whitespace, invisible characters and LaTeX or Markdown wrapping off both ends (three layers at most)."""
+    """Strip whitespace, invisible characters and at most three layers of LaTeX or Markdown from both ends."""
     text = _trim(text)
     for _ in range(3):
         for opening, closing in _WRAPPINGS:
@@ -51,19 +53,20 @@ def unwrap(text: str) -> str:
 
 def _trim(text: str) -> str:
     start, end = 0, len(text)
-    while start < end and _unseen(text[start]):
+    while start < end and _invisible(text[start]):
         start += 1
-    while end > start and _unseen(text[end - 1]):
+    while end > start and _invisible(text[end - 1]):
         end -= 1
     return text[start:end]
 
 
-def _unseen(letter: str) -> bool:
+def _invisible(letter: str) -> bool:
     return letter.isspace() or unicodedata.category(letter) == "Cf"
 
 
 def _ascii_digits(text: str) -> str | None:
-    """Digits of one script as 0-9; None when scripts are mixed."""
+    """The text with the digits of its one script as 0-9; None when scripts are mixed."""
+    # Every script keeps its ten digits in a row, so the position of its zero identifies it.
     zeros = {ord(letter) - unicodedata.decimal(letter) for letter in text if letter.isdecimal()}
     if len(zeros) > 1:
         return None

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from grpo_tasks.data.jsonl import Span, line_spans, read_span
 from grpo_tasks.data.records import Columns, Record, Row, read_row
-from grpo_tasks.processes.entry import PARENT, die_with_parent
+from grpo_tasks.processes.lifetime import PARENT, die_with_parent
 from schemas.errors import DataError
 
 PARALLEL_FROM_BYTES = 32 * 2**20

@@ -2,8 +2,8 @@
 
     samples + prompts -> strict_format, correct, lenient_correct, truncated -> one value a prompt -> mean with interval
 
-Strict means: format kept and answer equal. Lenient takes the last thing that looks like an answer. What counts as format, as
-answer and as equal is written down in grpo_tasks/answers/extract.py, and only there.
+Strict means: format kept and answer equal. Lenient takes the last thing that looks like an answer. Format and answer are defined
+in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and only there.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.answers.extract import Equality, Tags, answers_equal, extract_answer
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
 from schemas.config.evaluation import EvaluationConfig

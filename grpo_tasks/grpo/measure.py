@@ -36,6 +36,7 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
+    metrics |= scores.logged_metrics()
     return _known(metrics)
 
 

@@ -1,7 +1,7 @@
-"""Will a stage learn anything? Counted on the base model's own samples: groups whose completions earn different totals.
+"""Will a stage learn anything? The share of groups, sampled from the base model, whose completions earn different totals.
 
-A group that ties has zero advantage everywhere (grpo/advantages.py); when nearly all do, training is wasted time. A later stage
-starts from a better model than the base, so its forecast is a lower bound in most cases, and no promise.
+A group whose totals tie has zero advantages (grpo/advantages.py). When nearly all groups tie, training wastes time. A later stage
+starts from a better model than the base, so its forecast is usually a lower bound.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from grpo_tasks.rewards.totals import mean_total
 from schemas.results import SignalForecast
 
 TIE = 1e-6
-"""As in the advantages: totals that differ by no more than this, relative to their size, are a tie."""
+"""Totals that differ by no more than this, relative to their size, tie. The same tolerance as in grpo/advantages.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSample:
-    """A group of completions the base model gave to one training prompt."""
+    """A group of completions that the base model sampled for one training prompt."""
 
     prompt_id: str
     completions: list[str]
@@ -28,15 +28,15 @@ class GroupSample:
 
 
 def forecast(stage: str, samples: Sequence[GroupSample], totals: NDArray[np.float64]) -> SignalForecast:
-    """The share of groups with signal.
+    """Count the groups with signal.
 
     Args:
         stage: name of the stage.
-        samples: groups, at least one.
-        totals: [N] totals of the stage's rewards, group by group; NaN where no function applies.
+        samples: at least one group.
+        totals: [N] totals of the stage for the completions of all groups, group by group; NaN where no function applies.
     """
     ends = np.cumsum([len(sample.completions) for sample in samples])
-    # Completions without a total count nowhere, as in training.
+    # As in training, completions without a total are left out.
     groups = [group[~np.isnan(group)] for group in np.split(totals, ends[:-1])]
     alive = [len(group) > 0 and float(np.ptp(group)) > TIE * max(1.0, float(np.abs(group).max())) for group in groups]
     deviations = [float(group.std(ddof=1)) if len(group) > 1 else 0.0 for group in groups]

@@ -1,10 +1,10 @@
-"""Completions made from a row itself, with the order in which a reward should see them. No model is asked.
+"""Probes: completions made from a row of the data, with the order in which a reward should rank them. No model is used.
 
     perfect  >  partial (right answer, wrong format; wrong answer, right format; cut off)  >  empty
-    gamed (stuffed, nested, repeated, listed, answer in the reasoning)  <  perfect
-    edge (unusual text)  only has to be survived
+    gamed (tags stuffed, nested or repeated; answers listed; answer in the reasoning)  <  perfect
+    edge (unusual text)  must not break the function
 
-What is listed under `gamed` looks like work to a careless reward function and is none.
+A gamed completion looks like work to a careless reward function, and is none.
 """
 
 from collections.abc import Iterator
@@ -12,31 +12,36 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.extract import Equality, Tags, answers_equal
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.rewards.contract import Row
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 
+# Names of the probes that checks treat specially.
 PERFECT = "perfect"
 WRONG_ANSWER = "wrong_answer_right_format"
 LISTING = "every_answer"
+CUT_OFF = "cut_off"
 
 LONG_CHARS = 1_000_000
+"""Length of the long probes."""
 ARABIC_INDIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One made-up completion."""
+    """One completion made for the lab."""
 
     kind: str
+    """Its name in checks and tables."""
     role: Role
     text: str
 
 
 def make_probes(row: Row, tags: Tags, equality: Equality) -> list[Probe]:
-    """Every probe of one row, the perfect one first."""
+    """All probes of one row: the same kinds in the same order for every row, the perfect one first."""
     work, answer, wrong = _working(row, tags), row.answer, wrong_answer(row.answer, equality)
     perfect = _block(tags, work, answer)
     return [
@@ -54,7 +59,7 @@ def perfect_text(row: Row, tags: Tags) -> str:
 
 
 def wrong_answer(answer: str, equality: Equality) -> str:
-    """An answer of the same kind that is not equal to the given one."""
+    """An answer of the same kind that does not equal the given one."""
     number, letter = parse_number(answer), choice_letter(answer)
     if equality == "choice" and letter is not None:
         return "B" if letter == "A" else "A"
@@ -66,7 +71,7 @@ def wrong_answer(answer: str, equality: Equality) -> str:
 
 
 def long_texts(tags: Tags) -> dict[str, str]:
-    """Completions of a million characters, each hard for another kind of careless scan."""
+    """Completions of LONG_CHARS characters by name. Each makes another kind of careless scan quadratic or worse."""
     opened, reasoned, answered, closed = tags.in_order
     pieces = {
         "long_words": "one plus one is two and ",
@@ -104,7 +109,7 @@ def _partial(tags: Tags, work: str, answer: str, wrong: str) -> Iterator[Probe]:
     opened, _, answered, closed = tags.in_order
     yield Probe("right_answer_wrong_format", "partial", f"{work}\n{answered}{answer}{closed}")
     yield Probe(WRONG_ANSWER, "partial", _block(tags, work, wrong))
-    yield Probe("cut_off", "partial", f"{opened}{work[: len(work) // 2]}")
+    yield Probe(CUT_OFF, "partial", f"{opened}{work[: len(work) // 2]}")
 
 
 def _empty(tags: Tags, work: str) -> Iterator[Probe]:

@@ -1,10 +1,22 @@
-"""The lab's report as Markdown: one table of checks per function, the forecasts, the first failing example."""
+"""The report of the lab as Markdown: the first failure with its completion, one table of checks per function, the forecasts."""
 
 from collections.abc import Iterable, Sequence
 
 from schemas.results import LabCheck, SignalForecast
 
 _MARKS = {"passed": "passed", "warned": "**warned**", "failed": "**FAILED**"}
+FIXES = {
+    "columns": "rename the column, or remove it if no reward function needs it",
+    "contract": "return one finite number, or None, for each completion",
+    "determinism": "compute a score from its own completion alone: no random numbers, nothing from other completions or calls",
+    "speed": "scan each text once and without backtracking, or raise lab.max_seconds_per_completion",
+    "gaming": "pay only for one answer, outside the reasoning, and for each tag once (the built-in format and correctness do)",
+    "gold": "set rewards.equality to the kind of your answers, or correct the row",
+    "order": "raise the weights of functions that only the perfect completion satisfies (format, correctness), lower the others",
+    "empty": "return 0 for a completion without an answer",
+    "signal": "add an incremental reward, or raise num_generations or rollout.temperature",
+}
+"""What to do about a failed check or a warning."""
 
 
 def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast]) -> str:
@@ -17,6 +29,7 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
         *(_example(failed[0]) if failed else []),
         *(line for name in dict.fromkeys(check.function for check in checks) for line in _function(name, checks)),
         *_forecasts(forecasts),
+        *_fixes(checks),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -27,7 +40,7 @@ def _example(check: LabCheck) -> Iterable[str]:
     if check.probe:
         yield f"Row {check.place} (prompt_id {check.prompt_id}), probe `{check.probe}`:"
     if check.completion:
-        # Four blanks make a code block that no text inside can end.
+        # Indented by four spaces: unlike a fence, no text inside can end such a code block.
         yield "\n".join(f"    {line}" for line in check.completion.splitlines())
 
 
@@ -41,8 +54,15 @@ def _function(name: str, checks: Sequence[LabCheck]) -> Iterable[str]:
     yield "\n".join(["| check | outcome | found | probe | row |", "|---|---|---|---|---|", *rows])
 
 
+def _fixes(checks: Sequence[LabCheck]) -> Iterable[str]:
+    names = dict.fromkeys(check.check for check in checks if check.outcome != "passed")
+    if names:
+        yield "## How to fix"
+        yield "\n".join(f"- {name}: {FIXES[name]}" for name in names)
+
+
 def _forecasts(forecasts: Sequence[SignalForecast]) -> Iterable[str]:
-    yield "## Signal on the base model's own samples"
+    yield "## Signal in the samples of the base model"
     if not forecasts:
         yield "No samples of the base model were scored."
         return

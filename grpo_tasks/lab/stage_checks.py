@@ -1,12 +1,12 @@
-"""The sum of a stage's rewards on the bench, which is what a group compares.
+"""The checks of a stage: the weighted sum of its rewards, which is what the completions of a group compete for.
 
-    order   perfect > empty; no partial completion above the perfect one; partial above empty (else a warning)
+    order   perfect > empty; no partial completion above the perfect one; partial above empty (otherwise a warning)
     empty   a completion without an answer earns nothing
     gaming  no gamed completion earns as much as the perfect one
-    signal  enough groups of the base model's samples differ (the first stage must, later ones should)
+    signal  enough groups of the base model's samples differ in reward (later stages only get a warning)
 
-A stage that does not look at answers at all (format only) may pay a listing of answers like any answer. A stage that tells none
-of the partial completions from the perfect one (length only) cannot tell gamed ones either: ties are a warning there.
+A stage that does not check answers (format only) may pay for a list of answers as for any answer. A stage that ranks no partial
+completion below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning there.
 """
 
 import math
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_tasks.lab.bench import Bench, found, passed
-from grpo_tasks.lab.probes import LISTING, PERFECT, WRONG_ANSWER
-from grpo_tasks.lab.trials import ABOVE, Trial
+from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings
+from grpo_tasks.lab.probe_set import ProbeSet, finding, passed
+from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
 from grpo_tasks.rewards.totals import stage_weights, total_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
@@ -27,10 +27,10 @@ from schemas.results import LabCheck, SignalForecast
 
 @dataclass(frozen=True, slots=True)
 class _RowTotals:
-    """The stage's totals on the probes of one row."""
+    """The totals of the stage for the probes of one row."""
 
     first: int
-    """Index of the row's first probe."""
+    """Index of the row's first probe in the probe set."""
     roles: Sequence[str]
     kinds: Sequence[str]
     totals: Sequence[float]
@@ -40,9 +40,11 @@ class _RowTotals:
         return self.totals[self.kinds.index(PERFECT)]
 
     def of(self, role: str) -> list[tuple[float, int]]:
-        """Totals of the probes of one role, each with its index on the bench."""
+        """Totals of the probes of one role, each with its index in the probe set."""
         return [
-            (total, self.first + at) for at, (total, mine) in enumerate(zip(self.totals, self.roles, strict=True)) if mine == role
+            (total, self.first + offset)
+            for offset, (total, its_role) in enumerate(zip(self.totals, self.roles, strict=True))
+            if its_role == role
         ]
 
     @property
@@ -51,104 +53,111 @@ class _RowTotals:
 
     @property
     def judges_answers(self) -> bool:
-        return self.totals[self.kinds.index(WRONG_ANSWER)] < self.perfect - ABOVE
+        return self.totals[self.kinds.index(WRONG_ANSWER)] < self.perfect - SAME_SCORE
 
     @property
-    def blind(self) -> bool:
-        return all(abs(total - self.perfect) <= ABOVE for total, index in self.of("partial") if not self._cut_off(index))
+    def ranks_nothing(self) -> bool:
+        """Whether the stage pays every partial completion like the perfect one (the one that is cut off does not count)."""
+        return all(abs(total - self.perfect) <= SAME_SCORE for total, index in self.of("partial") if not self._cut_off(index))
 
     def _cut_off(self, index: int) -> bool:
-        return self.kinds[index - self.first] == "cut_off"
+        return self.kinds[index - self.first] == CUT_OFF
 
 
 def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
-    """[N] totals of the stage's functions, with the weights a stage begins with; NaN where none of them applies."""
+    """[N] totals of a stage with its configured weights; NaN where none of its functions applies.
+
+    Args:
+        stage: names its functions.
+        rewards: holds their weights.
+        scores: N scores of each function by name; None where it does not apply.
+    """
     columns = [[np.nan if score is None else score for score in scores[name]] for name in stage.rewards]
     return total_scores(np.array(columns, dtype=np.float64).T, stage_weights(stage, rewards))
 
 
-def try_stage(stage: StageConfig, bench: Bench, trials: Mapping[str, Trial]) -> list[LabCheck]:
-    """Order, empty and gaming of one stage; nothing when one of its functions broke its contract."""
-    scores = {name: trials[name].scores for name in stage.rewards}
+def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, FunctionFindings]) -> list[LabCheck]:
+    """The checks order, empty and gaming of one stage; none when one of its functions broke its contract."""
+    scores = {name: findings[name].scores for name in stage.rewards}
     known = {name: values for name, values in scores.items() if values is not None}
     if len(known) < len(scores):
         return []
-    totals = stage_totals(stage, bench.rewards, known)
-    rows = list(_rows(bench, totals.tolist()))
+    totals = stage_totals(stage, probe_set.rewards, known)
+    rows = list(_rows(probe_set, totals.tolist()))
     name = f"stage:{stage.name}"
-    return [_order(name, bench, rows), _empty(name, bench, rows), _gaming(name, bench, rows)]
+    return [_order(name, probe_set, rows), _empty(name, probe_set, rows), _gaming(name, probe_set, rows)]
 
 
-def try_signal(stages: Sequence[StageConfig], forecasts: Sequence[SignalForecast], min_signal: float) -> Iterator[LabCheck]:
-    """Whether the forecast of each stage is enough; a failure for the first stage only."""
+def check_signal(stages: Sequence[StageConfig], forecasts: Sequence[SignalForecast], min_signal: float) -> Iterator[LabCheck]:
+    """Whether enough groups of each stage carry signal. Too few fail the first stage and are a warning for the others."""
     for one in forecasts:
         name = f"stage:{one.stage}"
-        detail = f"{one.share_with_signal:.0%} of {one.groups} groups of the base model differ in reward"
+        detail = f"the completions of {one.share_with_signal:.0%} of {one.groups} groups of the base model differ in reward"
         if one.share_with_signal >= min_signal:
             yield passed(name, "signal", detail)
             continue
-        advice = f"{detail}, wanted {min_signal:.0%}: add an incremental reward, raise num_generations or the temperature"
         first = one.stage == stages[0].name
-        yield LabCheck(function=name, check="signal", outcome="failed" if first else "warned", detail=advice)
+        too_few = f"{detail}, less than lab.min_signal ({min_signal:.0%})"
+        yield LabCheck(function=name, check="signal", outcome="failed" if first else "warned", detail=too_few)
 
 
-def _rows(bench: Bench, totals: Sequence[float]) -> Iterator[_RowTotals]:
-    for first in range(0, len(totals), bench.kinds):
-        probes = bench.probes[first : first + bench.kinds]
+def _rows(probe_set: ProbeSet, totals: Sequence[float]) -> Iterator[_RowTotals]:
+    for first in range(0, len(totals), probe_set.per_row):
+        probes = probe_set.probes[first : first + probe_set.per_row]
         roles, kinds = [probe.role for probe in probes], [probe.kind for probe in probes]
-        # A row that no function of the stage applies to; they say so for every completion of a row or for none (trial.py).
+        # No function of the stage applies to this row. A function applies to all probes of a row or to none (function_checks.py).
         if math.isnan(totals[first]):
             continue
-        yield _RowTotals(first, roles, kinds, totals[first : first + bench.kinds])
+        yield _RowTotals(first, roles, kinds, totals[first : first + probe_set.per_row])
 
 
-def _order(name: str, bench: Bench, rows: Sequence[_RowTotals]) -> LabCheck:
+def _order(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
     for row in rows:
         empty, index = row.best_empty
-        if row.perfect <= empty + ABOVE:
+        if row.perfect <= empty + SAME_SCORE:
             return _example(
-                name, "order", f"an empty answer earns {empty:g}, the perfect completion {row.perfect:g}", bench, index
+                name, "order", f"an empty answer earns {empty:g}, the perfect completion {row.perfect:g}", probe_set, index
             )
         partial, index = max(row.of("partial"))
-        if partial > row.perfect + ABOVE:
-            return _example(name, "order", f"earns {partial:g}, the perfect completion only {row.perfect:g}", bench, index)
-    return _order_warning(name, bench, rows) or passed(name, "order")
+        if partial > row.perfect + SAME_SCORE:
+            return _example(name, "order", f"earns {partial:g}, the perfect completion only {row.perfect:g}", probe_set, index)
+    return _order_warning(name, probe_set, rows) or passed(name, "order")
 
 
-def _order_warning(name: str, bench: Bench, rows: Sequence[_RowTotals]) -> LabCheck | None:
+def _order_warning(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck | None:
     for row in rows:
         partial, index = max(row.of("partial"))
-        if row.blind:
-            detail = f"earns {partial:g} like the perfect completion: this stage teaches neither format nor answers"
-            return _example(name, "order", detail, bench, index, warn=True)
-        if partial <= row.best_empty[0] + ABOVE:
-            detail = f"the best partial completion earns {partial:g}, no more than an empty one: only perfection is rewarded"
-            return _example(name, "order", detail, bench, index, warn=True)
+        if row.ranks_nothing:
+            detail = f"earns {partial:g}, as much as the perfect completion: this stage teaches neither format nor answers"
+            return _example(name, "order", detail, probe_set, index, warn=True)
+        if partial <= row.best_empty[0] + SAME_SCORE:
+            detail = f"the best partial completion earns {partial:g}, no more than an empty one: only the perfect one is rewarded"
+            return _example(name, "order", detail, probe_set, index, warn=True)
     return None
 
 
-def _empty(name: str, bench: Bench, rows: Sequence[_RowTotals]) -> LabCheck:
+def _empty(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
     total, index = max(row.best_empty for row in rows)
-    if total > ABOVE:
-        return _example(name, "empty", f"a completion without an answer earns {total:g}", bench, index)
+    if total > SAME_SCORE:
+        return _example(name, "empty", f"a completion without an answer earns {total:g}", probe_set, index)
     return passed(name, "empty")
 
 
-def _gaming(name: str, bench: Bench, rows: Sequence[_RowTotals]) -> LabCheck:
+def _gaming(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
     tie: LabCheck | None = None
     for row in rows:
         for total, index in row.of("gamed"):
             lead = total - row.perfect
-            listing = bench.probes[index].kind == LISTING and not row.judges_answers
-            if lead < -ABOVE or (listing and lead <= ABOVE):
+            listing = probe_set.probes[index].kind == LISTING and not row.judges_answers
+            if lead < -SAME_SCORE or (listing and lead <= SAME_SCORE):
                 continue
-            detail = f"earns {total:g}, honest work {row.perfect:g}"
-            if lead > ABOVE or not row.blind:
-                return _example(name, "gaming", detail, bench, index)
-            tie = tie or _example(name, "gaming", detail, bench, index, warn=True)
+            detail = f"earns {total:g}, the perfect completion {row.perfect:g}"
+            if lead > SAME_SCORE or not row.ranks_nothing:
+                return _example(name, "gaming", detail, probe_set, index)
+            tie = tie or _example(name, "gaming", detail, probe_set, index, warn=True)
     return tie or passed(name, "gaming")
 
 
-def _example(name: str, check: str, detail: str, bench: Bench, index: int, *, warn: bool = False) -> LabCheck:
-    probe = bench.probes[index]
-    return found(name, check, detail, bench.row(index), probe=probe.kind, text=probe.text, warn=warn)
+def _example(name: str, check: str, detail: str, probe_set: ProbeSet, index: int, *, warn: bool = False) -> LabCheck:
+    probe = probe_set.probes[index]
+    return finding(name, check, detail, probe_set.row(index), probe=probe.kind, text=probe.text, warn=warn)

@@ -1,50 +1,57 @@
-"""What goes over the socket between worker.py and serve.py: one frame a message, its mark and length in front.
+"""Messages on the two sockets between a parent and its worker process: frames on one, orders in plain lines on the other.
 
-The mark tells an answer from bytes that a reward function wrote to a descriptor it should not know.
+    frame = MAGIC | length of the payload in bytes | payload
+
+Untrusted code in the worker can write to any of its file descriptors. MAGIC tells a frame from most such bytes; the parent checks
+the payload as well.
 """
 
 import os
 import struct
 from collections.abc import Callable
 
-MARK = b"GRPO"
+MAGIC = b"GRPO"
 HEADER = struct.Struct("!4sQ")
-"""Mark and length of the payload in bytes."""
-MAX_TEXT = 4_000
-"""Most characters of any text in an answer."""
-HOW = "?"
-"""Order to the supervisor: the worker's socket is closed, say how it ended. Any other names the call that begins, or is empty."""
-READY = b"."
-"""The supervisor's answer to an order that names a call: what is printed from now on belongs to it."""
+"""MAGIC and the length of the payload in bytes."""
+MAX_TEXT_CHARS = 4_000
+"""Maximum length of any text in a reply."""
+CHUNK_BYTES = 2**20
+"""Bytes passed to one system call."""
 
-# Held here because a reward may replace os.read and os.write in its process (gevent does).
+EXIT_QUERY = "?"
+"""Order to the supervisor: report how the worker ended, because its socket is closed. Any other order is the label of the call
+that begins, or is empty when a call has ended."""
+READY = b"."
+"""The supervisor's reply to an order with a label: output from now on belongs to that call."""
+
+# Kept here because code in the worker may replace os.read and os.write in its process, as gevent does.
 _read: Callable[[int, int], bytes] = os.read
 _write: Callable[[int, bytes], int] = os.write
 
 
 def frame(payload: bytes) -> bytes:
     """The payload with its header."""
-    return HEADER.pack(MARK, len(payload)) + payload
+    return HEADER.pack(MAGIC, len(payload)) + payload
 
 
 def write_frame(descriptor: int, payload: bytes) -> None:
-    """Write a frame to a blocking descriptor."""
+    """Write a frame to a blocking file descriptor. Raises OSError when the other end is closed."""
     rest = frame(payload)
     while rest:
-        rest = rest[_write(descriptor, rest[: 2**20]) :]
+        rest = rest[_write(descriptor, rest[:CHUNK_BYTES]) :]
 
 
 def read_frame(descriptor: int) -> bytes:
-    """The next frame's payload from a blocking descriptor; EOFError when the other side is closed."""
+    """The payload of the next frame from a blocking file descriptor. Raises EOFError when the other end is closed."""
     _, size = HEADER.unpack(_read_exactly(descriptor, HEADER.size))
     return _read_exactly(descriptor, size)
 
 
 def _read_exactly(descriptor: int, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = _read(descriptor, min(size - len(parts), 2**20))
-        if not part:
+    received = bytearray()
+    while len(received) < size:
+        chunk = _read(descriptor, min(size - len(received), CHUNK_BYTES))
+        if not chunk:
             raise EOFError
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)

@@ -1,7 +1,9 @@
-"""The parent's side of the two sockets of a reward worker. Every wait has a deadline, whatever the other side does.
+"""The parent's end of the two sockets of a worker process. Every wait has a deadline, whatever the other side does.
 
-data      requests and answers; its other end is in the worker, where reward functions can write to it too
-control   orders to the supervisor, and its report of how the worker ended; out of the reach of reward functions
+    data     requests and replies. The other end is in the worker, where untrusted code can write to it too.
+    control  orders to the supervisor, and its report of how the worker ended. Untrusted code cannot reach it.
+
+Deadlines are values of time.monotonic().
 """
 
 import json
@@ -12,61 +14,65 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from grpo_tasks.processes.framing import HEADER, HOW, MARK, READY, frame
+from grpo_tasks.processes.framing import CHUNK_BYTES, EXIT_QUERY, HEADER, MAGIC, READY, frame
 
-REPORT_S = 5.0
-"""Longest wait for the report of a worker that has ended: all that it started is ended first."""
-READY_S = 0.5
-"""Longest wait for the supervisor before a call; without it a little of what is printed is put to the call before."""
-CHUNK_BYTES = 2**20
+REPORT_LIMIT_S = 5.0
+"""Time limit in seconds for the report of how a worker ended. Before that, the supervisor kills everything the worker started."""
+READY_LIMIT_S = 0.5
+"""Time limit in seconds for the supervisor to acknowledge a call. Without it, output may be attributed to the call before."""
 
 
-class GarbledError(Exception):
-    """Bytes that are no answer."""
+class MalformedReplyError(Exception):
+    """The bytes that arrived are not a reply."""
 
 
 class WorkerEndedError(Exception):
-    """The worker or its supervisor is gone."""
+    """The worker or its supervisor has ended."""
 
 
-class Link:
-    """Two connected pairs of sockets; `far` are the ends for the other side, to be closed here once it has them."""
+class WorkerLink:
+    """Two connected pairs of sockets.
+
+    `worker_ends` are the data and control sockets for the other side. Close them here once the child process has inherited them:
+    as long as any copy is open, the end of the worker does not show as an end of file.
+    """
 
     def __init__(self) -> None:
-        self.data, far_data = socket.socketpair()
-        self.control, far_control = socket.socketpair()
-        self.far = (far_data, far_control)
+        self.data, worker_data = socket.socketpair()
+        self.control, worker_control = socket.socketpair()
+        self.worker_ends = (worker_data, worker_control)
         for ours in (self.data, self.control):
             ours.setblocking(False)
         self.received = 0
-        """Bytes of the present answer that have arrived."""
+        """Bytes of the current reply that have arrived."""
 
     def close(self) -> None:
-        """Close both, also where a forked process holds copies: the supervisor then ends the worker."""
-        for one in (self.data, self.control):
+        """Close both sockets; the supervisor then ends the worker."""
+        for ours in (self.data, self.control):
+            # close() alone does not end the connection while a process forked from this one holds a copy of the socket.
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        for one in (self.data, self.control, *self.far):
+                ours.shutdown(socket.SHUT_RDWR)
+        for one in (self.data, self.control, *self.worker_ends):
             one.close()
 
-    def begin(self, label: str, deadline: float) -> None:
-        """Tell the supervisor that a call begins; wait, not for long, until it has put away what was printed before."""
-        self.order(label)
-        select.select([self.control], [], [], max(0.0, min(READY_S, deadline - time.monotonic())))
+    def begin_call(self, label: str, deadline: float) -> None:
+        """Tell the supervisor that a call begins, and wait a moment until it has assigned earlier output to the call before."""
+        self.send_order(label)
+        self._control_ready(min(time.monotonic() + READY_LIMIT_S, deadline))
         self._ended()
 
-    def order(self, label: str) -> None:
-        """Tell the supervisor that a call begins (its label), or that it has ended (empty)."""
-        # A supervisor that is gone, or that does not read, shows when the answer is waited for.
+    def send_order(self, order: str) -> None:
+        """Send an order to the supervisor: a call begins (its label), has ended (empty), or EXIT_QUERY. Never raises."""
+        # If the supervisor has ended or does not read, the wait for the reply finds out.
         with suppress(OSError):
-            self.control.send(f"{label}\n".encode())
+            self.control.send(f"{order}\n".encode())
 
     def send(self, payload: bytes, deadline: float) -> None:
-        """Send a frame.
+        """Send a frame to the worker.
 
         Raises:
-            TimeoutError: the worker did not read all of it by the deadline (of time.monotonic).
-            WorkerEndedError: there is nobody to read it.
+            TimeoutError: the worker did not read all of it by the deadline.
+            WorkerEndedError: the worker has ended.
         """
         self.received = 0
         rest = memoryview(frame(payload))
@@ -80,41 +86,46 @@ class Link:
                 raise WorkerEndedError from error
 
     def receive(self, max_bytes: int, deadline: float) -> bytes:
-        """The payload of the next frame, which must be all that has arrived.
+        """The payload of the next frame. Nothing may follow the frame.
+
+        Args:
+            max_bytes: maximum size of the payload.
+            deadline: when to give up.
 
         Raises:
-            TimeoutError: it was not complete by the deadline (of time.monotonic).
-            GarbledError: the bytes are no frame, announce more than `max_bytes`, or more of them came than announced.
-            WorkerEndedError: nobody is left to send it.
+            TimeoutError: the frame was not complete by the deadline.
+            MalformedReplyError: the bytes are no frame, announce more than `max_bytes`, or continue after the frame.
+            WorkerEndedError: the worker has ended.
         """
-        arrived, whole = bytearray(), math.inf
-        while len(arrived) < whole:
-            arrived += self._read(deadline)
-            self.received = len(arrived)
-            whole = _size(arrived, max_bytes)
-        if len(arrived) > whole or self.stray():
-            raise GarbledError("wrote more than one answer")
-        return bytes(arrived[HEADER.size :])
+        received, frame_size = bytearray(), math.inf
+        while len(received) < frame_size:
+            received += self._read(deadline)
+            self.received = len(received)
+            frame_size = _frame_size(received, max_bytes)
+        if len(received) > frame_size or self.has_unread_bytes():
+            raise MalformedReplyError("wrote more than one reply")
+        return bytes(received[HEADER.size :])
 
-    def stray(self) -> bool:
-        """Whether bytes wait that nobody asked for."""
+    def has_unread_bytes(self) -> bool:
+        """Whether bytes have arrived that belong to no request."""
         try:
             return bool(self.data.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
-    def report(self) -> dict[str, Any]:
-        """How the worker ended, as the supervisor says; empty when it says nothing."""
-        self.order(HOW)
-        text, deadline = b"", time.monotonic() + REPORT_S
+    def read_exit_report(self) -> dict[str, Any]:
+        """How the worker ended, as its supervisor reports; empty when no report comes within REPORT_LIMIT_S."""
+        self.send_order(EXIT_QUERY)
+        text, deadline = b"", time.monotonic() + REPORT_LIMIT_S
         with suppress(OSError, ValueError):
             while not text.endswith(b"\n"):
-                if not select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                # Wait first: recv on a non-blocking socket raises at once when nothing has arrived.
+                if not self._control_ready(deadline):
                     return {}
-                part = self.control.recv(CHUNK_BYTES)
-                if not part:
+                chunk = self.control.recv(CHUNK_BYTES)
+                if not chunk:
                     return {}
-                text = (text + part).lstrip(READY)
+                text = (text + chunk).lstrip(READY)
             report: dict[str, Any] = json.loads(text)
             return report
         return {}
@@ -123,35 +134,45 @@ class Link:
         while True:
             self._wait(select.POLLIN, deadline)
             try:
-                part = self.data.recv(CHUNK_BYTES)
+                chunk = self.data.recv(CHUNK_BYTES)
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise WorkerEndedError from error
-            if not part:
+            if not chunk:
                 raise WorkerEndedError
-            return part
+            return chunk
 
     def _wait(self, event: int, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        # Looked at before the socket: bytes that trickle in must not move the deadline.
-        if left < 0:
+        """Wait until the data socket is ready for `event` (POLLIN or POLLOUT)."""
+        remaining = deadline - time.monotonic()
+        # Checked before the socket: a worker that sends one byte at a time must not postpone the deadline.
+        if remaining < 0:
             raise TimeoutError
+        # The control socket is watched too: the supervisor reports there when the worker has ended although another process still
+        # holds a copy of its data socket.
         poll = select.poll()
         poll.register(self.data, event)
         poll.register(self.control, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(math.ceil(left * 1000))}
+        ready = {descriptor for descriptor, _ in poll.poll(math.ceil(remaining * 1000))}
         if not ready:
             raise TimeoutError
-        # The answer counts, even where the worker ended right after it.
+        # A reply counts even if the worker ended right after it, so the data socket comes first.
         if self.data.fileno() in ready:
             return
         if self._ended():
             raise WorkerEndedError
         self._wait(event, deadline)
 
+    def _control_ready(self, deadline: float) -> bool:
+        """Wait until the control socket can be read."""
+        # poll instead of select, which fails for file descriptors above 1023.
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        return bool(poll.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)))
+
     def _ended(self) -> bool:
-        """Whether the supervisor reports the end, or is gone; what else it says is put away."""
+        """Whether the supervisor reports an end or has ended itself. Pending READY bytes are consumed."""
         try:
             while self.control.recv(1, socket.MSG_PEEK) == READY:
                 self.control.recv(1)
@@ -162,13 +183,13 @@ class Link:
         return True
 
 
-def _size(arrived: bytearray, max_bytes: int) -> float:
-    """Bytes of the whole frame; infinite until its header is there."""
-    if not MARK.startswith(bytes(arrived[: len(MARK)])):
-        raise GarbledError("wrote bytes that are no answer")
-    if len(arrived) < HEADER.size:
+def _frame_size(received: bytearray, max_bytes: int) -> float:
+    """Size of the frame in bytes, header included; infinite until the header is complete."""
+    if not MAGIC.startswith(bytes(received[: len(MAGIC)])):
+        raise MalformedReplyError("wrote bytes that are no reply")
+    if len(received) < HEADER.size:
         return math.inf
-    size = int(HEADER.unpack_from(arrived)[1])
+    size = int(HEADER.unpack_from(received)[1])
     if size > max_bytes:
-        raise GarbledError(f"announced an answer of {size:,} bytes where {max_bytes:,} are the most it can have")
+        raise MalformedReplyError(f"announced a reply of {size:,} bytes where {max_bytes:,} is the maximum")
     return HEADER.size + size

@@ -1,7 +1,7 @@
-"""Rewards: what an answer is, the built-in and own reward functions, the worker they run in, and the lab that tries them.
+"""Rewards: the contract of a reward function, the built-in functions, and the process that all of them run in.
 
-    answers  ->  builtin  ->  registry  ->  serve (child process)  <-  worker  <-  compose  <-  trainer
-                                                                         ^-------  lab      <-  probe step
+    builtin.py  ->  registry.py  ->  serve.py  <-supervisor.py-  worker.py  <-  suite.py  <-  trainer
+                                     (child process)             (parent)  <-  lab
 
-No torch here, and nothing of a text is ever evaluated.
+contract.py is the page to read before writing a function. totals.py defines the reward of a completion. No torch here.
 """

@@ -1,7 +1,7 @@
-"""Weights that move: a function that hardly ever succeeds gets more weight, one that nearly always does gets less.
+"""Adaptive weights: a function that rarely succeeds gets more weight, one that nearly always succeeds gets less.
 
-The success rate is the mean over `every_steps` updates of the share of completions with the full score; an update in which the
-function failed or applied to nothing is left out. The scale stays within [min_scale, max_scale].
+The success rate is the share of completions with the full score, averaged over `every_steps` updates. Updates in which the
+function failed or applied to no completion are left out. The scale stays within [min_scale, max_scale].
 """
 
 from typing import TypedDict
@@ -10,7 +10,7 @@ from schemas.config.rewards import AdaptiveWeightConfig
 
 
 class AdaptiveState(TypedDict):
-    """JSON of one moving weight."""
+    """An adaptive weight as a checkpoint stores it."""
 
     scale: float
     steps: int
@@ -18,7 +18,7 @@ class AdaptiveState(TypedDict):
 
 
 class AdaptiveWeight:
-    """The factor on one function's configured weight."""
+    """The factor on the configured weight of one function."""
 
     def __init__(self, config: AdaptiveWeightConfig) -> None:
         self.config = config
@@ -26,24 +26,28 @@ class AdaptiveWeight:
         self.shares: list[float] = []
 
     def observe(self, share: float | None) -> None:
-        """One update is over, in which this share of completions succeeded (None: nothing known)."""
+        """Take in one update.
+
+        Args:
+            share: share of its completions with the full score; None when it is unknown.
+        """
         self.steps += 1
         if share is not None:
             self.shares.append(share)
         if self.steps < self.config.every_steps:
             return
         if self.shares:
-            self.scale = self._moved(sum(self.shares) / len(self.shares))
+            self.scale = self._adjusted(sum(self.shares) / len(self.shares))
         self.steps, self.shares = 0, []
 
     def state(self) -> AdaptiveState:
-        """What a checkpoint has to hold."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "steps": self.steps, "shares": list(self.shares)}
 
     def restore(self, state: AdaptiveState) -> None:
-        """Take up what `state` gave."""
+        """Continue from a state that `state` returned."""
         self.scale, self.steps, self.shares = state["scale"], state["steps"], list(state["shares"])
 
-    def _moved(self, rate: float) -> float:
+    def _adjusted(self, rate: float) -> float:
         factor = self.config.grow if rate < self.config.low else self.config.shrink if rate > self.config.high else 1.0
         return min(self.config.max_scale, max(self.config.min_scale, self.scale * factor))

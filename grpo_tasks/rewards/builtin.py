@@ -1,39 +1,46 @@
-"""The built-in reward functions: plain functions of TRL's signature, linear in the text. Weights are the config's business.
+"""The built-in reward functions: plain functions with TRL's signature, linear in the text. The configuration holds their weights.
 
-    format              1 when the whole completion keeps the format, else 0
-    incremental_format  0.25 for each tag in its place, minus 0.001 a character after the closing answer tag, at least 0
+    format              1 when the whole completion keeps the strict format, else 0
+    incremental_format  0.25 for each tag in order, minus 0.001 per character after the closing answer tag, at least 0
     correctness         1 when the answer equals the ground truth, else 0
     length              1 inside a range of lengths, falling to 0 outside it
     repetition          -1 .. 0, minus the share of repeated n-grams
-    style               -1 .. 1, four signs of tidiness
+    style               -1 .. 1, the mean of four signs of tidiness
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
-A hollow completion (an empty answer, or a tag twice; see answers.py) earns nothing anywhere: 0, or style's lowest.
+A worthless completion (answers/extract.py: its answer is empty or a tag is repeated) earns 0, and -1 from `style`.
 """
 
-# ruff: noqa: ARG001 - TRL hands every function more than it looks at
+# ruff: noqa: ARG001 - by TRL's contract every function receives more arguments than it uses
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.answers.extract import Equality, Extraction, Tags, answers_equal, extract_answer
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.extract import Extraction, Tags, extract_answer
 
 Completion = str | Sequence[Mapping[str, str]]
-"""Plain text, or chat messages of which the last is the assistant's."""
+"""Plain text, or chat messages; the last one is the assistant's."""
 
 FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
-"""Best score of the functions whose best is not 1."""
+"""Best score of the functions whose best score is not 1."""
 
 TAG_CREDIT = 0.25
+"""Score of one tag in order."""
 TRAILING_PENALTY = 0.001
+"""Deduction for one character after the closing answer tag."""
 SHORT_ANSWER_CHARS = 100
+"""Longest answer that `style` calls short."""
 REPETITION_WINDOW = 100_000
-"""Characters at the end that are searched for repetition; loops of a degenerate model stand there."""
-LONGEST_WORD = 32
+"""Characters at the end that are searched for repetition: a degenerate model loops there. It keeps 1 MB below 100 ms."""
+MAX_WORD_CHARS = 32
+"""A longer word is split into pieces."""
+PIECE_CHARS = 8
+"""Length of such a piece."""
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of one completion in either shape."""
+    """The text of one completion in either form."""
     if isinstance(completion, str):
         return completion
     return (completion[-1].get("content") or "") if completion else ""
@@ -45,7 +52,7 @@ def format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **
 
 
 def incremental_format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
-    """0 .. 1, so that a base model which knows a tag or two is already told apart from one that knows none."""
+    """0 .. 1, rising with every tag in order, so that a base model that knows only some of the tags already sees a difference."""
     return [_tag_score(found) for found in _extractions(completions, tags)]
 
 
@@ -58,7 +65,7 @@ def correctness(
     equality: Equality,
     **columns: object,
 ) -> list[float]:
-    """1.0 for the right answer in the one answer block outside the reasoning, 0.0 for everything else."""
+    """1.0 when the answer block (the only one, outside the reasoning) holds the right answer, 0.0 otherwise."""
     found = _extractions(completions, tags)
     return [
         float(one.answer is not None and answers_equal(one.answer, truth, equality))
@@ -77,44 +84,48 @@ def length(
     unit: Literal["characters", "tokens"] = "characters",
     **columns: object,
 ) -> list[float]:
-    """1.0 from `min_length` to `max_length`; below it the share reached, above it falling to 0 at twice `max_length`.
+    """1.0 from `min_length` to `max_length`; below, the share of `min_length`; above, falling to 0 at twice `max_length`.
 
     Args:
-        prompts: not looked at.
+        prompts: not used.
         completions: N completions.
-        completion_ids: their token ids; needed for unit tokens.
+        completion_ids: N lists of token ids; required for the unit tokens.
         tags: names of the blocks.
         min_length: shortest length with the full score.
         max_length: longest length with the full score.
-        unit: characters of the reasoning (of the completion, when it has not one reasoning block), or tokens of the completion.
-        columns: not looked at.
+        unit: characters of the reasoning (of the completion unless it has exactly one reasoning block), or tokens of the
+            completion.
+        columns: not used.
+
+    Raises:
+        ValueError: the range or the unit is invalid.
     """
     if not 0 < min_length <= max_length or unit not in ("characters", "tokens"):
         raise ValueError(
-            f"length wants 0 < min_length <= max_length and unit characters or tokens, not {min_length}, {max_length}, {unit}"
+            f"length requires 0 < min_length <= max_length, unit characters or tokens; got {min_length}, {max_length}, {unit}"
         )
     found = _extractions(completions, tags)
     if unit == "tokens":
         if completion_ids is None:
-            raise ValueError("length with unit tokens needs completion_ids")
+            raise ValueError("length with the unit tokens requires completion_ids")
         sizes = [len(ids) for ids in completion_ids]
     else:
         sizes = [
             len((completion_text(completion) if one.reasoning is None else one.reasoning).strip())
             for one, completion in zip(found, completions, strict=True)
         ]
-    return [0.0 if one.hollow else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
+    return [0.0 if one.worthless else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
 
 
 def repetition(prompts: object, completions: Sequence[Completion], *, ngram: int = 3, **columns: object) -> list[float]:
-    """Minus the share of word n-grams that stood in the completion before; words without end are cut into pieces."""
+    """Minus the share of word n-grams that occur earlier in the completion."""
     if ngram < 1:
-        raise ValueError(f"repetition wants ngram of at least 1, not {ngram}")
+        raise ValueError(f"repetition requires an ngram of at least 1, not {ngram}")
     return [-_repeated_share(completion_text(completion), ngram) for completion in completions]
 
 
 def style(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
-    """Mean of four signs, each 1 or -1: nothing after the answer, a short answer, visible work, printable text."""
+    """Mean of four signs (1 or -1): nothing after the answer, short answer, reasoning longer than the answer, printable text."""
     texts = [completion_text(completion) for completion in completions]
     return [_style_score(text, extract_answer(text, tags)) for text in texts]
 
@@ -131,7 +142,7 @@ def soft_overlong(
     """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length`."""
     if not 0 < soft_punish_cache <= max_completion_length:
         raise ValueError(
-            "soft_overlong wants 0 < soft_punish_cache <= max_completion_length, "
+            "soft_overlong requires 0 < soft_punish_cache <= max_completion_length, "
             f"not {soft_punish_cache} and {max_completion_length}"
         )
     free = max_completion_length - soft_punish_cache
@@ -142,7 +153,7 @@ BUILTIN: dict[str, Callable[..., list[float]]] = {
     function.__name__: function
     for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
 }
-"""The functions by their names in the configuration."""
+"""The functions by their name in the configuration."""
 
 
 def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extraction]:
@@ -150,9 +161,9 @@ def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extracti
 
 
 def _tag_score(found: Extraction) -> float:
-    if found.hollow:
+    if found.worthless:
         return 0.0
-    score = TAG_CREDIT * found.tags_in_place - TRAILING_PENALTY * found.trailing_chars
+    score = TAG_CREDIT * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars
     return max(0.0, score)
 
 
@@ -169,12 +180,16 @@ def _repeated_share(text: str, ngram: int) -> float:
 
 
 def _pieces(word: str) -> list[str]:
-    # Text without spaces would be one word that never repeats.
-    return [word] if len(word) <= LONGEST_WORD else [word[start : start + 8] for start in range(0, len(word), 8)]
+    # A long run without spaces would otherwise be a single word that never repeats.
+    return (
+        [word]
+        if len(word) <= MAX_WORD_CHARS
+        else [word[start : start + PIECE_CHARS] for start in range(0, len(word), PIECE_CHARS)]
+    )
 
 
 def _style_score(text: str, found: Extraction) -> float:
-    if found.hollow:
+    if found.worthless:
         return -1.0
     answer, reasoning = found.answer or "", found.reasoning or ""
     signs = (

@@ -1,9 +1,19 @@
-"""The contract between a reward function and everybody else: what goes in, what may come out, what a breach is called.
+"""The reward contract, which is TRL's: what a reward function receives, what it may return, and what counts as a fault.
 
-In: a `ScoreBatch`. Out: one score per completion, a finite number or None ("does not apply to this row", as in TRL). A list of
-numbers, one for each token of the completion, scores it token by token; the completion's score is then their mean, so that a
-number says the same as that number at every token. Everything else is a `Fault`, which is data until somebody decides what to do
-about it: `reward_error` words it for the user.
+    def my_reward(prompts, completions, answer, **kwargs): return [float(...) for each completion]      # or async def
+
+    prompts         N lists of chat messages: [..., {"role": "user", "content": "What is 15 + 27?"}]
+    completions     N lists of one message: [{"role": "assistant", "content": "... 42"}]
+    completion_ids  N lists of token ids
+    answer          N ground truths; every other column of the data arrives under its own name, also with N values
+    trainer_state   .global_step and .max_steps of the stage
+    log_metric      log_metric(name, value) records the mean over the update as the metric logged/FUNCTION/NAME
+    log_extra       accepted, and ignored: no extra columns are stored
+    returns         N finite numbers, or None where the function does not apply to the completion. A list of numbers, one for
+                    each token of the completion, scores it token by token; the completion's score is then their mean.
+
+In code: a `ScoreBatch` goes in, `FunctionScores` or a `Fault` comes out. A fault is data until the suite applies the function's
+`on_error`; `reward_error` words it for the user.
 """
 
 import math
@@ -17,11 +27,16 @@ from schemas.errors import RewardError
 SHOWN_CHARS = 300
 """Characters of a completion shown in an error."""
 RESERVED = frozenset({"answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments every function is given; columns of these names are left out, and the lab says so."""
+"""Arguments that every function receives. Extra columns with these names are left out, and the lab warns about them."""
+
+MAX_METRICS = 64
+"""Maximum number of metrics that one call may pass to log_metric."""
+MAX_METRIC_CHARS = 100
+"""Maximum length of the name of such a metric."""
 
 
 class Row(Protocol):
-    """What rewards need to know of a prompt (grpo_tasks/data gives more)."""
+    """What rewards need of a row of the data. `grpo_tasks.data.table.PromptRow` has more."""
 
     @property
     def prompt_id(self) -> str:
@@ -30,12 +45,12 @@ class Row(Protocol):
 
     @property
     def source(self) -> str:
-        """File or hub id the row comes from."""
+        """File or hub id of the data set."""
         ...
 
     @property
     def line(self) -> int:
-        """Line there."""
+        """Line in that file."""
         ...
 
     @property
@@ -56,22 +71,22 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
-    """N completions to be scored, each with its prompt and columns."""
+    """N completions to score, each with its prompt and columns."""
 
     prompts: Sequence[Sequence[Mapping[str, str]]]
-    """Chat messages of the prompt, once per completion."""
+    """N prompts as chat messages; the prompt of a group is repeated for each of its completions."""
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
-    """Columns of the data by name, N values each; `answer` is the ground truth."""
+    """Columns of the data by name, N values each. `answer` is the ground truth."""
     step: int = 0
-    """The update this is for; functions see it as trainer_state.global_step."""
+    """Number of the update. Functions see it as trainer_state.global_step."""
     places: Sequence[str] = field(default=())
-    """Where each row comes from, for errors; may be empty."""
+    """Where each of the N rows comes from, for error messages. May be empty."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
-        assert len(sizes) == 1, f"a batch with columns of unequal length: {sorted(sizes)}"
+        assert len(sizes) == 1, f"the columns of a batch differ in length: {sorted(sizes)}"
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -91,9 +106,15 @@ class ScoreBatch:
 def batch_of(
     rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], *, step: int = 0
 ) -> ScoreBatch:
-    """The batch in which `completions[i]` answers `rows[i]`; rows may repeat. Every batch of rows is made here.
+    """The batch in which `completions[i]` answers `rows[i]`. The trainer and the lab both build their batches here.
 
-    Columns are `answer` and every extra column of any row (None where a row lacks it), save names a function gets anyway.
+    Args:
+        rows: N rows; a row may occur several times.
+        completions: N texts.
+        completion_ids: N lists of token ids.
+        step: number of the update.
+
+    The columns are `answer` and every extra column of any row, with None where a row lacks it. Reserved names are left out.
     """
     names = sorted({name for row in rows for name in row.extra} - RESERVED)
     return ScoreBatch(
@@ -107,37 +128,41 @@ def batch_of(
 
 
 def place_of(row: Row) -> str:
-    """Where a row comes from, for people."""
+    """Where a row comes from, for a person: file, line and prompt_id."""
     return f"{row.source}:{row.line} (prompt_id {row.prompt_id})"
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """What a function returned, checked."""
+class FunctionScores:
+    """The checked result of one call of one function."""
 
     scores: list[float | None]
+    """One per completion; None where the function does not apply."""
     seconds: float
     """Time inside the function."""
     tokens: dict[int, list[float]] = field(default_factory=dict)
-    """Scores token by token, by number of the completion, where the function gave them."""
+    """Scores of single tokens, by index of the completion, for completions that the function scored token by token."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the function passed to log_metric, averaged over the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One broken call."""
+    """One failed call of a function."""
 
     kind: Literal["raised", "hung", "died", "broken"]
     detail: str
-    """What happened, as the end of a sentence that begins with the function's name."""
+    """What happened. It completes a sentence that begins with the name of the function."""
     source: str = ""
-    """File, line and function that raised, when known."""
+    """File, line and function of the exception, when known."""
     index: int | None = None
-    """Number of the completion in the batch, when known."""
+    """Index of the completion in the batch, when known."""
     fix: str = ""
+    """What to do. Empty: the general advice of `reward_error`."""
 
 
 class ContractError(Exception):
-    """A result that breaks the contract; carries the fault."""
+    """A returned value that breaks the contract. Carries the fault."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.detail)
@@ -145,11 +170,14 @@ class ContractError(Exception):
 
 
 def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None], dict[int, list[float]]]:
-    """The scores of a function's return value, and those it gave token by token.
+    """Check the return value of a function.
 
     Args:
-        result: what the function returned; numpy arrays and torch tensors are taken too.
-        lengths: number of tokens of each completion it was given.
+        result: what the function returned. NumPy arrays and torch tensors are accepted too.
+        lengths: number of tokens of each of the N completions.
+
+    Returns:
+        N scores, and the scores of single tokens by index of the completion.
 
     Raises:
         ContractError: wrong count, wrong type, or a number that is not finite.
@@ -170,18 +198,19 @@ def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None
 
 
 def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
-    """The fault in words: function, row, completion, and what to do."""
+    """The fault as an error for the user: function, row, completion and fix."""
     places = [fault.source]
     index = fault.index or 0
     if len(batch):
-        only_together = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
-        places.append(f"{only_together}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
+        # Without an index the call failed as a unit. The first completion then stands for the batch.
+        prefix = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
+        places.append(f"{prefix}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
     fix = fault.fix or "fix the function, or set on_error: zero | skip for it"
     return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, places)), fix=fix)
 
 
 def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
-    """Beginning and end of a long text."""
+    """The text itself, or its beginning and end when it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = (limit - 30) // 2
@@ -220,7 +249,7 @@ def _number(value: Any, index: int) -> float:
 
 
 def _as_list(value: Any) -> Any:
-    # Arrays and tensors, of any library, become lists; their scalars become numbers.
+    # Arrays and tensors of any library become lists and their scalars become numbers, without an import of the library.
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 

@@ -1,8 +1,8 @@
-"""From a configured reward to something that can be called. Runs in the worker only, so that own code stays out of the trainer.
+"""From the entry of a reward in the configuration to a callable. Runs in the worker process only: a user's code never enters the
+trainer.
 
-A built-in is found by its name; an own function by `package.module:function`, imported with the working directory and the
-config file's folder at the end of the path.
-Parameters of the configuration win over columns of the same name.
+A built-in function is found by its name, a user's function by `package.module:function`. The working directory and the folder of
+the config file are searched after the installed packages. Parameters of the configuration override columns of the same name.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ _GIVEN = {"prompts", "completions", "completion_ids", "answer", "tags", "equalit
 
 
 def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> RewardFunction:
-    """The callable behind one entry, its parameters bound.
+    """The callable of one entry, with its parameters bound.
 
     Args:
-        name: name of the entry, for errors.
-        reward: its settings, resolved (`function` filled in).
-        rewards: tags and equality, which built-in functions get as keyword arguments.
+        name: name of the entry, for error messages.
+        reward: its resolved settings (`function` is set).
+        rewards: tags and equality, which built-in functions receive as keyword arguments.
 
     Raises:
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
@@ -42,13 +42,16 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> Re
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         given = {"tags": Tags.of(rewards.tags), "equality": rewards.equality}
         bound = {key: value for key, value in given.items() if key in known} | reward.params
-        # A column that happens to be called max_length sets nothing.
+        # A data column that happens to be named max_length must not set the parameter of that name.
         return _bind(function, bound, known - _GIVEN)
     return _bind(_import(reward.function or name, rewards.module_dirs(), place=place), dict(reward.params), frozenset())
 
 
 def _bind(function: RewardFunction, bound: Mapping[str, Any], own: Set[str]) -> RewardFunction:
-    """The function with its parameters; of the arguments of a call it gets those that are not in `own`."""
+    """The function with its parameters bound. It receives the arguments of a call except those named in `own`.
+
+    An awaitable result is awaited, so `async def` functions work too.
+    """
 
     def call(**arguments: Any) -> Any:
         result = function(**({key: value for key, value in arguments.items() if key not in own} | dict(bound)))
@@ -65,19 +68,19 @@ def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) 
     for param in params:
         if param not in known:
             near = difflib.get_close_matches(param, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-            raise ConfigError(f"{param} is no parameter of this reward", place=f"{place}.params", fix=hint)
+            hint = f"did you mean {near[0]}?" if near else f"parameters: {', '.join(known) or 'none'}"
+            raise ConfigError(f"{param} is not a parameter of this reward", place=f"{place}.params", fix=hint)
 
 
 def _import(path: str, folders: Sequence[Path], *, place: str) -> RewardFunction:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{path} names no function", place=place, fix="write package.module:function")
+        raise ConfigError(f"{path} does not name a function", place=place, fix="write package.module:function")
     found: Any = _module(module_name, folders, place=place)
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"define it there, or name another: {_functions_of(found)}"
+            hint = f"did you mean {near[0]}?" if near else f"define it there, or use another: {_functions_of(found)}"
             raise ConfigError(f"{module_name} has no {part}", place=place, fix=hint)
         found = getattr(found, part)
     if not callable(found):
@@ -92,7 +95,7 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{name} wants {error.name}, which is not installed", place=place, fix=f"install {error.name}"
+                f"{name} imports {error.name}, which is not installed", place=place, fix=f"install {error.name}"
             ) from error
         files = [path.stem for folder in folders for path in folder.glob("*.py")]
         files += [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
@@ -100,7 +103,7 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
         hint = (
             f"did you mean {near[0]}?"
             if near
-            else f"put it beside the config or where you start the command ({Path.cwd()}), or install it"
+            else f"put it next to the config file or into the working directory ({Path.cwd()}), or install it"
         )
         raise ConfigError(f"there is no module {error.name}", place=place, fix=hint) from error
     except Exception as error:
@@ -111,4 +114,4 @@ def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
 
 def _functions_of(module: Any) -> str:
     names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return ", ".join(names) or "it defines none"
+    return ", ".join(names) or "the module defines none"

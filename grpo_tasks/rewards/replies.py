@@ -1,6 +1,6 @@
-"""What a worker's answer must look like. Reward functions run in the process that answers, so nothing in it is taken on trust.
+"""Which replies of a worker are accepted. Untrusted functions run in the process that replies, so the parent checks all of it.
 
-bytes -> JSON of exactly this shape -> answers this request -> as many scores as completions -> Values | Fault
+bytes -> JSON of exactly this shape -> replies to this request -> as many scores as completions -> FunctionScores | Fault
 """
 
 from collections.abc import Sequence
@@ -8,28 +8,31 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, ValidationError
 
-from grpo_tasks.processes.framing import MAX_TEXT
-from grpo_tasks.processes.link import GarbledError
-from grpo_tasks.rewards.contract import Fault, Values
+from grpo_tasks.processes.framing import MAX_TEXT_CHARS
+from grpo_tasks.processes.link import MalformedReplyError
+from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
 from schemas.errors import UserError
 
-ANSWER_BYTES = 2**16
-"""An answer's size without its numbers."""
-NUMBER_BYTES = 48
-"""A number's, with its key where it stands in a list of a completion's tokens."""
-LOADED_BYTES = 2**20
+BASE_REPLY_BYTES = 2**17
+"""Maximum size of a reply without its scores: the texts of a fault, or the metrics that the function reported."""
+SCORE_BYTES = 48
+"""Maximum size of one score in JSON, with its key when it belongs to a token."""
+MAX_LOADED_BYTES = 2**20
+"""Maximum size of the reply to the request to load functions."""
 
-Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARS)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _Values(_Strict):
+class _Scores(_Strict):
     scores: list[FiniteFloat | None]
     seconds: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
     tokens: dict[int, list[FiniteFloat]]
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(max_length=MAX_METRICS)]
 
 
 class _Fault(_Strict):
@@ -40,76 +43,80 @@ class _Fault(_Strict):
     fix: Text
 
 
-class _Answer(_Strict):
+class _Reply(_Strict):
     request: str
 
 
-class _Scored(_Answer):
-    values: _Values | None = None
+class _Scored(_Reply):
+    scores: _Scores | None = None
     fault: _Fault | None = None
 
 
-class _Loaded(_Answer):
+class _Loaded(_Reply):
     loaded: list[str] | None = None
     error: str | None = None
 
 
-Answer = TypeVar("Answer", bound=_Answer)
+Reply = TypeVar("Reply", bound=_Reply)
 
 
-def max_bytes(lengths: Sequence[int]) -> int:
-    """The most that an answer about completions of so many tokens can have."""
-    return ANSWER_BYTES + NUMBER_BYTES * (len(lengths) + sum(lengths))
+def max_reply_bytes(lengths: Sequence[int]) -> int:
+    """Maximum size in bytes of the reply about completions with these numbers of tokens."""
+    return BASE_REPLY_BYTES + SCORE_BYTES * (len(lengths) + sum(lengths))
 
 
-def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> Values | Fault:
-    """The answer to a call.
+def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> FunctionScores | Fault:
+    """Read the reply to a call.
 
     Args:
-        payload: the frame's.
-        request: number of the call.
-        lengths: tokens of each completion.
+        payload: payload of the frame.
+        request: id of the request.
+        lengths: number of tokens of each completion.
 
     Raises:
-        GarbledError: it is anything else.
+        MalformedReplyError: the payload is not a valid reply to this request.
     """
-    answer = _parsed(_Scored, payload, request)
-    values, fault = answer.values, answer.fault
-    if (values is None) == (fault is None):
-        raise GarbledError("gave an answer without scores")
+    reply = _parsed(_Scored, payload, request)
+    found, fault = reply.scores, reply.fault
+    if (found is None) == (fault is None):
+        raise MalformedReplyError("sent a reply without scores")
     if fault is not None:
         if fault.index is not None and not 0 <= fault.index < len(lengths):
-            raise GarbledError(f"blamed completion {fault.index} of {len(lengths)}")
+            raise MalformedReplyError(f"blamed completion {fault.index} of {len(lengths)}")
         return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.fix)
-    assert values is not None
-    if len(values.scores) != len(lengths):
-        raise GarbledError(f"gave an answer with {len(values.scores)} scores for {len(lengths)} completions")
-    for index, tokens in values.tokens.items():
+    assert found is not None
+    if len(found.scores) != len(lengths):
+        raise MalformedReplyError(f"sent a reply with {len(found.scores)} scores for {len(lengths)} completions")
+    for index, tokens in found.tokens.items():
         if not 0 <= index < len(lengths) or len(tokens) != lengths[index]:
-            raise GarbledError(f"gave an answer with {len(tokens)} scores for the tokens of completion {index}")
-    return Values(values.scores, values.seconds, values.tokens)
+            raise MalformedReplyError(f"sent a reply with {len(tokens)} scores for the tokens of completion {index}")
+    return FunctionScores(found.scores, found.seconds, found.tokens, found.metrics)
 
 
 def read_loaded(payload: bytes, request: str, names: Sequence[str]) -> UserError | None:
-    """The answer to the request to load functions: None, or why they cannot be loaded; `GarbledError` for anything else."""
-    answer = _parsed(_Loaded, payload, request)
-    if answer.error is None:
-        if answer.loaded != list(names):
-            raise GarbledError("gave an answer that names other functions")
+    """Read the reply to the request to load functions: None, or the error that says why they cannot be loaded.
+
+    Raises:
+        MalformedReplyError: the payload is not a valid reply to this request.
+    """
+    reply = _parsed(_Loaded, payload, request)
+    if reply.error is None:
+        if reply.loaded != list(names):
+            raise MalformedReplyError("sent a reply that names other functions")
         return None
     try:
-        return UserError.from_json(answer.error)
+        return UserError.from_json(reply.error)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise GarbledError("gave an answer of the wrong shape (error)") from None
+        raise MalformedReplyError("sent a reply of the wrong shape (error)") from None
 
 
-def _parsed(shape: type[Answer], payload: bytes, request: str) -> Answer:
+def _parsed(shape: type[Reply], payload: bytes, request: str) -> Reply:
     try:
-        answer = shape.model_validate_json(payload)
+        reply = shape.model_validate_json(payload)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise GarbledError(f"gave an answer of the wrong shape ({where + ': ' if where else ''}{first['msg']})") from None
-    if answer.request != request:
-        raise GarbledError("gave an answer to another request")
-    return answer
+        raise MalformedReplyError(f"sent a reply of the wrong shape ({where + ': ' if where else ''}{first['msg']})") from None
+    if reply.request != request:
+        raise MalformedReplyError("sent a reply to another request")
+    return reply

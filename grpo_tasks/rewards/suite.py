@@ -1,14 +1,15 @@
-"""The rewards of a stage together: every function asked, errors handled by their policy, the weighted sum.
+"""All reward functions of a stage: call each one, apply its on_error to a fault, and form the weighted sum.
 
-    ScoreBatch -> each function in the worker -> raw [N, F] -> times weights -> totals [N]
+    ScoreBatch -> each function in the worker -> raw [N, F] -> times weights [F] -> totals [N]
 
-Weights may move (adaptive.py). Advantages are the trainer's business.
+Weights may adapt to the success rate (adaptive.py). Advantages are computed by the trainer.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import numpy as np
@@ -16,18 +17,19 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values, reward_error
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import RewardError
+from schemas.metrics import logged
 
-__all__ = ["Note", "RewardSuite", "ScoreBatch", "Scores"]
+__all__ = ["FaultNote", "RewardSuite", "ScoreBatch", "Scores"]
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Something that was let pass and has to be told: a fault under on_error zero or skip."""
+class FaultNote:
+    """A fault that did not stop the run, because on_error is zero or skip. The trainer logs it."""
 
     function: str
     policy: str
@@ -43,20 +45,22 @@ class Scores:
 
     names: list[str]
     raw: NDArray[np.float64]
-    """[N, F], before weights; NaN where a function does not apply or was skipped."""
+    """[N, F] scores before weighting; NaN where a function does not apply or was skipped."""
     weights: NDArray[np.float64]
-    """[F], in force for this batch."""
+    """[F] weights that this batch was summed with."""
     full: NDArray[np.float64]
-    """[F], the score that counts as success."""
+    """[F] scores from which a completion counts as a success."""
     totals: NDArray[np.float64]
-    """[N], weighted sums over the functions that apply (totals.py); NaN where none does."""
-    notes: list[Note]
+    """[N] weighted sums over the functions that apply (totals.py); NaN where none applies."""
+    notes: list[FaultNote]
     tokens: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    """Scores token by token, by number of the function and of the completion, where there are such."""
+    """Scores of single tokens by index of the function, then of the completion, where a function returned them."""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What functions passed to log_metric, averaged over the batch, by name of the function."""
 
     @classmethod
     def join(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Scores of several batches by the same functions as those of one batch."""
+        """The scores of several batches by the same functions, as those of one batch."""
         starts = np.cumsum([0, *(len(part.raw) for part in parts)])
         tokens: dict[int, dict[int, list[float]]] = {}
         for start, part in zip(starts, parts, strict=False):
@@ -64,6 +68,7 @@ class Scores:
                 tokens.setdefault(function, {}).update({int(start) + index: values for index, values in given.items()})
         return replace(
             parts[0],
+            metrics=_mean_metrics([part.metrics for part in parts]),
             raw=np.concatenate([part.raw for part in parts]),
             totals=np.concatenate([part.totals for part in parts]),
             notes=[note for part in parts for note in part.notes],
@@ -73,13 +78,17 @@ class Scores:
     def take(self, indices: Sequence[int]) -> "Scores":
         """The scores of these completions, in this order."""
         tokens = {
-            function: {place: given[index] for place, index in enumerate(indices) if index in given}
+            function: {position: given[index] for position, index in enumerate(indices) if index in given}
             for function, given in self.tokens.items()
         }
         return replace(self, raw=self.raw[indices], totals=self.totals[indices], tokens=tokens)
 
+    def logged_metrics(self) -> dict[str, float]:
+        """What functions passed to log_metric, by the name of the metric in the journal."""
+        return {logged(function, name): value for function, given in self.metrics.items() for name, value in given.items()}
+
     def success(self) -> NDArray[np.float64]:
-        """[F] share of completions with the full score; NaN for a function that failed or applied to none."""
+        """[F] shares of completions with the full score; NaN for a function that failed or applied to no completion."""
         known = ~np.isnan(self.raw)
         reached = known & (np.nan_to_num(self.raw, nan=-math.inf) >= self.full)
         failed = [name in {note.function for note in self.notes} for name in self.names]
@@ -93,8 +102,8 @@ class RewardSuite:
 
     Args:
         rewards: tags, equality and settings of the functions.
-        names: the stage's functions; RunConfig has made sure that they exist.
-        log: file that takes what the functions print; None: nothing of it is kept.
+        names: the functions of the stage. RunConfig guarantees that they exist.
+        log: file that receives what the functions print. None: their output is discarded.
     """
 
     def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
@@ -116,57 +125,70 @@ class RewardSuite:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """[F] weights in force."""
+        """[F] current weights."""
         scales = [self.adaptive[name].scale if name in self.adaptive else 1.0 for name in self.names]
         return np.array([config.weight for config in self.configs], dtype=np.float64) * np.array(scales)
 
     def score(self, batch: ScoreBatch) -> Scores:
-        """Ask every function about every completion.
+        """Score every completion with every function.
 
         Raises:
-            RewardError: a function failed whose on_error is raise; names function, row and completion.
+            RewardError: a function with on_error raise failed. The error names function, row and completion.
         """
-        raw, notes, tokens = np.full((len(batch), len(self.names)), np.nan), [], {}
+        raw, notes, tokens, metrics = np.full((len(batch), len(self.names)), np.nan), [], {}, {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             outcome = self.worker.call(name, batch, config.time_limit_s)
-            if isinstance(outcome, Values):
+            if isinstance(outcome, FunctionScores):
                 raw[:, index] = [np.nan if score is None else score for score in outcome.scores]
                 if outcome.tokens:
                     tokens[index] = outcome.tokens
+                if outcome.metrics:
+                    metrics[name] = outcome.metrics
                 continue
             error = self._error(name, outcome, batch, config)
             if config.on_error == "raise":
                 raise error
             raw[:, index] = 0.0 if config.on_error == "zero" else np.nan
-            notes.append(Note(name, config.on_error, error))
+            notes.append(FaultNote(name, config.on_error, error))
         weights = self.weights
         full = np.array([full_score(config) for config in self.configs])
-        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens)
+        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens, metrics)
 
     def adapt(self, scores: Scores) -> None:
-        """Tell the adaptive weights how an update's completions did; call once after every update."""
+        """Update the adaptive weights with the scores of one update. Call it once after every update."""
         shares = dict(zip(scores.names, scores.success(), strict=True))
         for name, weight in self.adaptive.items():
             weight.observe(None if math.isnan(shares[name]) else float(shares[name]))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, as JSON."""
+        """The state of the adaptive weights for a checkpoint, as JSON."""
         return {name: weight.state() for name, weight in self.adaptive.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Continue from a state that `state` returned."""
         for name, saved in state.items():
             self.adaptive[name].restore(saved)
 
     def _error(self, name: str, fault: Fault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
+        # The search repeats calls, and a hang may take the time limit again: worth it only when the run stops.
         if fault.index is None and config.on_error == "raise":
-            fault = replace(fault, index=self.worker.culprit(name, batch, config.time_limit_s))
+            fault = replace(fault, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))
         return reward_error(name, fault, batch)
 
 
 def full_score(config: RewardConfig) -> float:
-    """The score of a function that counts as success."""
+    """The score from which a completion counts as a success of this function."""
     return config.full_score if config.full_score is not None else FULL_SCORES.get(config.function or "", 1.0)
+
+
+def _mean_metrics(parts: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """The mean of each metric over the batches in which its function reported it."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for part in parts:
+        for function, given in part.items():
+            for name, value in given.items():
+                values.setdefault(function, {}).setdefault(name, []).append(value)
+    return {function: {name: fmean(found) for name, found in given.items()} for function, given in values.items()}
 
 
 def _resolved(rewards: RewardsConfig, name: str) -> RewardConfig:

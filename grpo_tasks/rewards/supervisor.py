@@ -1,13 +1,14 @@
-"""`python -P -m grpo_tasks.rewards.supervisor DATA CONTROL MEMORY`: starts the reward worker and answers for all it starts.
+"""`python -P -m grpo_tasks.rewards.supervisor DATA CONTROL MEMORY`: starts the reward worker and cleans up everything it starts.
 
     RewardWorker --control--> supervisor --starts--> serve.py --starts--> whatever a reward function starts
-                                  |   ^------- one pipe: all they print -------|
+                                  |   ^------- one pipe: all their output ------|
                                   v
-                                 log (stderr), the first lines of every call
+                                 log (stderr), the first lines of each call
 
-Whatever a reward function leaves behind, however it detaches itself, becomes a child of the supervisor (Linux) and is ended when
-the worker ends, when the parent closes the control socket or is gone, or when the memory of them all goes over the limit
-(MEMORY in bytes). A second process does the same should the supervisor itself be killed. Imports little: it has to start at once.
+DATA and CONTROL are file descriptors, MEMORY is a limit in bytes. Whatever a reward function leaves running becomes a child of
+the supervisor, however it detaches itself (Linux). The supervisor kills all of it when the worker ends, when the parent closes
+the control socket or ends, or when the memory of all of them together exceeds the limit. A second process does the same if the
+supervisor itself is killed. This module imports little because a stage waits for its start.
 """
 
 import json
@@ -24,28 +25,31 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.processes.framing import HOW, READY
 from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
+from grpo_tasks.processes.framing import EXIT_QUERY, READY
 
-LOOK_S = 0.05
-"""Seconds between two looks at the memory during a call."""
-IDLE_S = 1.0
-"""The same between calls, when only a thread that a function left could use any."""
-LOOK_SHARE = 0.05
-"""Largest share of a core that the looks may take, on a machine with many processes."""
-HOW_S = 0.5
-"""Longest time for the end of a worker that has closed its socket."""
-END_S = 5.0
-"""Longest time for the end of processes that were killed."""
+CHECK_S = 0.05
+"""Seconds between two checks of the memory during a call."""
+IDLE_CHECK_S = 1.0
+"""Seconds between two checks outside a call, when only a thread or process that a function left behind could use memory."""
+MAX_CHECK_SHARE = 0.05
+"""Largest share of a core that the checks may take. They are slow on a machine with many processes."""
+EXIT_LIMIT_S = 0.5
+"""Time limit in seconds for a worker to end after it has closed its socket."""
+KILL_LIMIT_S = 5.0
+"""Time limit in seconds for killed processes to end."""
 MAX_LINES = 100
-"""Lines kept of what is printed during one call."""
+"""Lines kept of the output of one call."""
 MAX_BYTES = 16_384
-"""Bytes kept of what is printed during one call."""
+"""Bytes kept of the output of one call."""
 CHUNK_BYTES = 65_536
+"""Bytes read at once: the size of a pipe on Linux."""
+MAX_PIPE_BYTES = 2**20
+"""Largest size of a pipe that an unprivileged process can set on Linux."""
 
 
 class Output:
-    """Passes on the beginning of what is printed during a call, and counts the rest."""
+    """Passes on the beginning of the output of a call, and counts the rest. A call cannot fill the disk."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -53,34 +57,36 @@ class Output:
 
     def _begin(self, label: str) -> None:
         self.label, self._lines, self._bytes = label, MAX_LINES, MAX_BYTES
-        self._cut_lines = self._cut_bytes = 0
-        # Whether the last line, of what was passed on and of the rest, has no end yet.
-        self._open = self._cut_open = False
+        self._dropped_lines = self._dropped_bytes = 0
+        # Whether the last line that was kept, and the last that was dropped, still lack their line end.
+        self._kept_open = self._dropped_open = False
 
     def feed(self, data: bytes) -> None:
-        """Take what was printed."""
-        kept = self._keep(data) if self._cut_bytes == 0 else b""
+        """Take in output of the current call."""
+        kept = self._keep(data) if self._dropped_bytes == 0 else b""
         if kept:
             self._write(kept)
             self._lines -= kept.count(b"\n")
             self._bytes -= len(kept)
-            self._open = not kept.endswith(b"\n")
-        cut = data[len(kept) :]
-        if cut:
-            self._cut_bytes += len(cut)
-            self._cut_lines += cut.count(b"\n")
-            self._cut_open = not cut.endswith(b"\n")
+            self._kept_open = not kept.endswith(b"\n")
+        dropped = data[len(kept) :]
+        if dropped:
+            self._dropped_bytes += len(dropped)
+            self._dropped_lines += dropped.count(b"\n")
+            self._dropped_open = not dropped.endswith(b"\n")
 
     def next_call(self, label: str) -> None:
-        """Say how much was left out, and begin anew."""
-        if self._open:
+        """Write how much of the call was dropped, and begin the next call (empty label: none)."""
+        if self._kept_open:
             self._write(b"\n")
-        if self._cut_bytes:
-            of = f" printed by {self.label}" if self.label else ""
-            self._write(f"... {self._cut_lines + self._cut_open:,} more lines{of} ({self._cut_bytes:,} bytes)\n".encode())
+        if self._dropped_bytes:
+            by = f" printed by {self.label}" if self.label else ""
+            lines = self._dropped_lines + self._dropped_open
+            self._write(f"... {lines:,} more lines{by} ({self._dropped_bytes:,} bytes)\n".encode())
         self._begin(label)
 
     def _keep(self, data: bytes) -> bytes:
+        """The beginning of the data that still fits the limits of the call."""
         kept, end = data[: self._bytes], 0
         for _ in range(self._lines):
             following = kept.find(b"\n", end) + 1
@@ -90,22 +96,22 @@ class Output:
         return kept[:end]
 
     def _write(self, data: bytes) -> None:
-        # A full disk must not stop the reward: the trainer meets it and says so.
+        # A full disk must not stop the function: the trainer runs into it too and reports it.
         with suppress(OSError):
             while data:
                 data = data[os.write(self._target, data) :]
 
 
 class Supervisor:
-    """The worker, its output, its memory, and the orders of the parent."""
+    """Starts the worker, watches its end, output and memory, and obeys the parent."""
 
     def __init__(self, data: int, control: socket.socket, limit_bytes: int) -> None:
         self.control, self.limit_bytes = control, limit_bytes
         self.outer, self.parent = os.getppid(), int(os.environ[PARENT])
         self.log = Output(2)
         self.busy = True
-        self._next_look = 0.0
-        self._asked_until = math.inf
+        self._next_check = 0.0
+        self._exit_deadline = math.inf
         self._orders = b""
         self.output, printed = os.pipe()
         self.worker = subprocess.Popen(
@@ -115,7 +121,7 @@ class Supervisor:
             stderr=printed,
             pass_fds=(data,),
             env=os.environ | {PARENT: str(os.getpid())},
-            # A function that signals its process group means itself.
+            # A session of its own, so that a function that signals its process group does not reach the supervisor.
             start_new_session=True,
         )
         os.close(printed)
@@ -125,14 +131,15 @@ class Supervisor:
         self.code: int | None = None
 
     def run(self) -> dict[str, int]:
-        """Until there is nothing left to do; how the worker ended."""
-        poll, ended = select.poll(), _notice_children()
+        """Supervise until the worker or the parent ends. Returns how the worker ended; empty when it was not its own doing."""
+        poll, ended = select.poll(), _child_end_descriptor()
         for descriptor in (self.control.fileno(), self.output, ended):
             poll.register(descriptor, select.POLLIN)
         while True:
-            for descriptor, event in poll.poll(1000 * (LOOK_S if self.busy else IDLE_S)):
+            for descriptor, event in poll.poll(1000 * (CHECK_S if self.busy else IDLE_CHECK_S)):
                 if descriptor == self.output:
                     self._drain(CHUNK_BYTES)
+                    # All writers have closed the pipe and it is empty: poll would report it for ever.
                     if event & select.POLLHUP and not event & select.POLLIN:
                         poll.unregister(self.output)
                 elif descriptor == ended:
@@ -142,17 +149,17 @@ class Supervisor:
             self._reap()
             if self.code is not None:
                 return {"code": self.code}
-            if time.monotonic() > self._asked_until:
+            if time.monotonic() > self._exit_deadline:
                 return {}
-            if time.monotonic() >= self._next_look:
-                used = self._look()
+            if time.monotonic() >= self._next_check:
+                used = self._check_memory()
                 if used > self.limit_bytes:
                     return {"memory": used}
-                if self._forsaken():
+                if self._parent_is_gone():
                     return {}
 
     def end(self, report: dict[str, int]) -> None:
-        """End every process that is left; then say how the worker ended."""
+        """Kill every process that is left, then report to the parent how the worker ended."""
         end_descendants()
         self._drain(sys.maxsize)
         self.log.next_call("")
@@ -160,7 +167,7 @@ class Supervisor:
             self.control.send(json.dumps(report).encode() + b"\n")
 
     def _obey(self) -> bool:
-        """Take the parent's orders; False when it has closed the socket."""
+        """Carry out the parent's orders; False when it has closed the socket."""
         try:
             orders = self.control.recv(CHUNK_BYTES)
         except BlockingIOError:
@@ -169,11 +176,11 @@ class Supervisor:
             return False
         *lines, self._orders = (self._orders + orders).split(b"\n")
         for line in map(bytes.decode, lines):
-            if line == HOW:
-                self._asked_until = time.monotonic() + HOW_S
+            if line == EXIT_QUERY:
+                self._exit_deadline = time.monotonic() + EXIT_LIMIT_S
                 continue
-            # What the call before has printed belongs to it; a pipe holds no more than this.
-            self._drain(2**20)
+            # What is still in the pipe was printed by the call before.
+            self._drain(MAX_PIPE_BYTES)
             self.log.next_call(line)
             self.busy = bool(line)
             if line:
@@ -181,16 +188,18 @@ class Supervisor:
                     self.control.send(READY)
         return bool(orders)
 
-    def _drain(self, most: int) -> None:
+    def _drain(self, max_bytes: int) -> None:
+        """Read the output that is waiting, at most `max_bytes`: a function may print faster than it can be read."""
         with suppress(OSError):
-            while most > 0:
+            while max_bytes > 0:
                 data = os.read(self.output, CHUNK_BYTES)
                 if not data:
                     return
                 self.log.feed(data)
-                most -= len(data)
+                max_bytes -= len(data)
 
     def _reap(self) -> None:
+        """Collect ended processes, adopted ones too, and note the exit code of the worker."""
         with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -199,16 +208,16 @@ class Supervisor:
                 if pid == self.worker.pid:
                     self.code = self.worker.returncode = os.waitstatus_to_exitcode(status)
 
-    def _look(self) -> int:
-        """Bytes of memory of the worker and all it has started."""
+    def _check_memory(self) -> int:
+        """Bytes of memory in use by the worker and everything that it has started."""
         began = time.monotonic()
         used = memory_of(psutil.Process().children(recursive=True), self.limit_bytes)
         took = time.monotonic() - began
-        self._next_look = began + max(LOOK_S, took / LOOK_SHARE)
+        self._next_check = began + max(CHECK_S, took / MAX_CHECK_SHARE)
         return used
 
-    def _forsaken(self) -> bool:
-        """Whether the parent is gone though its end of the socket is open (a process forked from it holds a copy)."""
+    def _parent_is_gone(self) -> bool:
+        """Whether the parent has ended although its end of the socket is open: a process forked from it may hold a copy."""
         if os.getppid() != self.outer:
             return True
         try:
@@ -218,7 +227,8 @@ class Supervisor:
 
 
 def memory_of(processes: list[psutil.Process], limit_bytes: int) -> int:
-    """Bytes of memory in use; pages that several of them share count once (told apart only when it matters)."""
+    """Bytes of memory in use. Pages that several processes share count once, but only when the answer depends on it."""
+    # Resident memory is cheap to read but counts shared pages for each process. The exact proportional set size is slow.
     used = 0
     for process in processes:
         with suppress(psutil.Error):
@@ -234,8 +244,8 @@ def memory_of(processes: list[psutil.Process], limit_bytes: int) -> int:
 
 
 def end_descendants() -> None:
-    """Kill all processes below this one until none is left; those that are started meanwhile too."""
-    deadline, own = time.monotonic() + END_S, psutil.Process()
+    """Kill all processes below this one until none is left, including those that start in the meantime."""
+    deadline, own = time.monotonic() + KILL_LIMIT_S, psutil.Process()
     while time.monotonic() < deadline:
         for process in own.children(recursive=True):
             with suppress(psutil.Error):
@@ -248,8 +258,8 @@ def end_descendants() -> None:
         time.sleep(0.002)
 
 
-def _notice_children() -> int:
-    """A descriptor that becomes readable when a child ends."""
+def _child_end_descriptor() -> int:
+    """A file descriptor that becomes readable when a child ends, so that poll can wait for it."""
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -258,7 +268,7 @@ def _notice_children() -> int:
 
 
 def main() -> NoReturn:
-    """Two processes: one that supervises, and one that waits for its end and clears up after it."""
+    """Fork: the inner process supervises, the outer one waits for its end and then kills whatever is left."""
     data, control, limit_bytes = map(int, sys.argv[1:4])
     adopt_orphans()
     inner = os.fork()

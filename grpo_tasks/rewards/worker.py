@@ -1,9 +1,9 @@
-"""The process that reward functions run in, seen from the parent: start, call with a time limit, kill, start again.
+"""The process that reward functions run in, seen from the parent: start, call functions with a time limit, kill, restart.
 
-    RewardWorker.call  --JSON-->  serve.py (below supervisor.py, output to the log)  --JSON-->  Values | Fault
+    RewardWorker.call  --JSON-->  serve.py (started by supervisor.py, output to the log)  --JSON-->  FunctionScores | Fault
 
-A call that takes too long, uses too much memory, answers nonsense or takes the process down costs that process and nothing else.
-Nothing is decided here about what a fault means.
+Why a process: a function can hang, crash, exhaust the memory or patch libraries, and only ending its process stops that. A call
+that does any of it costs the worker process and nothing else. What a fault means for the run is decided in suite.py.
 """
 
 import json
@@ -21,44 +21,44 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.link import GarbledError, Link, WorkerEndedError
-from grpo_tasks.rewards.contract import Fault, ScoreBatch, Values
-from grpo_tasks.rewards.replies import LOADED_BYTES, max_bytes, read_loaded, read_scores
+from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
+from grpo_tasks.rewards.replies import MAX_LOADED_BYTES, max_reply_bytes, read_loaded, read_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
 
 LOAD_LIMIT_S = 300.0
-"""Longest time for importing every function; own ones may load a model."""
-CULPRIT_GRACE_S = 0.5
-"""Added to a part's share of the time limit while the culprit is looked for: the overhead of a call."""
+"""Time limit for importing all functions. A user's function may load a model."""
+SEARCH_GRACE_S = 0.5
+"""Added to the time limit of each call while the failing completion is searched: the overhead of a call."""
 CLOSE_S = 10.0
-"""Longest time for the supervisor to end what it started."""
+"""Time limit for the supervisor to end everything that it started."""
 MEMORY_SHARE = 0.8
-"""Largest share of the machine's memory that a worker may use, whatever the configuration says."""
+"""Largest share of the machine's memory that a worker may use, whatever the configuration says: the trainer needs the rest."""
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 class RewardWorker:
-    """One child process with the functions of `names` loaded; a context manager.
+    """One child process with reward functions loaded; a context manager.
 
     Args:
         rewards: settings of the functions.
-        names: which are loaded.
-        log: file that takes what the functions print, the beginning of it for each call; None: nothing of it is kept.
+        names: the functions to load.
+        log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
 
     Raises:
         ConfigError: on entry, when a function cannot be loaded.
-        RewardError: on entry, when loading takes the process down.
+        RewardError: on entry, when loading ends the process.
     """
 
     def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
         self.rewards, self.names, self.log = rewards, list(names), log
         self.max_steps = 0
-        """Updates of the stage, which functions see as trainer_state.max_steps; set by the trainer, who counts them."""
+        """Number of updates of the stage, which functions see as trainer_state.max_steps. The trainer sets it."""
         self.limit_bytes = int(min(rewards.memory_limit_gb * 1e9, MEMORY_SHARE * psutil.virtual_memory().total))
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: Link | None = None
+        self._link: WorkerLink | None = None
 
     def __enter__(self) -> Self:
         self._start()
@@ -68,42 +68,42 @@ class RewardWorker:
         self.close()
 
     def close(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and everything that it started."""
         if self._link is not None:
             self._link.close()
         if self._process is not None:
             _wait(self._process)
         self._process = self._link = None
 
-    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> Values | Fault:
-        """Score the batch with one function, in at most `limit_s` seconds."""
+    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
+        """Score the batch with one function in at most `limit_s` seconds. Restarts the process if an earlier call ended it."""
         if self._link is None:
             try:
                 self._start()
             except UserError as error:
                 return Fault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
         assert self._link is not None
-        if self._link.stray():
-            # Nobody knows what else that process would do.
+        if self._link.has_unread_bytes():
+            # Something in that process writes to the socket on its own, so no later reply of it could be trusted.
             self.close()
-            return Fault("broken", f"could not be asked: {_STRAY}", fix=_CHANNEL)
+            return Fault("broken", f"could not be called: {_UNREQUESTED}", fix=_DESCRIPTOR_FIX)
         lengths = [len(ids) for ids in batch.completion_ids]
         message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
 
-        def read(payload: bytes, request: str) -> Values | Fault:
+        def read(payload: bytes, request: str) -> FunctionScores | Fault:
             return read_scores(payload, request, lengths)
 
-        return self._exchange(message, name, limit_s, max_bytes(lengths), read)
+        return self._exchange(message, name, limit_s, max_reply_bytes(lengths), read)
 
-    def culprit(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
-        """The completion that makes the function fail, found by halving; None when no single one does.
+    def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
+        """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
 
-        A part of the batch gets its part of the time limit, so after a hang this takes about as long again as the limit:
-        worth it before a run is stopped, not otherwise.
+        Each subset gets its share of the time limit, so after a hang the search takes about as long as the limit again. Use it
+        only when the fault stops the run.
         """
 
         def fails(indices: range) -> bool:
-            limit = limit_s * len(indices) / len(batch) + CULPRIT_GRACE_S
+            limit = limit_s * len(indices) / len(batch) + SEARCH_GRACE_S
             return isinstance(self.call(name, batch.take(indices), limit), Fault)
 
         indices = range(len(batch))
@@ -113,8 +113,8 @@ class RewardWorker:
         return indices[0] if indices and fails(indices) else None
 
     def _start(self) -> None:
-        self._link = Link()
-        data, control = self._link.far
+        self._link = WorkerLink()
+        data, control = self._link.worker_ends
         with data, control, (self.log or Path(os.devnull)).open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "grpo_tasks.rewards.supervisor"]
@@ -124,7 +124,7 @@ class RewardWorker:
                 stderr=log,
                 pass_fds=(data.fileno(), control.fileno()),
                 env=os.environ | {PARENT: str(os.getpid())},
-                # Ctrl-C is answered by the parent alone.
+                # A session of its own, so that Ctrl-C in the terminal reaches the parent only.
                 start_new_session=True,
             )
         message = {"rewards": self.rewards.model_dump(mode="json"), "names": self.names}
@@ -132,64 +132,69 @@ class RewardWorker:
         def read(payload: bytes, request: str) -> UserError | None:
             return read_loaded(payload, request, self.names)
 
-        loaded = self._exchange(message, "loading", LOAD_LIMIT_S, LOADED_BYTES, read)
+        loaded = self._exchange(message, "loading", LOAD_LIMIT_S, MAX_LOADED_BYTES, read)
         if loaded is None:
             return
         self.close()
         if isinstance(loaded, Fault):
             raise RewardError(
                 f"loading the rewards {', '.join(self.names)} {loaded.detail}",
-                fix=loaded.fix or "import the modules of your own functions in a Python session and see what ends it",
+                fix=loaded.fix or "import the modules of your own functions in a Python session to find what ends the process",
             )
         raise loaded
 
     def _exchange(
-        self, message: Mapping[str, Any], label: str, limit_s: float, most_bytes: int, read: Callable[[bytes, str], Answer]
-    ) -> Answer | Fault:
-        """Send a request and read its answer; a fault ends the worker."""
+        self, message: Mapping[str, Any], label: str, limit_s: float, max_bytes: int, read: Callable[[bytes, str], Reply]
+    ) -> Reply | Fault:
+        """Send a request and read its reply. A fault ends the worker."""
         assert self._link is not None
+        # Random, so that a function cannot prepare a reply to a later request.
         request = secrets.token_hex(8)
         payload = json.dumps({"request": request, **message}).encode()
         deadline = time.monotonic() + limit_s
-        self._link.begin(label, deadline)
+        self._link.begin_call(label, deadline)
         try:
             self._link.send(payload, deadline)
-            answer = read(self._link.receive(most_bytes, deadline), request)
+            reply = read(self._link.receive(max_bytes, deadline), request)
         except TimeoutError:
-            part = f" (after {self._link.received:,} bytes of an answer)" if self._link.received else ""
-            fault = Fault("hung", f"did not return within {limit_s:g} s{part}", fix="make it faster, or raise its time_limit_s")
-        except GarbledError as error:
-            fault = Fault("broken", f"{error} on the socket of its worker", fix=_CHANNEL)
+            partial = f" (after {self._link.received:,} bytes of a reply)" if self._link.received else ""
+            fault = Fault(
+                "hung", f"did not return within {limit_s:g} s{partial}", fix="make it faster, or raise its time_limit_s"
+            )
+        except MalformedReplyError as error:
+            fault = Fault("broken", f"{error} on the socket of its worker process", fix=_DESCRIPTOR_FIX)
         except WorkerEndedError:
-            fault = self._ending()
+            fault = self._exit_fault()
         else:
-            self._link.order("")
-            return answer
+            self._link.send_order("")
+            return reply
         self.close()
         return fault
 
-    def _ending(self) -> Fault:
-        """How the worker ended."""
+    def _exit_fault(self) -> Fault:
+        """How the worker ended, as a fault."""
         assert self._link is not None
-        report = self._link.report()
+        report = self._link.read_exit_report()
         if "memory" in report:
             limit = self.limit_bytes / 1e9
-            found = f"used more than {limit:.3g} GB of memory ({report['memory'] / 1e9:.3g} GB when its worker was ended)"
-            return Fault("died", found, fix="make it use less, or raise rewards.memory_limit_gb")
+            found = (
+                f"used more than {limit:.3g} GB of memory ({report['memory'] / 1e9:.3g} GB when its worker process was killed)"
+            )
+            return Fault("died", found, fix="make it use less memory, or raise rewards.memory_limit_gb")
         code = report.get("code")
         if code is None:
-            how = "it closed its socket"
+            how = "it closed the socket"
         else:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Fault("died", f"took its worker process down ({how})")
+        return Fault("died", f"ended its worker process ({how})")
 
 
-_STRAY = "bytes on the socket of its worker answer no request; a function called before, or a thread of it, has written them"
-_CHANNEL = "let it write to no file descriptor that it has not opened"
+_UNREQUESTED = "an earlier call, or a thread that it started, wrote to the socket of the worker process outside any request"
+_DESCRIPTOR_FIX = "write only to file descriptors that the function has opened itself"
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a supervisor; one that does not come is ended from here."""
+    """Wait for the supervisor to end. Kill it and all its descendants if it does not."""
     try:
         process.wait(CLOSE_S)
     except subprocess.TimeoutExpired:

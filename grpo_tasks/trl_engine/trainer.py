@@ -108,6 +108,7 @@ class _Recorder(TrainerCallback):
             known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
             if len(known):
                 metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
+        metrics |= scores.logged_metrics()
         self.journal.append(step, metrics)
         for firing in Guards(self.spec.stage.guards).look(self.journal, step):
             self.events.tell(step, firing.event, firing.detail)

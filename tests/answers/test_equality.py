@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from grpo_tasks.answers import expressions
 from grpo_tasks.answers.choices import choice_letter
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import is_harmless
-from grpo_tasks.answers.extract import answers_equal
 from grpo_tasks.answers.numerals import parse_number
 
 
@@ -40,7 +40,7 @@ from grpo_tasks.answers.numerals import parse_number
         ("\u200b42\ufeff", 42),
     ],
 )
-def test_one_number_in_any_usual_dress_is_read(text, value):
+def test_one_number_in_any_usual_form_is_read(text, value):
     assert parse_number(text) == value
 
 
@@ -74,7 +74,7 @@ def test_one_number_in_any_usual_dress_is_read(text, value):
         ".",
     ],
 )
-def test_everything_beside_the_number_makes_it_none(text):
+def test_any_text_besides_the_number_makes_it_no_number(text):
     assert parse_number(text) is None
     assert not answers_equal(text, "42", "numeric")
 
@@ -179,6 +179,16 @@ def test_what_could_run_for_ever_never_reaches_sympy(text):
     assert not is_harmless(text)
 
 
+def test_the_bounds_of_an_expression_are_where_they_are_said_to_be():
+    assert is_harmless("((((((1))))))")
+    assert not is_harmless("(((((((1)))))))")
+    assert is_harmless("2^{1234}")
+    assert not is_harmless("2^{12}+3^{345}")
+    sum_of_ones = "1+" * 98 + "y"
+    assert answers_equal(sum_of_ones, "y+98", "math")
+    assert not answers_equal("1+" * 100 + "y", "y+100", "math")
+
+
 def test_math_equality_works_outside_the_main_thread():
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(answers_equal("y+2", "2+y", "math")))
@@ -196,7 +206,8 @@ def test_the_letter_of_a_choice_is_found(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB"]
+    "text",
+    ["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB", "B) " + "Paris " * 60],
 )
 def test_a_listing_of_choices_is_none(text):
     assert choice_letter(text) is None
@@ -208,7 +219,7 @@ def test_exact_equality_is_of_trimmed_text_after_normalisation():
     assert not answers_equal("x" * 10_001, "x" * 10_001, "exact")
 
 
-def test_a_limit_that_rings_inside_a_destructor_rings_again():
+def test_a_time_limit_that_is_lost_in_a_destructor_takes_effect_soon_after():
     class Slow:
         def __del__(self):
             compute(0.2)
@@ -225,5 +236,5 @@ def test_a_limit_that_rings_inside_a_destructor_rings_again():
 
     with pytest.raises(expressions._OutOfTime):
         work()
-    # Nothing rings afterwards.
+    # Nothing is raised afterwards.
     compute(0.3)

@@ -112,19 +112,19 @@ def test_tags_are_parameters():
     ],
 )
 def test_a_tag_is_in_place_once_and_after_those_before_it(text, in_place):
-    assert extract_answer(text, TAGS).tags_in_place == in_place
+    assert extract_answer(text, TAGS).ordered_tags == in_place
 
 
 @pytest.mark.parametrize("text", ["", " \n", "\u200b", "<reasoning>", "<reasoning></answer>", "w<answer></answer>", HONEST * 2])
-def test_empty_and_stuffed_completions_are_hollow(text):
-    assert extract_answer(text, TAGS).hollow
+def test_empty_and_stuffed_completions_are_worthless(text):
+    assert extract_answer(text, TAGS).worthless
 
 
 @given(visible_text, visible_text, st.sampled_from(["", "\n", "  "]))
 def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, answer, between):
     found = extract_answer(f"<reasoning>{work}</reasoning>{between}<answer>{answer}</answer>", TAGS)
     assert found.strict_format
-    assert not found.hollow
+    assert not found.worthless
     assert found.answer == found.lenient_answer == answer.strip()
     assert found.reasoning == work
 
@@ -137,14 +137,14 @@ def test_no_soup_of_tags_breaks_the_promises(parts):
     if found.strict_format:
         assert counts == [1, 1, 1, 1]
         assert found.answer
-        assert not found.hollow
-        assert found.tags_in_place == 4
+        assert not found.worthless
+        assert found.ordered_tags == 4
     if found.answer is not None:
         assert counts[2:] == [1, 1]
         assert not is_blank(found.answer)
         assert not any(tag in found.answer for tag in TAGS.in_order)
     assert found.stuffed == (max(counts) > 1)
-    assert 0 <= found.tags_in_place <= 4
+    assert 0 <= found.ordered_tags <= 4
     assert found.lenient_answer is None or not is_blank(found.lenient_answer)
 
 

@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.rewards.test_equality import HOSTILE
-
-from grpo_tasks.answers.extract import answers_equal
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.rewards.builtin import BUILTIN
 from grpo_tasks.rewards.contract import Fault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import DataError
+from tests.answers.test_equality import HOSTILE
 from tests.data.test_sources import BROKEN, UNREADABLE, faults, load
 from tests.rewards.conftest import PlainRow
 from tests.rewards.test_builtin import GAMES, LONG, TAGS, score, total

@@ -35,7 +35,7 @@ def validate(tmp_path, write, monkeypatch):
 def test_text_among_numbers_is_warned_of_in_report_and_log(validate, tmp_path, caplog):
     validate(*["4"] * 20, "Paris")
     for text in ((tmp_path / "report.md").read_text(), caplog.text):
-        assert "1 of 21 answers are not one number (first 'Paris'" in text
+        assert "1 of 21 answers are not numbers (first 'Paris'" in text
         assert "rewards.equality: exact" in text
 
 

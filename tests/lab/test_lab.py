@@ -7,11 +7,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from grpo_tasks.answers.extract import Tags, answers_equal, extract_answer
+from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.lab import lab_error, probe_rewards_of
 from grpo_tasks.lab.probes import make_probes, wrong_answer
-from grpo_tasks.lab.report import report_markdown
+from grpo_tasks.lab.report import FIXES, report_markdown
+from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.run import RunConfig
 from schemas.results import LabReport
 
@@ -81,6 +82,10 @@ FUNCTIONS = """
         scores = good(prompts, completions, answer)
         return [score if name == "sums" else None for score, name in zip(scores, task)]
 
+    def prints(prompts, completions, **columns):
+        print("by print")
+        return [1.0] * len(completions)
+
     def sample_breaker(prompts, completions, **columns):
         return [float("nan") if text == "unheard of" else 1.0 for text in texts(completions)]
 """
@@ -90,12 +95,12 @@ def lab_of(run_config, own_module, stages, rows, samples=None, functions=(), **l
     own_module(FUNCTIONS)
     entries = {name: {"function": f"my_rewards:{name}", "time_limit_s": 0.5 if name == "hangs" else 30.0} for name in functions}
     config = run_config(stages, rewards={"functions": entries}, lab=SMALL | lab)
-    return probe_rewards_of(config, rows, samples)
+    return run_lab(config, rows, samples)
 
 
 @pytest.fixture
 def short_long_texts(monkeypatch):
-    """Less to wait for where speed is not the question."""
+    """Long probes of 110,000 instead of a million characters, where speed does not matter."""
     monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
 
 
@@ -108,13 +113,13 @@ def rows(make_row):
     return [make_row(line, str(line + 40), f"What is 40 + {line}?", task="sums") for line in range(1, 7)]
 
 
-def test_the_customary_stages_pass_every_check(run_config, rows):
+def test_the_usual_stages_pass_every_check(run_config, rows):
     stages = {
         "format": ["incremental_format", "format"],
         "correctness": ["format", "correctness"],
         "everything": ["correctness", "format", "incremental_format", "length", "repetition", "style"],
     }
-    findings = probe_rewards_of(run_config(stages, lab=SMALL), rows)
+    findings = run_lab(run_config(stages, lab=SMALL), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     expected = {"contract", "determinism", "speed", "gaming", "gold", "order", "empty"}
     assert {check.check for check in findings.checks} == expected
@@ -123,7 +128,7 @@ def test_the_customary_stages_pass_every_check(run_config, rows):
 
 @pytest.mark.parametrize("name", ["format", "incremental_format", "correctness", "length"])
 def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
-    findings = probe_rewards_of(run_config({"only": [name]}, lab=SMALL), rows)
+    findings = run_lab(run_config({"only": [name]}, lab=SMALL), rows)
     assert failed(findings) == set()
 
 
@@ -131,7 +136,7 @@ def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     rows = [make_row(line, "B" if equality == "choice" else "42") for line in (1, 2)]
     config = run_config({"both": ["format", "correctness"]}, rewards={"equality": equality}, lab=SMALL)
-    findings = probe_rewards_of(config, rows)
+    findings = run_lab(config, rows)
     assert failed(findings) == set()
 
 
@@ -140,15 +145,15 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     [
         ("raises", "contract", "ZeroDivisionError"),
         ("hangs", "contract", "did not return within 0.5 s"),
-        ("dies", "contract", "took its worker process down"),
+        ("dies", "contract", "ended its worker process"),
         ("returns_none", "contract", "returned None instead of a list"),
         ("all_none", "contract", "None for every completion of all 3 rows"),
         ("some_none", "contract", "None for this completion and a score for others"),
         ("returns_nan", "contract", "nan"),
         ("too_few", "contract", "scores for"),
-        ("remembers", "determinism", "when asked again"),
-        ("first_wins", "determinism", "in another place of the batch"),
-        ("slow", "speed", "s for one completion, limit 0.5 s"),
+        ("remembers", "determinism", "in a second call"),
+        ("first_wins", "determinism", "at another position in the batch"),
+        ("slow", "speed", "s per completion; the limit is 0.5 s"),
         ("rewards_tags", "gaming", "the perfect completion only"),
     ],
 )
@@ -161,10 +166,12 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
     assert "train.jsonl:" in error.place
     assert "prompt_id 0" in error.place
     assert "completion " in error.place
+    assert len(error.place) < 1_000
+    assert error.fix.startswith(FIXES[check])
     assert f"{name}/{check}" in error.fix
 
 
-def test_the_probe_to_blame_is_named(run_config, own_module, rows):
+def test_the_probe_that_breaks_a_function_is_named(run_config, own_module, rows):
     findings = lab_of(run_config, own_module, {"first": ["hangs"]}, rows, functions=["hangs"])
     check = next(check for check in findings.checks if check.outcome == "failed")
     assert check.probe == "every_answer"
@@ -182,12 +189,12 @@ def test_an_own_function_that_is_right_passes(run_config, own_module, rows):
     assert failed(findings) == set()
 
 
-def test_a_function_may_leave_out_whole_rows(run_config, own_module, rows, make_row):
+def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, make_row):
     mixed = [rows[0], make_row(9, "7", task="other")]
     findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
     assert failed(findings) == set()
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
-    assert "1 rows do not apply" in detail
+    assert "does not apply to 1 rows" in detail
 
 
 @pytest.mark.parametrize("ignored", ["speed", "slow/speed"])
@@ -199,7 +206,7 @@ def test_an_ignored_check_only_warns(run_config, own_module, rows, ignored):
 
 def test_a_ground_truth_that_cannot_be_read_is_found_in_any_row(run_config, rows, make_row):
     late = make_row(0xFFFF, "forty-two")
-    findings = probe_rewards_of(run_config({"only": ["correctness"]}, lab=SMALL), [*rows, late])
+    findings = run_lab(run_config({"only": ["correctness"]}, lab=SMALL), [*rows, late])
     check = next(check for check in findings.checks if check.check == "gold")
     assert (check.outcome, check.place) == ("failed", "train.jsonl:65535")
     assert "forty-two" in check.detail
@@ -211,7 +218,7 @@ def group(row, *texts):
 
 def test_the_forecast_counts_groups_that_differ(run_config, rows):
     samples = [group(rows[0], HONEST.replace("42", "41"), "no"), group(rows[1], "no", "neither"), group(rows[2], "", "")]
-    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    findings = run_lab(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
     one, two = findings.forecasts
     assert (one.stage, one.groups, one.share_with_signal) == ("one", 3, pytest.approx(1 / 3))
     assert one.mean_reward == pytest.approx(1 / 6)
@@ -221,7 +228,7 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
 
 def test_too_little_signal_stops_the_first_stage_and_warns_for_the_next(run_config, rows):
     samples = [group(row, "no", "neither") for row in rows]
-    findings = probe_rewards_of(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
+    findings = run_lab(run_config({"one": ["format"], "two": ["correctness"]}, lab=SMALL), rows, samples)
     assert failed(findings) == {"stage:one/signal"}
     outcomes = {check.function: check.outcome for check in findings.checks if check.check == "signal"}
     assert outcomes == {"stage:one": "failed", "stage:two": "warned"}
@@ -243,7 +250,7 @@ def test_ties_within_rounding_are_no_signal():
 
 
 def test_the_table_holds_every_probe_with_every_score(run_config, rows):
-    findings = probe_rewards_of(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
+    findings = run_lab(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
     table = findings.probes
     kinds = [probe.kind for probe in make_probes(rows[0], Tags(), "numeric")]
     assert table.height == 3 * len(kinds)
@@ -261,12 +268,23 @@ def test_the_report_shows_the_first_failure_and_every_function(run_config, own_m
     assert "First failure: returns_nan / contract" in text
     assert "## format" in text
     assert "**FAILED**" in text
+    assert f"- contract: {FIXES['contract']}" in text
 
 
 def test_rows_are_chosen_the_same_whatever_their_order(run_config, rows):
     config = run_config({"one": ["format"]}, lab=SMALL)
-    there, back = probe_rewards_of(config, rows), probe_rewards_of(config, rows[::-1])
+    there, back = run_lab(config, rows), run_lab(config, rows[::-1])
     assert there.probes.equals(back.probes)
+
+
+def test_what_a_function_prints_reaches_only_the_log_of_the_step(run_config, own_module, make_row, capfd, tmp_path):
+    own_module(FUNCTIONS)
+    config = run_config(
+        {"s": ["prints"]}, rewards={"functions": {"prints": {"function": "my_rewards:prints"}}}, lab={"num_rows": 1}
+    )
+    run_lab(config, [make_row()], log=tmp_path / "log.txt")
+    assert capfd.readouterr() == ("", "")
+    assert "by print\n" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +305,7 @@ def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_confi
         found = extract_answer(perfect.text, Tags())
         assert found.strict_format
         assert answers_equal(found.answer or "", row.answer, "numeric"), row
-    findings = probe_rewards_of(_gsm8k(run_config), rows)
+    findings = run_lab(_gsm8k(run_config), rows)
     assert {check.outcome for check in findings.checks} == {"passed"}
     gold = next(check for check in findings.checks if check.check == "gold")
     assert gold.detail == f"{len(rows)} rows"

@@ -1,7 +1,7 @@
-"""Rows, own reward modules in a temporary working directory, and suites of them."""
+"""Rows, configurations, and a user's reward functions in a temporary working directory, with workers that run them."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_tasks.rewards.contract import ScoreBatch, batch_of
+from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
 
@@ -42,7 +43,7 @@ def make_batch(make_row) -> Callable[..., ScoreBatch]:
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Write a module into the working directory and give its name."""
+    """Write a module into the working directory and return its name."""
     monkeypatch.chdir(tmp_path)
 
     def write(source: str, name: str = "my_rewards") -> str:
@@ -50,6 +51,23 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         return name
 
     return write
+
+
+@pytest.fixture
+def worker_of(request, own_module, rewards_config, tmp_path) -> Iterator[Callable[..., RewardWorker]]:
+    """Start a worker with one function of the test module's FUNCTIONS; its output goes to log.txt."""
+    own_module(request.module.FUNCTIONS)
+    opened = []
+
+    def make(name: str, *, memory_limit_gb: float = 8.0, **settings: Any) -> RewardWorker:
+        config = rewards_config(**{name: {"function": f"my_rewards:{name}", **settings}})
+        config = config.model_copy(update={"memory_limit_gb": memory_limit_gb})
+        opened.append(RewardWorker(config, [name], log=tmp_path / "log.txt").__enter__())
+        return opened[-1]
+
+    yield make
+    for worker in opened:
+        worker.close()
 
 
 @pytest.fixture(scope="session")

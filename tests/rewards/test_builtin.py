@@ -93,6 +93,13 @@ def test_repetition_grows_with_the_repeated_share():
     assert score("repetition", "a" * 1_000)[0] < -0.9
 
 
+def test_repetition_is_searched_at_the_end_of_the_completion_only():
+    different = " ".join(map(str, range(20_000)))
+    assert len(different) > 100_000
+    assert score("repetition", "so on and " * 1_000 + different) == [0.0]
+    assert score("repetition", different + "so on and " * 1_000)[0] < -0.1
+
+
 GAMES = {
     "stuffed": "".join(TAGS.in_order) * 5 + "{answer}",
     "appended tags": "<reasoning>{work}</reasoning><answer>{answer}</answer>" + "".join(TAGS.in_order),
@@ -152,7 +159,7 @@ def test_a_million_hostile_characters_take_under_100_ms(name, kind):
     assert min(times) < 0.1
 
 
-def test_the_million_characters_are_not_all_blank():
+def test_most_of_the_long_texts_are_not_blank():
     blanks = {kind for kind, text in LONG.items() if is_blank(text)}
     assert blanks == {"long_blanks", "long_invisible", "long_newlines"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
-from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rewards.suite import RewardSuite, Scores
 from schemas.config.rewards import AdaptiveWeightConfig, RewardsConfig
 from schemas.errors import RewardError
 
@@ -19,6 +19,10 @@ FUNCTIONS = """
 
     def raises(prompts, completions, **columns):
         raise ValueError("no")
+
+    def reports(prompts, completions, log_metric, **columns):
+        log_metric("length", sum(len(chat[0]["content"]) for chat in completions))
+        return [1.0] * len(completions)
 
     def rises(prompts, completions, trainer_state, **columns):
         return [float(trainer_state.global_step)] * len(completions)
@@ -76,7 +80,7 @@ def test_a_failing_function_stops_the_run_by_default_and_is_named(own_module, re
 
 
 @pytest.mark.parametrize(("policy", "raw"), [("zero", 0.0), ("skip", np.nan)])
-def test_a_failure_that_is_let_pass_is_told_every_time(own_module, rewards_config, make_batch, policy, raw):
+def test_a_failure_that_does_not_stop_the_run_is_reported_every_time(own_module, rewards_config, make_batch, policy, raw):
     own_module(FUNCTIONS)
     config = rewards_config(raises={"function": "my_rewards:raises", "on_error": policy})
     with RewardSuite(config, ["correctness", "raises"]) as suite:
@@ -88,6 +92,14 @@ def test_a_failure_that_is_let_pass_is_told_every_time(own_module, rewards_confi
             assert "ValueError" in str(scores.notes[0])
             assert f"on_error: {policy}" in str(scores.notes[0])
             assert np.isnan(scores.success()[1])
+
+
+def test_metrics_of_functions_are_kept_and_averaged_over_the_parts_of_an_update(own_module, rewards_config, make_batch):
+    own_module(FUNCTIONS)
+    with RewardSuite(rewards_config(reports={"function": "my_rewards:reports"}), ["format", "reports"]) as suite:
+        parts = [suite.score(make_batch("aa")), suite.score(make_batch("bbbb"))]
+    assert parts[0].metrics == {"reports": {"length": 2.0}}
+    assert Scores.join(parts).logged_metrics() == {"logged/reports/length": 3.0}
 
 
 def test_functions_see_the_update_they_are_asked_for(own_module, rewards_config, make_batch):

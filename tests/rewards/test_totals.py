@@ -1,5 +1,7 @@
 """One definition of a completion's reward, and one builder of the batch that functions see."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import held_out_metrics, rollout_metrics
 from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.lab import probe_rewards_of
+from grpo_tasks.lab.run import run_lab
 from grpo_tasks.lab.stage_checks import stage_totals
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
@@ -63,6 +65,13 @@ def test_the_reward_means_the_same_in_training_on_held_out_prompts_and_in_the_la
     assert seen.share_with_signal == 1.0 - trained["frac_reward_zero_std"]
 
 
+def test_what_functions_log_is_among_the_figures_of_an_update():
+    rollout = scored(np.ones((8, 3)))
+    rollout = replace(rollout, scores=replace(rollout.scores, metrics={"a": {"brackets": 2.5}}))
+    gained = advantages(Rewards(torch.from_numpy(rollout.scores.raw), torch.from_numpy(rollout.scores.weights)), STAGE)
+    assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
+
+
 def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():
     raw = np.array([[1.0, np.nan, np.nan], [1.0, 1.0, np.nan]] * 4)
     # The weighted sum of the functions' means would be 1.5.
@@ -79,7 +88,7 @@ def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_
     """)
     rows = [make_row(line, str(line + 40), task="sums" if line % 2 else "others") for line in range(1, 5)]
     config = run_config({"s": ["one_task"]}, rewards={"functions": {"one_task": {"function": "my_rewards:one_task"}}})
-    findings = probe_rewards_of(config, rows)
+    findings = run_lab(config, rows)
     assert {check.outcome for check in findings.checks if check.check in ("order", "empty")} == {"passed"}
     assert findings.probes.filter(answer="42")["total_s"].null_count() == findings.probes.filter(answer="42").height
 
@@ -109,7 +118,7 @@ def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own
 def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row, monkeypatch):
     monkeypatch.setattr("grpo_tasks.lab.probes.LONG_CHARS", 110_000)
     rows = [make_row(1), make_row(2, trainer_state="x", level=3)]
-    findings = probe_rewards_of(run_config({"s": ["format"]}, lab={"num_rows": 2}), rows)
+    findings = run_lab(run_config({"s": ["format"]}, lab={"num_rows": 2}), rows)
     [check] = [check for check in findings.checks if check.check == "columns"]
     assert (check.outcome, check.place) == ("warned", "train.jsonl:2")
     assert "trainer_state" in check.detail

@@ -12,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo_tasks.rewards.contract import ContractError, Fault, Values, check_result
+from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import ConfigError, RewardError
+from tests.rewards.processes import is_gone, wait_until
 
 LIMIT_S = {"hangs": 0.5}
 """Short where a hang is waited for; long elsewhere, for busy machines."""
@@ -36,6 +37,19 @@ FUNCTIONS = """
         assert (trainer_state.global_step, trainer_state.max_steps) == (7, 20)
         assert columns["level"] == [3] * len(completions)
         columns["log_metric"]("seen", 1.0)
+        return [1.0] * len(completions)
+
+    def reports(prompts, completions, log_extra, log_metric, **columns):
+        log_extra("first_words", [chat[0]["content"][:5] for chat in completions])
+        log_extra(column="more", values=[None] * len(completions))
+        for chat in completions:
+            log_metric("share/of b", np.float32("bad" in chat[0]["content"]))
+        log_metric(name="never finite", value=float("nan"))
+        return [1.0] * len(completions)
+
+    def reports_too_much(prompts, completions, log_metric, **columns):
+        for number in range(1_000):
+            log_metric(f"number {number}", number)
         return [1.0] * len(completions)
 
     def params(prompts, completions, factor, level, **columns):
@@ -61,6 +75,9 @@ FUNCTIONS = """
 
     def raises(prompts, completions, **columns):
         return [1 / 0 if "bad" in chat[0]["content"] else 1.0 for chat in completions]
+
+    def raises_at_length(prompts, completions, **columns):
+        raise ValueError("x" * 1_000_000)
 
     def gives_up(prompts, completions, **columns):
         sys.exit("no licence")
@@ -102,22 +119,6 @@ FUNCTIONS = """
 """
 
 
-@pytest.fixture
-def worker_of(own_module, rewards_config):
-    own_module(FUNCTIONS)
-    opened = []
-
-    def make(name, **settings):
-        config = rewards_config(**{name: {"function": f"my_rewards:{name}", **settings}})
-        worker = RewardWorker(config, [name]).__enter__()
-        opened.append(worker)
-        return worker
-
-    yield make
-    for worker in opened:
-        worker.close()
-
-
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
@@ -129,7 +130,7 @@ def worker_of(own_module, rewards_config):
 )
 def test_every_shape_of_function_and_result_is_understood(worker_of, make_batch, name, scores):
     outcome = worker_of(name).call(name, make_batch("a", "b", "c"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == scores
     assert outcome.seconds >= 0.0
 
@@ -138,13 +139,27 @@ def test_a_function_is_called_as_trl_calls_it(worker_of, make_batch):
     worker = worker_of("signature")
     worker.max_steps = 20
     outcome = worker.call("signature", make_batch("first", "second", step=7, level=3), 30.0)
-    assert outcome == Values([1.0, 1.0], outcome.seconds if isinstance(outcome, Values) else 0.0)
+    assert isinstance(outcome, FunctionScores), outcome
+    assert (outcome.scores, outcome.tokens, outcome.metrics) == ([1.0, 1.0], {}, {"seen": 1.0})
+
+
+def test_log_metric_records_the_mean_of_a_call_and_log_extra_is_accepted(worker_of, make_batch):
+    outcome = worker_of("reports").call("reports", make_batch("bad", "good", "good", "good"), 30.0)
+    assert isinstance(outcome, FunctionScores)
+    assert outcome.metrics == {"share_of b": 0.25}
+
+
+def test_a_flood_of_metrics_is_a_fault_with_its_reason(worker_of, make_batch):
+    outcome = worker_of("reports_too_much").call("reports_too_much", make_batch("a"), 30.0)
+    assert isinstance(outcome, Fault)
+    assert "more than 64 different names" in outcome.detail
+    assert "my_rewards.py:" in outcome.source
 
 
 def test_parameters_of_the_configuration_win_over_columns(worker_of, make_batch):
     worker = worker_of("params", params={"factor": 2.0, "level": 10})
     outcome = worker.call("params", make_batch("a", level=3), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [20.0]
 
 
@@ -153,8 +168,8 @@ BREACHES = [
     ("gives_up", "raised", "raised SystemExit: no licence"),
     ("narrow", "raised", "unexpected keyword argument"),
     ("hangs", "hung", "did not return within 0.5 s"),
-    ("segfaults", "died", "took its worker process down (signal SIGSEGV)"),
-    ("leaves", "died", "took its worker process down (exit code 3)"),
+    ("segfaults", "died", "ended its worker process (signal SIGSEGV)"),
+    ("leaves", "died", "ended its worker process (exit code 3)"),
     ("nothing", "broken", "returned None instead of a list of 2 scores"),
     ("too_few", "broken", "returned 1 scores for 2 completions"),
     ("text", "broken", "returned str 'good' instead of a number"),
@@ -171,6 +186,13 @@ def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, ki
     assert words in outcome.detail
 
 
+def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_of, make_batch):
+    outcome = worker_of("raises_at_length").call("raises_at_length", make_batch("a"), 30.0)
+    assert isinstance(outcome, Fault)
+    assert outcome.kind == "raised"
+    assert len(outcome.detail) < 500
+
+
 def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
     outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
     assert isinstance(outcome, Fault)
@@ -181,24 +203,24 @@ def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
 def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
     completions = ["good"] * 11
     completions[6] = "bad"
-    assert worker_of(name).culprit(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
+    assert worker_of(name).find_failing_completion(name, make_batch(*completions), LIMIT_S.get(name, 30.0)) == 6
 
 
 @pytest.mark.parametrize("name", ["hangs", "segfaults"])
 def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
     worker = worker_of(name)
     assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), Fault)
-    assert isinstance(worker.call(name, make_batch("good"), 30.0), Values)
+    assert isinstance(worker.call(name, make_batch("good"), 30.0), FunctionScores)
 
 
 def test_close_ends_the_worker_and_what_it_started(worker_of, make_batch):
     worker = worker_of("spawns")
     outcome = worker.call("spawns", make_batch("a"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     grandchild, child = int(outcome.scores[0] or 0), worker._process.pid
     worker.close()
     assert not psutil.pid_exists(child)
-    assert _gone(grandchild)
+    wait_until(lambda: is_gone(grandchild))
 
 
 def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: Path):
@@ -221,7 +243,7 @@ def test_a_hung_worker_dies_with_a_parent_that_is_killed(own_module, tmp_path: P
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert _gone(child)
+    wait_until(lambda: is_gone(child))
 
 
 def test_own_code_is_never_imported_by_the_parent(worker_of, make_batch):
@@ -236,9 +258,9 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
             return [float(bool({"torch", "sympy", "polars"} & {*sys.modules}))]
     """)
     with RewardWorker(rewards_config(loaded={"function": "my_rewards:loaded"}), ["loaded", "correctness"]) as worker:
-        assert isinstance(worker.call("correctness", make_batch("a"), 30.0), Values)
+        assert isinstance(worker.call("correctness", make_batch("a"), 30.0), FunctionScores)
         outcome = worker.call("loaded", make_batch("a"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [0.0]
 
 
@@ -249,12 +271,12 @@ def test_the_worker_imports_neither_torch_nor_sympy_unless_asked(own_module, rew
         ("my_rewards:latr", {}, "did you mean later?"),
         ("my_rewards:os", {}, "module, which cannot be called"),
         ("broken:f", {}, "ZeroDivisionError"),
-        ("wanting:f", {}, "wants no_such_library, which is not installed"),
+        ("wanting:f", {}, "imports no_such_library, which is not installed"),
         ("length", {"min_lenth": 3}, "did you mean min_length?"),
-        ("format", {"tags": 1}, "tags is no parameter"),
+        ("format", {"tags": 1}, "tags is not a parameter"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_with_the_mend(own_module, rewards_config, function, params, words):
+def test_what_cannot_be_loaded_is_refused_with_the_fix(own_module, rewards_config, function, params, words):
     own_module(FUNCTIONS)
     own_module("1 / 0", name="broken")
     own_module("import no_such_library", name="wanting")
@@ -273,10 +295,20 @@ def test_a_module_that_ends_the_process_is_reported(own_module, rewards_config):
         pass
 
 
+def test_a_module_that_never_finishes_loading_is_reported(own_module, rewards_config, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.rewards.worker.LOAD_LIMIT_S", 3.0)
+    own_module("import time\ntime.sleep(600)\n", name="endless")
+    with (
+        pytest.raises(RewardError, match="did not return within 3 s"),
+        RewardWorker(rewards_config(mine={"function": "endless:f"}), ["mine"]),
+    ):
+        pass
+
+
 def test_a_file_in_the_working_directory_does_not_replace_a_library(own_module, rewards_config, make_batch):
     own_module("raise RuntimeError('shadowed')", name="json")
     with RewardWorker(rewards_config(), ["format"]) as worker:
-        assert isinstance(worker.call("format", make_batch("a"), 30.0), Values)
+        assert isinstance(worker.call("format", make_batch("a"), 30.0), FunctionScores)
 
 
 CONFIG = """
@@ -304,7 +336,7 @@ def test_a_module_beside_the_config_is_found_wherever_the_command_is_started(con
     for rewards in (config.rewards, RewardsConfig.model_validate_json(config.rewards.model_dump_json())):
         with RewardWorker(rewards, ["mine"]) as worker:
             outcome = worker.call("mine", make_batch("a"), 30.0)
-        assert isinstance(outcome, Values)
+        assert isinstance(outcome, FunctionScores)
         assert outcome.scores == [0.5]
 
 
@@ -321,7 +353,7 @@ def test_trls_own_reward_functions_run_unchanged(rewards_config, make_batch):
     config = rewards_config(think={"function": "trl.rewards.format_rewards:think_format_reward"})
     with RewardWorker(config, ["think"]) as worker:
         outcome = worker.call("think", make_batch("<think>w</think>42", "42"), 60.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [1.0, 0.0]
 
 
@@ -330,7 +362,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it
     with RewardWorker(config, ["accuracy"]) as worker:
         outcome = worker.call("accuracy", make_batch(r"\boxed{42}", r"\boxed{41}", solution="$42$"), 60.0)
         missing = worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [1.0, 0.0]
     assert isinstance(missing, Fault)
     assert "data.answer_column" in missing.fix
@@ -339,7 +371,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_is_told_where_it
 def test_lone_surrogates_and_nul_pass_through(rewards_config, make_batch):
     with RewardWorker(rewards_config(), ["format"]) as worker:
         outcome = worker.call("format", make_batch("\ud800\x00<reasoning>w</reasoning>", "\udfff"), 30.0)
-    assert isinstance(outcome, Values)
+    assert isinstance(outcome, FunctionScores)
 
 
 def test_none_stays_none():
@@ -363,12 +395,3 @@ def test_scores_token_by_token_have_to_be_as_many_as_tokens(worker_of, make_batc
     assert {index: len(values) for index, values in outcome.tokens.items()} == {
         index: len(ids) for index, ids in enumerate(batch.completion_ids)
     }
-
-
-def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from grpo_tasks.answers.truths import MAX_DISTINCT, find_unusable
+from grpo_tasks.answers.ground_truths import MAX_DISTINCT, find_unusable_truths
 from schemas.errors import DataError
 
 
@@ -22,7 +22,7 @@ def rows(*answers):
     ],
 )
 def test_answers_that_can_never_be_right_are_counted_and_exact_is_named(how, answers, count):
-    found = find_unusable(rows(*answers), how)
+    found = find_unusable_truths(rows(*answers), how)
     assert (found.count, found.of) == (count, len(answers))
     assert ("rewards.equality: exact" in found.warning) == (count > 0)
     found.enforce()
@@ -31,13 +31,13 @@ def test_answers_that_can_never_be_right_are_counted_and_exact_is_named(how, ans
 @pytest.mark.parametrize("how", ["numeric", "choice"])
 def test_a_column_of_text_alone_is_refused_with_the_first_row_and_the_fix(how):
     with pytest.raises(DataError, match=r"none of the 2 answers can ever be right.*'Paris' in a.jsonl:1") as refused:
-        find_unusable(rows("Paris", "Rome"), how).enforce()
+        find_unusable_truths(rows("Paris", "Rome"), how).enforce()
     assert refused.value.place == f"rewards.equality: {how}"
     assert "rewards.equality: exact" in refused.value.fix
 
 
 def test_text_under_mathematical_equality_is_warned_of_because_identical_text_is_right():
-    found = find_unusable(rows("Paris", "Rome"), "math")
+    found = find_unusable_truths(rows("Paris", "Rome"), "math")
     found.enforce()
     assert "2 of 2 answers" in found.warning
     assert "identical" in found.warning
@@ -45,9 +45,9 @@ def test_text_under_mathematical_equality_is_warned_of_because_identical_text_is
 
 def test_a_long_column_is_looked_at_by_a_sample_of_its_distinct_answers():
     limit = MAX_DISTINCT["math"]
-    found = find_unusable(rows(*(f"{n} apples each" for n in range(2 * limit)), *["7"] * 1_000), "math")
+    found = find_unusable_truths(rows(*(f"{n} apples each" for n in range(2 * limit)), *["7"] * 1_000), "math")
     assert (found.count, found.of) == (limit, limit + 1_000)
 
 
 def test_a_warning_repeats_little_of_a_long_answer():
-    assert len(find_unusable(rows(*["x" * 100_000] * 3), "numeric").warning) < 400
+    assert len(find_unusable_truths(rows(*["x" * 100_000] * 3), "numeric").warning) < 400

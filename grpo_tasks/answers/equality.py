@@ -1,0 +1,46 @@
+"""When an answer is right: one prediction compared with one ground truth.
+
+    exact    the same text after trimming and Unicode NFC
+    numeric  the same value                      (numerals.py)
+    math     the same mathematical expression    (expressions.py)
+    choice   the same letter                     (choices.py)
+
+A blank prediction equals nothing, not even a blank ground truth. A listing such as `42 43 44` equals no number.
+"""
+
+import unicodedata
+from typing import Literal
+
+from grpo_tasks.answers.choices import choice_letter
+from grpo_tasks.answers.expressions import expressions_equal
+from grpo_tasks.answers.extract import is_blank
+from grpo_tasks.answers.numerals import parse_number
+
+Equality = Literal["exact", "numeric", "math", "choice"]
+
+MAX_ANSWER_CHARS = 10_000
+"""A longer prediction is never right. It bounds the work for `exact`; the other kinds have tighter bounds of their own."""
+
+
+def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
+    """Whether a prediction equals the ground truth. Never raises, whatever the text.
+
+    Args:
+        prediction: the text of an answer, not of a whole completion.
+        truth: the ground truth as it stands in the data.
+        how: the kind of comparison; see the module docstring.
+    """
+    prediction, truth = prediction.strip(), truth.strip()
+    if len(prediction) > MAX_ANSWER_CHARS or is_blank(prediction) or is_blank(truth):
+        return False
+    if how == "exact":
+        # NFC, because the same accented letter may be written as one code point or as two.
+        return unicodedata.normalize("NFC", prediction) == unicodedata.normalize("NFC", truth)
+    if how == "choice":
+        letter = choice_letter(prediction)
+        return letter is not None and letter == choice_letter(truth)
+    number, expected = parse_number(prediction), parse_number(truth)
+    # Two plain numbers are compared here even under `math`: exact, and far cheaper than sympy.
+    if how == "numeric" or (number is not None and expected is not None):
+        return number is not None and number == expected
+    return prediction == truth or expressions_equal(prediction, truth)

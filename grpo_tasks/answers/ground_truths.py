@@ -1,0 +1,96 @@
+"""Ground truths that the configured equality cannot compare with anything, so that no answer to them is ever right.
+
+    answer column --answers_equal(truth, truth)--> UnusableTruths(count, of, first) --> warning, or refusal when all are unusable
+
+A ground truth that does not equal itself equals nothing: text under `numeric`, a word under `choice`. `math` still compares text
+letter by letter, so it only causes a warning.
+"""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.expressions import expressions_equal
+from grpo_tasks.answers.numerals import parse_number
+from schemas.errors import DataError
+
+MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}
+"""Distinct ground truths that are checked, about one second of work. When there are more, a random sample is checked. Plain
+numbers are recognised by a pattern and do not count towards this limit."""
+_PLAIN_NUMBER = r"^\s*[+-]?[0-9]{1,100}(?:\.[0-9]{1,50})?\s*$"
+_DEFECT = {
+    "numeric": "are not numbers",
+    "math": "are not mathematical expressions",
+    "choice": "are not letters of a multiple choice",
+}
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableTruths:
+    """How many ground truths of one column are unusable."""
+
+    how: Equality
+    count: int
+    of: int
+    """Rows checked: all of them, unless the column has more distinct ground truths than MAX_DISTINCT."""
+    first: str
+    """The first unusable ground truth, with file and line of its row."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence with the numbers and the fix; empty when every ground truth is usable."""
+        if not self.count:
+            return ""
+        effect = "are right only when the text is identical" if self.how == "math" else "can never be right"
+        return (
+            f"{self.count:,} of {self.of:,} answers {_DEFECT[self.how]} ({self.first}) and {effect} "
+            f"under rewards.equality: {self.how}; {_fix(self.how)}"
+        )
+
+    def enforce(self) -> None:
+        """Raise `DataError` when no completion of any row could be right."""
+        if self.count and self.count == self.of and self.how != "math":
+            raise DataError(
+                f"none of the {self.of:,} answers can ever be right: all {_DEFECT[self.how]} ({self.first})",
+                place=f"rewards.equality: {self.how}",
+                fix=_fix(self.how),
+            )
+
+
+def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
+    """Check the ground truths of accepted rows, each distinct one once.
+
+    Args:
+        rows: a table with the columns answer, source and line.
+        how: the equality that rewards and evaluation use.
+    """
+    if how == "exact":
+        return UnusableTruths(how, 0, rows.height, "")
+    unusual = rows["answer"].filter(~rows["answer"].str.contains(_PLAIN_NUMBER)) if how != "choice" else rows["answer"]
+    distinct = unusual.unique(maintain_order=True)
+    sample = distinct if len(distinct) <= MAX_DISTINCT[how] else distinct.sample(MAX_DISTINCT[how], seed=0)
+    bad = pl.Series([truth for truth in sample if not _usable(truth, how)], dtype=pl.String)
+    found = rows.filter(pl.col("answer").is_in(bad.implode()))
+    checked = rows.height - len(unusual) + int(unusual.is_in(sample.implode()).sum())
+    return UnusableTruths(how, found.height, checked, _shown(found))
+
+
+def _usable(truth: str, how: Equality) -> bool:
+    if how == "math":
+        return parse_number(truth) is not None or expressions_equal(truth, truth)
+    return answers_equal(truth, truth, how)
+
+
+def _shown(found: pl.DataFrame) -> str:
+    if found.is_empty():
+        return ""
+    row = found.row(0, named=True)
+    answer = row["answer"] if len(row["answer"]) <= _SHOWN_CHARS else row["answer"][: _SHOWN_CHARS - 1] + "…"
+    return f"first {answer!r} in {row['source']}:{row['line']}"
+
+
+def _fix(how: Equality) -> str:
+    extract = ", or data.answer_pattern to extract the number from the text" if how == "numeric" else ""
+    return f"set rewards.equality: exact to compare text{extract}"

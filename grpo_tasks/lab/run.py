@@ -1,0 +1,149 @@
+"""Run the reward lab: every reward function of every stage is tried before any training.
+
+    rows -> probes -----------> each function (function_checks.py) -> sum of each stage (stage_checks.py) -> checks
+    samples of the base model ----------------------------------------------> signal of each stage (forecast.py)
+
+A failed check stops the run. `lab.ignore_checks` turns a failure into a warning, by CHECK or FUNCTION/CHECK.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.lab.forecast import GroupSample, forecast
+from grpo_tasks.lab.function_checks import FunctionFindings, check_function
+from grpo_tasks.lab.probe_set import ProbeSet, make_probe_set
+from grpo_tasks.lab.report import FIXES
+from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_totals
+from grpo_tasks.rewards.contract import RESERVED, Row, shorten
+from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config.rewards import RewardConfig
+from schemas.config.run import LabInputs, RunConfig
+from schemas.errors import LabError
+from schemas.results import LabCheck, LabReport, SignalForecast
+
+TABLE_CHARS = 2_000
+"""Characters of a completion kept in the table of probes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabFindings:
+    """Everything that the lab found. The step turns it into a LabReport."""
+
+    checks: list[LabCheck]
+    forecasts: list[SignalForecast]
+    """One per stage; empty without samples of the base model."""
+    probes: pl.DataFrame
+    """Every probe with the score of each function (null: does not apply, or broke its contract) and the total of each stage."""
+
+
+def run_lab(
+    config: LabInputs | RunConfig,
+    rows: Sequence[Row],
+    base_samples: Sequence[GroupSample] | None = None,
+    *,
+    log: Path | None = None,
+) -> LabFindings:
+    """Try every reward function of every stage.
+
+    Args:
+        config: the run; its section `lab` says how much is tried.
+        rows: all training rows, at least one.
+        base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
+        log: file that receives what the functions print. None: their output is discarded.
+
+    Raises:
+        ConfigError: a function cannot be loaded.
+        RewardError: loading the functions ends the worker process.
+    """
+    names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
+    probe_set = make_probe_set(config.rewards, config.lab, rows, base_samples)
+    with RewardWorker(config.rewards, names, log=log) as worker:
+        functions = {name: check_function(name, _settings(config, name), probe_set, worker) for name in names}
+    forecasts = _forecasts(config, base_samples or [], functions)
+    checks = [*_columns(rows), *(check for function in functions.values() for check in function.checks)]
+    checks += [check for stage in config.stages for check in check_stage(stage, probe_set, functions)]
+    checks += check_signal(config.stages, forecasts, config.lab.min_signal)
+    checks = [_ignored_as_warning(check, config.lab.ignore_checks) for check in checks]
+    return LabFindings(checks, forecasts, _table(config, probe_set, functions))
+
+
+def lab_error(report: LabReport) -> LabError:
+    """The error that stops the run: function, row and completion of the first failure, and the names of the others.
+
+    Args:
+        report: a report with at least one failure.
+    """
+    first, *others = report.failures
+    message = f"{first.function} fails the check {first.check}: {first.detail}"
+    if others:
+        message += f" (and {len(others)} more: {', '.join(f'{check.function}/{check.check}' for check in others)})"
+    row_id = f" (prompt_id {first.prompt_id})" if first.prompt_id else ""
+    row = f"{first.place}{row_id}, probe {first.probe}, completion {first.completion!r}" if first.place else ""
+    fix = f"{FIXES[first.check]}; or add {first.function}/{first.check} to lab.ignore_checks"
+    return LabError(message, place=row, fix=f"{fix}; report: {report.directory / 'report.md'}")
+
+
+def _columns(rows: Sequence[Row]) -> list[LabCheck]:
+    """A warning for each column that no function receives, because its name is reserved."""
+    hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
+    return [
+        LabCheck(
+            function="data",
+            check="columns",
+            outcome="warned",
+            detail=f"reward functions do not receive the column {name}: one of their arguments has that name; rename the column",
+            prompt_id=row.prompt_id,
+            place=f"{row.source}:{row.line}",
+        )
+        for name, row in sorted(hidden.items())
+    ]
+
+
+def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
+    settings = config.rewards.resolve(name)
+    assert settings is not None, f"unknown reward {name}"
+    return settings
+
+
+def _ignored_as_warning(check: LabCheck, ignored: Sequence[str]) -> LabCheck:
+    named = check.check in ignored or f"{check.function}/{check.check}" in ignored
+    return check.model_copy(update={"outcome": "warned"}) if named and check.outcome == "failed" else check
+
+
+def _forecasts(
+    config: LabInputs | RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]
+) -> list[SignalForecast]:
+    scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
+    return [
+        forecast(stage.name, samples, stage_totals(stage, config.rewards, scores))
+        for stage in config.stages
+        if samples and all(name in scores for name in stage.rewards)
+    ]
+
+
+def _table(config: LabInputs | RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:
+    count = len(probe_set.probes)
+    rows = [probe_set.row(index) for index in range(count)]
+    known = {name: one.scores for name, one in functions.items() if one.scores is not None}
+    nothing: list[float | None] = [None] * count
+    totals = {
+        f"total_{stage.name}": pl.Series(stage_totals(stage, config.rewards, known), nan_to_null=True)
+        for stage in config.stages
+        if all(name in known for name in stage.rewards)
+    }
+    return pl.DataFrame(
+        {
+            "prompt_id": [row.prompt_id for row in rows],
+            "source": [row.source for row in rows],
+            "line": [row.line for row in rows],
+            "answer": [row.answer for row in rows],
+            "probe": [probe.kind for probe in probe_set.probes],
+            "role": [probe.role for probe in probe_set.probes],
+            "completion": [shorten(probe.text, TABLE_CHARS) for probe in probe_set.probes],
+            **{f"reward_{name}": pl.Series(known.get(name, nothing), dtype=pl.Float64) for name in functions},
+            **totals,
+        }
+    )
