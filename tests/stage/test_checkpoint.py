@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
-from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, roll_back, save_checkpoint
+from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_intact, load_checkpoint, roll_back, save_checkpoint
 from schemas.config.stage import StageConfig
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, make_s
     content = bytearray(target.read_bytes())
     content[-1] ^= 1
     target.write_bytes(content)
-    assert not is_whole(tmp_path / "step-000002")
+    assert not is_intact(tmp_path / "step-000002")
     assert load_checkpoint(tmp_path, make_state())[0] == 1
 
 
@@ -81,6 +81,6 @@ def test_going_back_leaves_no_checkpoint_of_the_trouble(tmp_path, make_state):
         save_checkpoint(tmp_path, step, state, {}, keep=5)
         if step == 2:
             good = weights(state)
-    assert roll_back(tmp_path, state, before=2) == 2
+    assert roll_back(tmp_path, state, to=2) == 2
     assert all(torch.equal(value, good[name]) for name, value in weights(state).items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
