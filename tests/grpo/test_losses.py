@@ -210,12 +210,12 @@ def test_one_advantage_per_token_weighs_each_token_with_its_own():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_gradient_accumulation_is_exact_however_the_update_is_cut(loss_type):
+def test_gradient_accumulation_is_exact_however_the_update_is_split(loss_type):
     settings = stage(loss_type=loss_type)
     batch = tensors(seed=5)
     weights = token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=6)
-    whole, gradient, _ = ours(batch, settings, on_policy=False)
-    total, parts = 0.0, []
+    complete, gradient, _ = ours(batch, settings, on_policy=False)
+    total, gradients = 0.0, []
     for rows in ([0], [1, 2, 3], [4, 5]):
         logps = batch.logps[rows].clone().requires_grad_()
         inputs = LossInputs(
@@ -224,9 +224,9 @@ def test_gradient_accumulation_is_exact_however_the_update_is_cut(loss_type):
         out = policy_loss(inputs, settings)
         out.loss.backward()
         total += out.loss.item()
-        parts.append(logps.grad)
-    assert total == pytest.approx(whole.loss.item(), rel=1e-9)
-    torch.testing.assert_close(torch.cat(parts), gradient)
+        gradients.append(logps.grad)
+    assert total == pytest.approx(complete.loss.item(), rel=1e-9)
+    torch.testing.assert_close(torch.cat(gradients), gradient)
 
 
 def test_k3_is_never_negative_and_zero_only_for_equal_policies():

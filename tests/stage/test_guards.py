@@ -1,4 +1,4 @@
-"""Guards on journals written here; on stages that really train, see tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
+"""Guards on journals written here. On stages that train: tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
 
 import io
 import math
@@ -44,14 +44,14 @@ FAULTS = {
 
 
 def written(tmp_path, metrics_of, steps=120, guards=None, kl_every=1):
-    """What fires at which update."""
+    """Which guard fires at which update."""
     journal, noise = Journal(tmp_path / "metrics.jsonl"), np.random.default_rng(3)
     guards = Guards(GuardsConfig(**guards or {}), kl_every=kl_every)
     fired = {}
     for step in range(1, steps + 1):
         metrics = metrics_of(step)
         journal.append(step, {name: value * noise.normal(1.0, 0.02) for name, value in metrics.items()})
-        fired |= {(firing.event, step): firing for firing in guards.look(journal, step)}
+        fired |= {(firing.event, step): firing for firing in guards.check(journal, step)}
     return fired
 
 
@@ -60,7 +60,7 @@ def learning(step):
 
 
 @pytest.mark.parametrize("event", FAULTS)
-def test_a_fault_is_told_once_soon_after_it_began_with_numbers_and_advice(tmp_path, event):
+def test_a_fault_fires_once_soon_after_it_begins_with_numbers_and_advice(tmp_path, event):
     fired = written(tmp_path, lambda step: HEALTHY | (FAULTS[event] if step > 25 else {}), steps=45)
     [(found, step)] = fired
     assert found == event
@@ -71,27 +71,27 @@ def test_a_fault_is_told_once_soon_after_it_began_with_numbers_and_advice(tmp_pa
     assert next(guard.advice for guard in GUARDS if guard.event == event) in firing.detail
 
 
-def test_a_reward_that_stays_flat_is_told_unless_all_is_learnt(tmp_path):
+def test_a_flat_reward_fires_unless_everything_is_learnt(tmp_path):
     fired = written(tmp_path, lambda _: HEALTHY)
     assert {event for event, _ in fired} == {"flat_reward"}
     (tmp_path / "learnt").mkdir()
     assert not written(tmp_path / "learnt", lambda _: HEALTHY | {"rewards/correctness/success": 0.96})
 
 
-def test_a_policy_that_learns_may_get_sure_of_itself_and_longer(tmp_path):
+def test_a_policy_that_learns_may_become_certain_and_write_more(tmp_path):
     assert not written(tmp_path, learning)
 
 
-def test_what_was_before_a_roll_back_counts_no_more(tmp_path):
+def test_updates_before_a_roll_back_do_not_count(tmp_path):
     journal, guards = Journal(tmp_path / "metrics.jsonl"), Guards(GuardsConfig())
     for step in range(1, 31):
         journal.append(step, HEALTHY | {"kl": 0.9})
-        assert bool(guards.look(journal, step)) == (step == 10)
+        assert bool(guards.check(journal, step)) == (step == 10)
         if step == 10:
             guards.since = 10
             guards.config = GuardsConfig(kl_blow_up="off")
     guards.config = GuardsConfig()
-    assert [firing.event for firing in guards.look(journal, 20)] == ["kl_blow_up"]
+    assert [firing.event for firing in guards.check(journal, 20)] == ["kl_blow_up"]
 
 
 def test_every_guard_has_its_setting():
@@ -111,11 +111,11 @@ THRESHOLDS = {
     "format_regression": (0.5, 0.01),
     "sampler_mismatch": (0.5, 0.001),
 }
-"""For each guard one at which its fault is none, and one at which a healthy stage or a smaller fault is one."""
+"""For each guard a threshold that its fault does not reach, and one that a smaller fault reaches."""
 
 
 @pytest.mark.parametrize("event", FAULTS)
-def test_a_threshold_is_the_one_that_is_set(tmp_path, event):
+def test_a_guard_fires_at_the_configured_threshold(tmp_path, event):
     lax, strict = THRESHOLDS[event]
     trouble = lambda step: HEALTHY | (FAULTS[event] if step > 25 else {})  # noqa: E731
     assert event not in {found for found, _ in written(tmp_path, trouble, steps=45, guards={event: {"threshold": lax}})}
@@ -144,7 +144,7 @@ def test_a_reward_that_rises_less_than_the_threshold_is_flat(tmp_path):
 
 
 @pytest.mark.parametrize("every", [2, 10, 25])
-def test_a_kl_that_is_measured_now_and_then_is_judged_by_three_measurements(tmp_path, every):
+def test_a_kl_that_few_updates_measure_is_judged_by_three_measurements(tmp_path, every):
     def sparse(step):
         metrics = HEALTHY | {"kl": 0.9 if step > 2 * every else 0.02}
         return metrics if step % every == 1 else {name: value for name, value in metrics.items() if name != "kl"}
@@ -157,22 +157,22 @@ def test_a_kl_that_is_measured_now_and_then_is_judged_by_three_measurements(tmp_
     assert f"over the last {max(10, 3 * every)} updates" in firing.detail
 
 
-def test_one_measurement_that_stands_out_is_no_blow_up(tmp_path):
+def test_a_single_outlier_is_no_blow_up(tmp_path):
     def sparse(step):
         return HEALTHY | ({"kl": 5.0} if step == 41 else {}) if step % 10 == 1 else {"reward": 1.0, "reward_std": 0.3}
 
     assert not written(tmp_path, sparse, guards={"flat_reward": "off", "reward_std_collapse": "off"}, kl_every=10)
 
 
-def test_the_kl_guard_says_when_it_is_blind():
-    def blind(measurable=True, **stage):
+def test_the_kl_guard_says_when_it_cannot_fire():
+    def why_off(measurable=True, **stage):
         return kl_guard_off(StageConfig(name="s", rewards=["format"], **stage), measurable=measurable)
 
-    assert blind() is None
-    assert blind(beta=0.1, measurable=False, kl_every_steps=0) is None
-    assert blind(kl_every_steps=0, guards={"kl_blow_up": "off"}) is None
-    assert "kl_every_steps is 0" in blind(kl_every_steps=0)
-    assert "no reference policy" in blind(measurable=False)
+    assert why_off() is None
+    assert why_off(beta=0.1, measurable=False, kl_every_steps=0) is None
+    assert why_off(kl_every_steps=0, guards={"kl_blow_up": "off"}) is None
+    assert "kl_every_steps is 0" in why_off(kl_every_steps=0)
+    assert "no reference policy" in why_off(measurable=False)
 
 
 @pytest.mark.parametrize("name", [guard.event for guard in GUARDS])
@@ -233,7 +233,7 @@ ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_leng
 
 
 @given(st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=8), st.integers(0, 3))
-def test_metrics_that_are_missing_for_a_while_are_no_trouble_of_the_guards(tmp_path_factory, missing, bad):
+def test_guards_accept_metrics_that_are_missing_for_a_while(tmp_path_factory, missing, bad):
     """An update whose groups are all dead has no KL and no entropy; a reward that is not asked has no success."""
     path = tmp_path_factory.mktemp("guards") / "metrics.jsonl"
     journal, guards = Journal(path, writes=False), Guards(GuardsConfig())
@@ -241,4 +241,4 @@ def test_metrics_that_are_missing_for_a_while_are_no_trouble_of_the_guards(tmp_p
     for step in range(1, 12 * len(missing) + 1):
         absent = missing[(step - 1) // 12]
         journal.append(step, {name: value for name, value in (HEALTHY | trouble).items() if name not in absent})
-        guards.look(journal, step)
+        guards.check(journal, step)
