@@ -241,3 +241,39 @@ def test_on_policy_gradient_is_that_of_advantage_times_logp():
     _, gradient, _ = ours(batch, settings, on_policy=True)
     wanted = -(batch.advantages[:, None] * batch.mask) / (6 * MAX_LENGTH)
     torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bnpo_is_the_mean_over_microbatches_of_the_mean_over_tokens(size):
+    settings, batch = stage(loss_type="bnpo"), tensors(seed=11)
+    weights = token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=size)
+    values = torch.randn(6, 7, generator=torch.Generator().manual_seed(2))
+    means = [
+        values[start : start + size][batch.mask[start : start + size]].mean().item() for start in range(0, len(values), size)
+    ]
+    assert (weights * values).sum().item() == pytest.approx(sum(means) / len(means), rel=1e-5)
+    assert weights.sum().item() == pytest.approx(1.0)
+
+
+def clipped(ratios, advantages, **settings):
+    """Tokens counted as clipped below and above, for one token per completion."""
+    old = torch.zeros(len(ratios), 1)
+    logps, ones = torch.tensor(ratios)[:, None].log(), torch.ones_like(old)
+    inputs = LossInputs(logps, old, None, torch.tensor(advantages)[:, None], ones.bool(), ones)
+    out = policy_loss(inputs, stage(**settings))
+    return out.clipped_low.item(), out.clipped_high.item()
+
+
+RATIOS, SIGNS = [0.001, 0.7, 1.5, 1000.0] * 2, [-1.0] * 4 + [1.0] * 4
+
+
+def test_a_token_counts_as_clipped_only_on_the_side_where_its_gradient_is_cut():
+    assert clipped(RATIOS, SIGNS, loss_type="grpo") == (2, 2)
+    assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon=0.4) == (1, 2)
+    assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon_high=0.6) == (2, 1)
+
+
+def test_sapo_never_clips_and_cispo_clips_above_only():
+    assert clipped(RATIOS, SIGNS, loss_type="sapo") == (0, 0)
+    assert clipped(RATIOS, SIGNS, loss_type="sapo", epsilon_high=0.1) == (0, 0)
+    assert clipped(RATIOS, SIGNS, loss_type="cispo", epsilon_high=5.0) == (0, 1)

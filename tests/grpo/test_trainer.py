@@ -169,3 +169,20 @@ def test_what_a_reward_prints_while_training_reaches_the_log_of_the_stage_alone(
     main(directory.root)
     assert "update" not in "".join(capfd.readouterr())
     assert directory.log.read_text() == "update 1 of 2\nupdate 2 of 2\n"
+
+
+def test_a_stage_killed_between_its_last_update_and_its_result_is_complete_on_resume(stages):
+    """Also in the middle of a round: the target is reached after the first of two updates on it."""
+    settings = {
+        "max_steps": 9,
+        "num_iterations": 2,
+        "early_stop": {"metric": "reward", "target": -1.0, "window": 1, "min_steps": 3},
+    }
+    wanted, directory = stages.train("killed", **settings)
+    lines = directory.journal.read_text()
+    directory.result.unlink()
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        again = stages.trainer(directory, suite).train()
+    assert (again.steps, again.stopped, again.resumed, again.sha256) == (3, "target", 1, wanted.sha256)
+    assert directory.journal.read_text() == lines

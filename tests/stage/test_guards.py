@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -242,3 +243,102 @@ def test_guards_accept_metrics_that_are_missing_for_a_while(tmp_path_factory, mi
         absent = missing[(step - 1) // 12]
         journal.append(step, {name: value for name, value in (HEALTHY | trouble).items() if name not in absent})
         guards.check(journal, step)
+
+
+def firings(metrics_of, *, steps=120, since=0, **guards):
+    """(event, update) of every firing on a journal without noise."""
+    journal = Journal(Path("unwritten.jsonl"), writes=False)
+    checked = Guards(GuardsConfig(**guards), since=since)
+    found = []
+    for step in range(1, steps + 1):
+        journal.append(step, metrics_of(step))
+        found += [(firing.event, step) for firing in checked.check(journal, step)] if step > since else []
+    return found
+
+
+def from_update(first, event, healthy=HEALTHY):
+    return lambda step: healthy | (FAULTS[event] if step >= first else {})
+
+
+@pytest.mark.parametrize("since", [0, 7])
+@pytest.mark.parametrize("event", ["reward_std_collapse", "kl_blow_up", "dead_groups", "truncation", "sampler_mismatch"])
+def test_a_fault_from_the_first_update_fires_after_ten(event, since):
+    assert firings(from_update(1, event), steps=40, since=since) == [(event, since + 10)]
+
+
+@pytest.mark.parametrize("event", ["entropy_collapse", "length_explosion", "format_regression"])
+def test_the_last_ten_updates_are_compared_with_ten_that_do_not_overlap(event):
+    assert firings(from_update(11, event), steps=40) == [(event, 20)]
+    assert firings(from_update(12, event), steps=40) == [(event, 20)]
+    assert firings(from_update(30, event), steps=40) == [(event, 35)]
+
+
+def test_a_reward_has_fifty_updates_to_rise():
+    assert firings(lambda _: HEALTHY, steps=60) == [("flat_reward", 50)]
+    assert firings(lambda _: HEALTHY, steps=60, since=7) == [("flat_reward", 57)]
+    assert not firings(lambda step: HEALTHY | {"reward": 2.0 if step > 25 else 1.0}, steps=50)
+
+
+@pytest.mark.parametrize(("again", "steps"), [(70, [10, 75]), (69, [10])])
+def test_a_guard_fires_again_after_fifty_updates_without_its_fault(again, steps):
+    # The fault is there in updates 1 to 24 (the median of ten updates) and again five updates after `again`.
+    kl = lambda step: HEALTHY | {"kl": 0.9 if step <= 20 or step >= again else 0.02}  # noqa: E731
+    assert firings(kl, steps=100, flat_reward="off") == [("kl_blow_up", step) for step in steps]
+
+
+@pytest.mark.parametrize(("success", "fires"), [(0.9, False), (0.89, True)])
+def test_what_succeeds_nine_times_in_ten_is_learnt(success, fires):
+    metrics = HEALTHY | FAULTS["dead_groups"] | {"rewards/correctness/success": success}
+    assert bool(firings(lambda _: metrics, steps=60)) == fires
+
+
+LIMITS = {
+    "reward_std_collapse": ("reward_std", 0.01, 0.0099),
+    "kl_blow_up": ("kl", 0.5, 0.501),
+    "dead_groups": ("frac_reward_zero_std", 0.9, 0.901),
+    "truncation": ("completions/clipped_ratio", 0.5, 0.501),
+    "sampler_mismatch": ("sampling/sampling_logp_difference/mean", 0.1, 0.101),
+    "entropy_collapse": ("entropy", 0.2, 0.199),
+    "length_explosion": ("completions/mean_length", 60.0, 60.1),
+    "format_regression": ("rewards/format/success", 0.75, 0.749),
+}
+"""For each guard its metric, the value at its default threshold, and one just beyond."""
+
+
+@pytest.mark.parametrize("event", LIMITS)
+def test_a_guard_fires_beyond_its_threshold_and_not_at_it(event):
+    metric, at, beyond = LIMITS[event]
+    healthy = HEALTHY | {"entropy": 1.0}
+    for value, wanted in [(at, []), (beyond, [(event, 20)])]:
+        found = firings(lambda step, value=value: healthy | ({metric: value} if step > 10 else {}), steps=20)
+        assert [(name, 20) for name, _ in found] == wanted
+
+
+def swinging(rise, *, size, metric=None):
+    """A reward that swings by 1 around its mean, which is higher by `rise` after `size` updates; then maybe a fault."""
+    swing = [1.0, -1.0] * (size // 2) + [0.0] * (size % 2)
+
+    def metrics(step):
+        reward = 3.0 + swing[(step - 1) % size] + (rise if step > size else 0.0)
+        return HEALTHY | {"reward": reward} | (metric or {} if step > size else {})
+
+    return metrics
+
+
+@pytest.mark.parametrize(("rise", "fires"), [(0.88, True), (0.91, False)])
+def test_a_reward_rises_when_two_standard_errors_are_exceeded(rise, fires):
+    # Ten updates with the variance 1 on either side: 2 sqrt(1 / 10 + 1 / 10) = 0.894.
+    found = firings(swinging(rise, size=10, metric=FAULTS["entropy_collapse"]), steps=20)
+    assert bool(found) == fires
+
+
+@pytest.mark.parametrize(("rise", "fires"), [(0.54, True), (0.57, False)])
+def test_a_reward_is_flat_within_two_standard_errors(rise, fires):
+    # 25 updates with the variance 24 / 25 on either side: 2 sqrt(2 * 24 / 625) = 0.554.
+    assert bool(firings(swinging(rise, size=25), steps=50)) == fires
+
+
+@pytest.mark.parametrize(("every", "fires"), [(2, True), (3, False)])
+def test_a_metric_is_judged_when_half_of_the_updates_have_it(every, fires):
+    kl = lambda step: {name: value for name, value in (HEALTHY | {"kl": 0.9}).items() if name != "kl" or step % every == 0}  # noqa: E731
+    assert bool(firings(kl, steps=20)) == fires
