@@ -1,6 +1,6 @@
-"""`python -m grpo_tasks.grpo STAGE_DIR`: train one stage, or go on with it; by hand or by the Prefect step alike.
+"""`python -m grpo_tasks.grpo STAGE_DIR`: train a stage, or resume it; by hand and by the pipeline alike.
 
-Under torchrun (several nodes) each process that it starts comes here; on one node this module starts its like itself.
+With several nodes torchrun starts every rank with this command. On one node this module starts the ranks itself.
 """
 
 # ruff: noqa: E402 - import_libraries comes before what imports them
@@ -11,7 +11,7 @@ from grpo_tasks.policy.libraries import import_libraries
 
 import_libraries()
 
-from grpo_tasks.grpo.launch import launch, rollout_servers
+from grpo_tasks.grpo.launch import rollout_servers, start_ranks
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.processes.entry import run_child
 from grpo_tasks.rewards.suite import RewardSuite
@@ -25,7 +25,7 @@ def main(root: Path) -> None:
         return
     spec = StageSpec.load(directory.spec)
     if spec.resources.num_processes > 1 and "RANK" not in os.environ:
-        launch(directory.root, spec.resources.num_processes)
+        start_ranks(directory.root, spec.resources.num_processes)
         return
     with RewardSuite(spec.rewards, spec.stage.rewards, log=directory.log) as suite, rollout_servers(spec, directory) as servers:
         Trainer(directory, suite, servers).train()

@@ -12,7 +12,7 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """P prompts with G completions each; completions stand group by group, N = P G."""
+    """P prompts with G completions each; completions are ordered group by group, N = P G."""
 
     rows: Sequence[PromptRow]
     prompts: Sequence[Sequence[int]]
@@ -24,7 +24,7 @@ class Rollout:
 
     @property
     def prompt_of(self) -> list[int]:
-        """For each completion the number of its prompt."""
+        """For each completion the index of its prompt."""
         return [index for index in range(len(self.rows)) for _ in range(self.group_size)]
 
     @property
@@ -54,11 +54,15 @@ def sample_groups(
     group_size: int,
     seed: int,
 ) -> Rollout:
-    """Sample `group_size` completions for each prompt; `numbers` are the prompts' places in the rollout, whose seed is `seed`."""
+    """Sample `group_size` completions for each prompt.
+
+    Each completion has a seed of its own, made from the seed of the rollout and the number of its prompt in the rollout
+    (`numbers`): it comes out the same on whichever rank, and in whatever batch, it is sampled.
+    """
     began = time.perf_counter()
     requests = [
-        Request(ids, completion_seed(seed, place, row.prompt_id) + index)
-        for place, row, ids in zip(numbers, rows, prompts, strict=True)
+        Request(ids, completion_seed(seed, number, row.prompt_id) + index)
+        for number, row, ids in zip(numbers, rows, prompts, strict=True)
         for index in range(group_size)
     ]
     completions = engine.generate(requests, sampling)
@@ -66,7 +70,7 @@ def sample_groups(
 
 
 def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRollout:
-    """Ask every reward function of the stage about every completion."""
+    """Score every completion with every reward function of the stage."""
     began = time.perf_counter()
     repeated = [rollout.rows[index] for index in rollout.prompt_of]
     texts = [completion.text for completion in rollout.completions]
@@ -75,23 +79,23 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
 
 
-def join(parts: Sequence[ScoredRollout]) -> ScoredRollout:
-    """Several rollouts as one, their groups in this order; they were sampled side by side, so the longest time counts."""
-    rollouts = [part.rollout for part in parts]
-    whole = Rollout(
+def join(several: Sequence[ScoredRollout]) -> ScoredRollout:
+    """Several rollouts as one, their groups in this order. They were sampled at the same time, so the longest time counts."""
+    rollouts = [scored.rollout for scored in several]
+    joined = Rollout(
         rows=[row for rollout in rollouts for row in rollout.rows],
         prompts=[prompt for rollout in rollouts for prompt in rollout.prompts],
         completions=[completion for rollout in rollouts for completion in rollout.completions],
         group_size=rollouts[0].group_size,
         seconds=max(rollout.seconds for rollout in rollouts),
     )
-    return ScoredRollout(whole, Scores.join([part.scores for part in parts]), max(part.seconds for part in parts))
+    return ScoredRollout(joined, Scores.join([scored.scores for scored in several]), max(scored.seconds for scored in several))
 
 
 def take_groups(scored: ScoredRollout, groups: Sequence[int]) -> ScoredRollout:
     """The rollout of these groups, in this order."""
     rollout, size = scored.rollout, scored.rollout.group_size
-    indices = [group * size + place for group in groups for place in range(size)]
+    indices = [group * size + sample for group in groups for sample in range(size)]
     taken = Rollout(
         rows=[rollout.rows[group] for group in groups],
         prompts=[rollout.prompts[group] for group in groups],

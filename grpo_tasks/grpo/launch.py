@@ -1,25 +1,66 @@
-"""What runs beside a stage's trainer: other processes that train with it, each of them `python -m grpo_tasks.grpo` with a rank,
-and a rollout server.
-"""
+"""What a trainer needs around it: the ranks of a stage, rollout servers, and the engine that samples."""
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.load import pick_device
 from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.rollout.engine import RolloutEngine
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
 
 POLL_S = 0.1
+
+
+def start_ranks(directory: Path, num_processes: int) -> None:
+    """Start every rank of a stage as `python -m grpo_tasks.grpo directory` and wait for all of them.
+
+    When one fails, the others are killed: they would wait for it forever.
+
+    Raises:
+        UserError: the one that a rank left.
+        ChildDied: a rank ended badly without an error of its own.
+    """
+    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
+    command = [sys.executable, "-m", "grpo_tasks.grpo", str(directory)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())},
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        failed = next(number for number, code in enumerate(codes) if code)
+        if (directory / ERROR).exists():
+            raise UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
+        raise ChildDied(
+            f"rank {failed} of {num_processes} ended with code {codes[failed]}; the other ranks were ended too",
+            place=str(directory),
+            fix="see the end of the log; start the same command again: the stage resumes from its last checkpoint",
+        )
 
 
 @contextmanager
@@ -32,42 +73,38 @@ def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmS
     elif config.base_urls:
         yield elsewhere(config, adapters=not merged)
     else:
-        rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        served = Served(Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda)
+        max_lora_rank = None if merged or spec.model.lora is None else spec.model.lora.r
+        served = Served(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
         with serving(config, served, directory.root) as servers:
             yield servers
 
 
-def launch(directory: Path, num_processes: int) -> None:
-    """Start them and wait; when one fails the others are ended, for they would wait for it forever.
-
-    Raises:
-        UserError: one of them left one.
-        ChildDied: one of them ended badly without saying why.
-    """
-    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
-    command = [sys.executable, "-m", "grpo_tasks.grpo", str(directory)]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())},
+def rollout_engine(
+    spec: StageSpec,
+    directory: StageDir,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    servers: Sequence[VllmServer],
+    *,
+    device: torch.device,
+) -> RolloutEngine:
+    """The engine that samples from `model`: through the servers, or in this process when there are none."""
+    if servers:
+        config, cuda = spec.rollout.vllm, device.type == "cuda"
+        return VllmEngine(
+            model,
+            tokenizer,
+            config.model_copy(update={"sleep": config.sleep and cuda}),
+            servers,
+            weights=directory.root / "served",
+            dtype=spec.model.dtype,
+            merged=hands_over_weights(config, spec.model, cuda=cuda),
         )
-        for rank in range(num_processes)
-    ]
-    try:
-        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
-            time.sleep(POLL_S)
-    finally:
-        for process in processes:
-            process.kill()
-        codes = [process.wait() for process in processes]
-    if any(codes):
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        if (directory / ERROR).exists():
-            raise UserError.from_json((directory / ERROR).read_text(encoding="utf-8"))
-        raise ChildDied(
-            f"process {rank} of {num_processes} ended with code {codes[rank]}; the others were ended too",
-            place=str(directory),
-            fix="see the end of the log; start the same command again: the stage goes on from its last checkpoint",
-        )
+    resources = spec.resources
+    return LocalEngine(
+        model,
+        tokenizer,
+        share_prompts=resources.share_prompts,
+        fold_adapter=resources.fold_adapter,
+        fuse_kernels=resources.fuse_kernels,
+    )

@@ -1,15 +1,20 @@
-"""The loss of an update, as a sum over tokens of (weight x per-token loss).
+"""The loss of one update: a weighted sum over tokens. The page to read beside the papers.
 
-    ratio  = exp(logp - old_logp)                                  per token, or one per sequence (GSPO)
-    policy = -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A)   arXiv:2402.03300 eq. 3; PPO's clip
-           | -min(ratio, eps_high).detach() A logp                 cispo, arXiv:2506.13585 eq. 4
-           | -4/t sigmoid(t (ratio - 1)) A,  t by the sign of A    sapo, arXiv:2511.20347 eq. 5
-    kl     = exp(ref - logp) - (ref - logp) - 1                    k3 estimator, joschu.net/blog/kl-approx.html
-    loss   = sum_t weight_t (keep_t correction_t policy_t + beta kl_t) - entropy_coef mean_t entropy_t
+    ratio_t  = pi(o_t) / pi_old(o_t) = exp(logp_t - old_logp_t)          per token, or one per sequence (GSPO)
 
-`keep` is 1, or 1 for the tokens of highest entropy and 0 for the others (arXiv:2506.01939); `correction` makes up for a sampler
-whose probabilities are not quite the trainer's. The weights hold the whole difference between the loss types. They are set for
-the whole update before it is cut into micro-batches, so gradient accumulation is exact and skipping a dead group changes nothing.
+    policy_t = -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A)       GRPO, arXiv:2402.03300 eq. 3 (PPO's clip)
+             | -min(ratio, eps_high).detach() A logp                     CISPO, arXiv:2506.13585 eq. 4
+             | -(4 / tau) sigmoid(tau (ratio - 1)) A                     SAPO, arXiv:2511.20347 eq. 5; tau by the sign of A
+
+    kl_t     = exp(ref - logp) - (ref - logp) - 1                        arXiv:2402.03300 eq. 4: Schulman's k3 estimator
+
+    loss     = sum_t weight_t (keep_t correction_t policy_t + beta kl_t)  -  entropy_coef mean_t entropy_t
+
+`weight_t` carries the entire difference between the averages of GRPO, BNPO, Dr. GRPO and DAPO (see `token_weights`). The
+weights are computed for the complete update before it is split into microbatches. Gradient accumulation is therefore exact, and
+leaving out a dead group changes nothing: its advantages are 0, so its policy term is 0 whatever its weight.
+
+Shapes: N completions of a microbatch, padded to T tokens. [N, 1] broadcasts over the tokens of a completion.
 """
 
 import math
@@ -24,55 +29,52 @@ from schemas.config.stage import StageConfig
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """N completions, padded to T tokens."""
+    """What the loss of a microbatch is computed from; padding is removed by weights of 0."""
 
     logps: Float[Tensor, "N T"]
-    """log-probabilities under the policy, with gradients."""
+    """log-probabilities (nats) under the policy that is trained; the only input that always carries gradients."""
     old_logps: Float[Tensor, "N T"]
-    """Under the policy that sampled; equal to `logps.detach()` when on-policy."""
+    """Under the policy at the time of sampling; `logps.detach()` when the update is on-policy."""
     ref_logps: Float[Tensor, "N T"] | None
     """Under the reference policy; None when beta is 0."""
     advantages: Float[Tensor, "N _"]
     """One per completion [N, 1], or one per token [N, T]."""
     mask: Bool[Tensor, "N T"]
-    """Tokens that count."""
+    """False on padding."""
     weights: Float[Tensor, "N T"]
-    """From `token_weights`."""
+    """From `token_weights`; 0 on padding."""
     keep: Bool[Tensor, "N T"] | None = None
-    """Tokens whose policy term counts; None: all."""
+    """Tokens whose policy term counts, those of high entropy; None: all."""
     correction: Float[Tensor, "N _"] | None = None
-    """From `sampling_correction`."""
+    """From `sampling_correction`: [N, T], or [N, 1] for one factor per sequence."""
     entropies: Float[Tensor, "N T"] | None = None
-    """Entropy (nats) of each token's distribution, with gradients; needed for the entropy bonus only."""
+    """Entropy (nats) of each token's distribution, with gradients; for the entropy bonus only."""
     entropy_weights: Float[Tensor, "N T"] | None = None
     """Weight of each token in the mean of the entropy bonus."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The loss and what is watched beside it; sums over tokens, so that micro-batches add up."""
+    """The loss and the figures that come with it: sums over tokens, so that microbatches can be added."""
 
     loss: Float[Tensor, ""]
+    """With gradients."""
     kl_sum: Float[Tensor, ""]
+    """Sum of the k3 estimates (nats); 0 when beta is 0."""
     clipped_low: Float[Tensor, ""]
-    """Tokens (sequences for GSPO, times their length) clipped from below."""
+    """Tokens whose ratio is below the clip range while that matters, for a sequence ratio all tokens of the sequence."""
     clipped_high: Float[Tensor, ""]
+    """The same above the clip range."""
 
 
 def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
-    """Clipped policy loss plus beta times the KL towards the reference."""
-    ratio = importance_ratio(inputs, level=stage.importance_sampling_level)
-    advantages = inputs.advantages
-    low, high = clip_bounds(stage)
-    if stage.loss_type == "cispo":
-        per_token = -ratio.clamp(max=high).detach() * advantages * inputs.logps
-    elif stage.loss_type == "sapo":
-        sharpness = torch.where(advantages > 0, stage.sapo_temperature_pos, stage.sapo_temperature_neg)
-        per_token = -torch.sigmoid(sharpness * (ratio - 1)) * 4 / sharpness * advantages
-    else:
-        bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
-        per_token = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+    """The loss of a microbatch; the losses of an update's microbatches add up to the loss of the update."""
+    ratio = importance_ratio(inputs, level=stage.importance_sampling_level)  # [N, T], or [N, 1] for GSPO
+    # [N, T]: advantages and a sequence ratio broadcast over the tokens of their completion. Where both are [N, 1] the policy
+    # term stays [N, 1] and is broadcast by the weights below.
+    per_token = policy_term(ratio, inputs, stage)
     if inputs.keep is not None:
+        # arXiv:2506.01939: only the tokens at which the policy really decides something carry the gradient.
         per_token = per_token * inputs.keep
     if inputs.correction is not None:
         per_token = per_token * inputs.correction
@@ -80,22 +82,47 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     if inputs.ref_logps is not None:
         kl = k3(inputs.ref_logps - inputs.logps)
         if stage.use_bias_correction_kl:
+            # The tokens come from pi_old, the KL is an expectation under pi: the ratio is the importance weight between the
+            # two (arXiv:2512.02556, "unbiased KL estimate").
             kl = kl * ratio
+        # After keep and correction: the KL applies to every token, whatever its policy term.
         per_token = per_token + stage.beta * kl
-    loss = (per_token * inputs.weights).sum()
+    loss = (per_token * inputs.weights).sum()  # [N, T] -> []
     if inputs.entropies is not None and inputs.entropy_weights is not None:
         loss = loss - stage.entropy_coef * (inputs.entropies * inputs.entropy_weights).sum()
     mask = inputs.mask.float()
+    low, high = clip_bounds(stage)
     return LossOutputs(
         loss=loss,
         kl_sum=(kl * mask).sum().detach(),
-        clipped_low=((ratio < low) & (advantages < 0)).mul(mask).sum().detach(),
-        clipped_high=((ratio > high) & (advantages > 0)).mul(mask).sum().detach(),
+        # The clip acts on one side per sign: a worse completion (A < 0) is not pushed below `low`, a better one not above `high`.
+        clipped_low=((ratio < low) & (inputs.advantages < 0)).mul(mask).sum().detach(),
+        clipped_high=((ratio > high) & (inputs.advantages > 0)).mul(mask).sum().detach(),
     )
 
 
+def policy_term(ratio: Float[Tensor, "N _"], inputs: LossInputs, stage: StageConfig) -> Float[Tensor, "N _"]:
+    """The term each token adds to the loss before weights; [N, 1] when ratio and advantages are both per sequence."""
+    advantages = inputs.advantages
+    low, high = clip_bounds(stage)
+    if stage.loss_type == "cispo":
+        # The clipped ratio is a constant weight of a REINFORCE term. A token beyond the cap keeps its gradient, where PPO's min
+        # would drop it: rare tokens that start a new line of thought are the ones that PPO clips first (arXiv:2506.13585, 3.1).
+        return -ratio.clamp(max=high).detach() * advantages * inputs.logps
+    if stage.loss_type == "sapo":
+        # A smooth gate instead of a clip: its slope at ratio 1 is 1 (hence 4 / tau), and it decays to 0 on both sides. tau is
+        # larger for negative advantages, whose gradient raises all the other tokens of the vocabulary and is the less stable
+        # one.
+        tau = torch.where(advantages > 0, stage.sapo_temperature_pos, stage.sapo_temperature_neg)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    # The min leaves the ratio unbounded for A < 0; `delta` bounds it there too (two-sided clip, arXiv:2505.07291). A separate
+    # `epsilon_high` lets improbable tokens gain more than they may lose (clip-higher, arXiv:2503.14476, 3.1).
+    bounded = ratio.clamp(max=stage.delta) if stage.delta is not None else ratio
+    return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+
+
 def clip_bounds(stage: StageConfig) -> tuple[float, float]:
-    """Ratios outside of which a token is clipped; sapo damps and clips nothing, cispo caps from above only."""
+    """Ratios outside which a token is clipped: SAPO never clips, CISPO clips above only."""
     if stage.loss_type == "sapo":
         return -math.inf, math.inf
     if stage.loss_type == "cispo":
@@ -104,26 +131,29 @@ def clip_bounds(stage: StageConfig) -> tuple[float, float]:
 
 
 def importance_ratio(inputs: LossInputs, *, level: str) -> Float[Tensor, "N _"]:
-    """pi / pi_old per token [N, T], or per sequence [N, 1] as the geometric mean over its tokens (arXiv:2507.18071 eq. 7)."""
-    log_ratio = inputs.logps - inputs.old_logps
+    """pi / pi_old per token [N, T], or per sequence [N, 1]."""
+    log_ratio = inputs.logps - inputs.old_logps  # [N, T]; 0 on padding, where both are 0
     if level == "token":
         return log_ratio.exp()
-    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    # GSPO (arXiv:2507.18071 eq. 7): the geometric mean over the tokens. Without the division by the length the ratio of a long
+    # completion would leave any clip range after the smallest step.
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)  # [N, 1]; 1 for a completion that is masked entirely
     return ((log_ratio * inputs.mask).sum(-1, keepdim=True) / lengths).exp()
 
 
 def sampling_correction(
     old_logps: Float[Tensor, "N T"], sampler_logps: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], stage: StageConfig
 ) -> Float[Tensor, "N _"] | None:
-    """pi_old / pi_sampler per token or per sequence, truncated to the bounds or set to 0 outside of them; None: no correction.
+    """pi_old / pi_sampler per token [N, T] or per sequence [N, 1], truncated or masked; None: no correction.
 
-    A sampler with other kernels or another precision draws from a slightly different policy; this is the importance weight that
-    makes up for it (fengyao.notion.site/off-policy-rl), with TRL's four modes.
+    A sampler with other kernels or another precision draws from a slightly different policy. This is the importance weight that
+    corrects for it (fengyao.notion.site/off-policy-rl), with TRL's four modes: the level, then what happens outside the bounds.
     """
     if stage.importance_sampling_correction == "none":
         return None
     level, _, kind = stage.importance_sampling_correction.partition("_")
     difference = (old_logps - sampler_logps).detach() * mask
+    # The probability of a sequence is a product, so its ratio sums all tokens; unlike GSPO's, it is not divided by the length.
     ratio = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
     low = stage.importance_sampling_clip_min if stage.importance_sampling_clip_min is not None else 0.0
     high = stage.importance_sampling_clip_max if stage.importance_sampling_clip_max is not None else math.inf
@@ -134,15 +164,20 @@ def sampling_correction(
 
 def entropy_threshold(entropies: Float[Tensor, " M"], stage: StageConfig) -> Float[Tensor, ""]:
     """The entropy (nats) that the share `top_entropy_quantile` of an update's M tokens reaches."""
-    # torch.quantile refuses more than 2^24 values; a sort does not.
+    # torch.quantile refuses more than 2^24 values, fewer than a large update has tokens; a sort does not.
     ordered = entropies.float().sort().values
-    place = (1 - stage.top_entropy_quantile) * (len(ordered) - 1)
-    low = int(place)
-    return torch.lerp(ordered[low], ordered[min(low + 1, len(ordered) - 1)], place - low)
+    position = (1 - stage.top_entropy_quantile) * (len(ordered) - 1)
+    low = int(position)
+    # Between two values, as torch.quantile and TRL interpolate.
+    return torch.lerp(ordered[low], ordered[min(low + 1, len(ordered) - 1)], position - low)
 
 
-def k3(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """exp(x) - x - 1 of x = log(ref / policy): unbiased for KL(policy || ref) and never negative."""
+def k3(log_ratio: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+    """exp(x) - x - 1 for x = log(ref / policy): an unbiased estimate of KL(policy || ref) that is never negative.
+
+    joschu.net/blog/kl-approx.html. The plain estimate -x is unbiased too, but often negative; exp(x) - 1 has the mean 0 under
+    the policy and cancels most of that noise. Any shape: the loss has [N, T], the figures have the M tokens that count.
+    """
     return log_ratio.exp() - log_ratio - 1
 
 
@@ -151,25 +186,29 @@ def token_weights(
 ) -> Float[Tensor, "N T"]:
     """Weight of each token in the loss of the update.
 
-        grpo, sapo   1 / (N |o_i|)                          mean over sequences of the mean over tokens
-        dapo, cispo  1 / sum |o_i|                          mean over all tokens of the update (arXiv:2503.14476)
-        bnpo         1 / (M sum of |o_i| in the micro-batch) mean over micro-batches of the mean over tokens
-        dr_grpo      1 / (N max_completion_length)          no length in the denominator (arXiv:2503.20783)
+        grpo, sapo   1 / (N |o_i|)                           mean over completions of the mean over tokens (2402.03300 eq. 3)
+        dapo, cispo  1 / sum_i |o_i|                         mean over all tokens of the update (DAPO, 2503.14476, 3.3)
+        bnpo         1 / (M sum of |o_i| in the microbatch)  mean over M microbatches of the mean over tokens
+        dr_grpo      1 / (N max_completion_length)           a constant (Dr. GRPO, 2503.20783, 3.2)
 
     Args:
-        mask: tokens that count, of all N completions of the update.
+        mask: tokens that count, of all N completions of the update (not of a microbatch).
         stage: for `loss_type`.
         max_completion_length: the configured limit, in tokens.
-        microbatch_size: completions per micro-batch (`per_device_train_batch_size`).
+        microbatch_size: completions per microbatch (`per_device_train_batch_size`); only bnpo depends on it.
     """
     tokens, num = mask.float(), mask.shape[0]
     if stage.loss_type in ("grpo", "sapo"):
+        # Each token of a long completion counts less: a long wrong answer is punished less per token than a short one.
+        # clamp: a completion that is masked entirely has no tokens, and 0 / 0 would be NaN.
         return tokens / tokens.sum(-1, keepdim=True).clamp(min=1.0) / num
     if stage.loss_type in ("dapo", "cispo"):
         return mean_weights(mask)
     if stage.loss_type == "bnpo":
-        parts = tokens.split(microbatch_size)
-        return torch.cat([part / part.sum().clamp(min=1.0) for part in parts]) / len(parts)
+        # The last microbatch may be smaller; it counts as much as the others, as in gradient accumulation of means.
+        microbatches = tokens.split(microbatch_size)
+        return torch.cat([each / each.sum().clamp(min=1.0) for each in microbatches]) / len(microbatches)
+    # dr_grpo: no length in the denominator, so no bias towards short right and long wrong answers.
     return tokens / (num * max_completion_length)
 
 

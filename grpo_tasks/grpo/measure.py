@@ -1,16 +1,123 @@
-"""The figures of an update that come from its completions and rewards (names: schemas/metrics.py)."""
+"""The figures of an update (names: schemas/metrics.py): of its loss, of its completions and rewards, and of the GPU.
 
+UpdateFigures    sums over the trained tokens, microbatch by microbatch, then over the ranks     -> loss, kl, clip_ratio/*, ...
+rollout_metrics  rewards, groups, lengths                                                        -> reward, completions/*, ...
+GpuMeter         memory and energy
+"""
+
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
+from torch import Tensor
 
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import ScoredRollout
+from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rewards.totals import mean_total, total_scores
 from grpo_tasks.stage.finish import BEST_METRIC
+
+MAX_LOG_RATIO = 50.0
+"""Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
+SUMMED = ("loss", "tokens", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction")
+"""Figures that add up over microbatches and ranks."""
+
+
+@dataclass(slots=True)
+class UpdateFigures:
+    """Sums over the tokens that an update trained on; `means` divides them."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    tokens: int = 0
+    entropy: float = 0.0
+    kl: float | None = None
+    """None: not measured in this update."""
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    mismatch: float = 0.0
+    """|log p(sampler) - log p(trainer)|."""
+    mismatch_kl: float = 0.0
+    mismatch_max: float = 0.0
+    correction: float | None = None
+    """None: the sampler is not corrected for."""
+    loss_scale: float | None = None
+    """Factor of the loss in float16; None: it is not scaled."""
+    skipped: bool = False
+    """The scaled gradient overflowed and no step was made."""
+
+    def add(
+        self,
+        inputs: LossInputs,
+        out: LossOutputs,
+        entropies: Float[Tensor, "N T"],
+        sampler_logps: Float[Tensor, "N T"],
+        ref_logps: Float[Tensor, "N T"] | None,
+    ) -> None:
+        """Add the tokens of a microbatch. `ref_logps` is given whenever the KL is measured, also at beta 0."""
+        mask = inputs.mask
+        difference = (inputs.old_logps - sampler_logps)[mask]  # [N, T] -> [M], the tokens that count
+        self.loss += out.loss.item()
+        self.tokens += int(mask.sum())
+        self.entropy += entropies.sum().item()  # 0 on padding
+        self.clipped_low += out.clipped_low.item()
+        self.clipped_high += out.clipped_high.item()
+        self.mismatch += difference.abs().sum().item()
+        self.mismatch_kl += _k3_sum(difference)
+        self.mismatch_max = max(self.mismatch_max, difference.abs().max().item())
+        if self.kl is not None and inputs.ref_logps is not None:
+            self.kl += out.kl_sum.item()
+        elif self.kl is not None and ref_logps is not None:
+            self.kl += _k3_sum((ref_logps - inputs.logps.detach())[mask])
+        if inputs.correction is not None:
+            self.correction = (self.correction or 0.0) + (inputs.correction * mask).sum().item()
+
+    def over(self, ranks: Ranks) -> "UpdateFigures":
+        """The figures of all ranks together; what is not a sum or a maximum is equal on all of them."""
+        if ranks.count == 1:
+            return self
+        every_rank = ranks.gather(self)
+        known = {name: [getattr(one, name) for one in every_rank] for name in SUMMED}
+        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in known.items()}
+        return replace(self, **sums, mismatch_max=max(one.mismatch_max for one in every_rank))
+
+    def means(self) -> dict[str, float]:
+        """Metrics by name; an update that trained on no token has only those that need none."""
+        known = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        if self.loss_scale is not None:
+            known |= {"loss_scale": self.loss_scale, "skipped_step": float(self.skipped)}
+        if self.skipped:
+            del known["grad_norm"]  # it is not finite
+        if self.tokens == 0:
+            return known
+        per_token = {
+            "entropy": self.entropy,
+            "clip_ratio/low_mean": self.clipped_low,
+            "clip_ratio/high_mean": self.clipped_high,
+            "clip_ratio/region_mean": self.clipped_low + self.clipped_high,
+            "sampling/sampling_logp_difference/mean": self.mismatch,
+            "sampling/kl": self.mismatch_kl,
+        }
+        if self.kl is not None:
+            per_token["kl"] = self.kl
+        if self.correction is not None:
+            per_token["sampling/importance_sampling_ratio/mean"] = self.correction
+        known["sampling/sampling_logp_difference/max"] = self.mismatch_max
+        known["sampling/importance_sampling_ratio/max"] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
+        return known | {name: value / self.tokens for name, value in per_token.items()}
+
+
+def _k3_sum(log_ratio: Float[Tensor, " M"]) -> float:
+    """Sum of the k3 estimates of M tokens, finite however far apart the two policies are."""
+    return k3(log_ratio.clamp(max=MAX_LOG_RATIO)).sum().item()
 
 
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
@@ -45,7 +152,7 @@ def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dic
 
     Args:
         scored: one completion for each held-out prompt.
-        weights: the configured ones, not those that adaptive weights have come to, so that one look compares with the next.
+        weights: the configured ones, not the present adaptive ones, so that evaluations can be compared.
     """
     scores = scored.scores
     metrics = {BEST_METRIC: mean_total(total_scores(scores.raw, weights))}
@@ -58,12 +165,12 @@ def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dic
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Without those that nothing was counted for."""
+    """Without the metrics that no completion has a value for."""
     return {name: value for name, value in metrics.items() if value is not None}
 
 
 def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int) -> pl.DataFrame:
-    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) names it."""
+    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique."""
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pl.DataFrame(
@@ -82,3 +189,39 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
         }
     )
+
+
+class GpuMeter:
+    """Peak memory and, where NVML counts it, energy of the GPU between two readings; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._counter = _energy_counter(device)
+        self._before = self._counter() if self._counter else 0.0
+
+    def read(self) -> dict[str, float]:
+        """gpu_memory (GiB) and energy (J) since the last reading."""
+        if self._device is None:
+            return {}
+        figures = {"gpu_memory": torch.cuda.max_memory_allocated(self._device) / 2**30}
+        torch.cuda.reset_peak_memory_stats(self._device)
+        if self._counter:
+            now = self._counter()
+            figures["energy"], self._before = now - self._before, now
+        return figures
+
+
+def _energy_counter(device: torch.device):  # type: ignore[no-untyped-def]
+    """A function that returns the GPU's energy since the driver was loaded, in J; None where it is not counted."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        # By UUID: NVML does not know CUDA_VISIBLE_DEVICES.
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(card)
+    except Exception:  # driver, GPU or package may be too old in many ways; then the energy is not measured
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(card) / 1000

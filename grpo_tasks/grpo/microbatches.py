@@ -1,9 +1,11 @@
-"""An update cut into forward and backward passes.
+"""An update split into microbatches: the completions that go through the model together.
+
+    N completions of an update -> weights of the complete update -> live completions -> share of this rank -> microbatches
 
 Dead groups and masked completions are left out: their gradient is zero, so there is nothing to compute. With beta above 0 they
-lose their KL as well, on purpose: a group that teaches nothing should not pull the policy anywhere (`skip_dead_groups` off keeps
-them). The passes are as large as a number of completions or a budget of tokens allows; what is together in one changes nothing
-but rounding.
+lose their KL term as well, on purpose: a group without signal should not pull the policy anywhere (`skip_dead_groups: false`
+keeps them). A microbatch is as large as a number of completions or a budget of tokens allows. How an update is split changes
+rounding only.
 """
 
 from collections.abc import Sequence
@@ -16,30 +18,41 @@ from torch import Tensor
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
-from grpo_tasks.grpo.ranks import Processes
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from schemas.config.stage import StageConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Completions that go through the model together."""
+    """N completions, padded to T tokens, with everything the loss needs to know about them."""
 
     indices: Sequence[int]
-    """Their numbers in the rollout."""
+    """Their indices in the rollout."""
     tokens: TokenBatch
     weights: Float[Tensor, "N T"]
+    """Weight of each token in the loss of the update."""
     advantages: Float[Tensor, "N _"]
     """Per completion [N, 1], or per token [N, T]."""
     entropy_weights: Float[Tensor, "N T"]
     """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
-    """log-probabilities the sampler drew the tokens with; 0 on padding."""
+    """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding."""
     idle: bool = False
-    """Goes through the model only because other processes have more passes; counts for nothing."""
+    """Goes through the model only because other ranks have more microbatches; adds nothing to the gradient."""
 
 
-def microbatches(
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Tokens of a completion and of its prompt."""
+
+    prompt: int
+    """Index of the prompt in the rollout."""
+    prompt_tokens: int
+    tokens: int
+
+
+def make_microbatches(
     rollout: Rollout,
     advantages: Advantages,
     indices: Sequence[int],
@@ -47,77 +60,82 @@ def microbatches(
     *,
     max_completion_length: int,
     device: torch.device,
-    processes: Processes,
-    level: bool = False,
+    ranks: Ranks,
+    same_count: bool = False,
 ) -> list[Microbatch]:
-    """Cut this process's share of the completions `indices` (one update, whole groups) into passes.
+    """Split this rank's share of the completions `indices` (one update, complete groups) into microbatches.
 
-    With `level` every process gets as many, for weights that are spread over the processes are gathered by all of them at once.
+    With `same_count` every rank gets the same number of them, filled up with idle ones: all ranks gather sharded weights at
+    once, so a rank that is done early would leave the others waiting.
     """
     size = stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
-    _, mask = pad([completion.token_ids for completion in completions], left=False)
+    _, mask = pad([completion.token_ids for completion in completions], left=False)  # [N, T], N of the complete update
     if stage.mask_truncated_completions:
+        # DAPO's overlong filtering (arXiv:2503.14476, 3.4): a completion that was cut off may have been right. [N] -> [N, 1]
         mask &= torch.tensor([not completion.truncated for completion in completions])[:, None]
+    # Before the split: means over the update must not depend on which completions share a microbatch or a rank.
     weights = token_weights(mask, stage, max_completion_length=max_completion_length, microbatch_size=size)
+    # The entropy bonus has a gradient in dead groups too.
     keep_dead = not stage.skip_dead_groups or stage.entropy_coef > 0
-    dead = advantages.dead[torch.tensor(indices) // rollout.group_size]
-    live = processes.share((mask.any(1) & (keep_dead | ~dead)).nonzero().flatten().tolist())
-    budget = stage.max_tokens_per_microbatch
-    cuts = _by_count(live, size) if budget is None else _by_tokens(live, [_size(rollout, index) for index in indices], budget)
+    dead = advantages.dead[torch.tensor(indices) // rollout.group_size]  # [P] -> [N]
     entropy_weights = mean_weights(mask if keep_dead else mask & ~dead[:, None])
+    # Positions in `indices`, from here on: rows of mask, weights and dead.
+    live = ranks.share((mask.any(1) & (keep_dead | ~dead)).nonzero().flatten().tolist())
 
-    def assemble(places: Sequence[int]) -> Microbatch:
-        chosen = [indices[place] for place in places]
-        return _assemble(rollout, advantages, chosen, weights[places], entropy_weights[places], device)
+    def assemble(rows: Sequence[int]) -> Microbatch:
+        return _assemble(rollout, advantages, [indices[row] for row in rows], weights[rows], entropy_weights[rows], device)
 
-    parts = [assemble(places) for places in cuts]
-    if level:
-        shortest = min(range(len(indices)), key=lambda place: len(completions[place].token_ids))
-        missing = max(processes.everyone(len(parts))) - len(parts)
-        parts += [replace(assemble([shortest]), idle=True)] * missing
-    return parts
-
-
-def _by_count(live: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [live[start : start + size] for start in range(0, len(live), size)]
+    microbatches = [assemble(rows) for rows in _split(live, [_size(rollout, index) for index in indices], stage)]
+    if same_count:
+        shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))
+        missing = max(ranks.gather(len(microbatches))) - len(microbatches)
+        microbatches += [replace(assemble([shortest]), idle=True)] * missing
+    return microbatches
 
 
-def _size(rollout: Rollout, index: int) -> tuple[int, int, int]:
-    """(prompt's number, its tokens, completion's tokens)."""
+def _split(live: Sequence[int], sizes: Sequence[_Size], stage: StageConfig) -> list[Sequence[int]]:
+    if stage.max_tokens_per_microbatch is not None:
+        return _by_tokens(live, sizes, stage.max_tokens_per_microbatch)
+    step = stage.per_device_train_batch_size
+    return [live[start : start + step] for start in range(0, len(live), step)]
+
+
+def _size(rollout: Rollout, index: int) -> _Size:
     prompt = index // rollout.group_size
-    return prompt, len(rollout.prompts[prompt]), len(rollout.completions[index].token_ids)
+    return _Size(prompt, len(rollout.prompts[prompt]), len(rollout.completions[index].token_ids))
 
 
-def _by_tokens(live: Sequence[int], sizes: Sequence[tuple[int, int, int]], budget: int) -> list[Sequence[int]]:
-    """Passes of at most `budget` padded tokens, in the order that pads less: by length, or by group and then length.
+def _by_tokens(live: Sequence[int], sizes: Sequence[_Size], budget: int) -> list[Sequence[int]]:
+    """Microbatches of at most `budget` padded tokens, in the order that pads less: by length, or by group and then length.
 
-    A group's prompt counts once in a pass. A completion that is longer than the budget has a pass of its own.
+    The prompt of a group counts once in a microbatch. A completion longer than the budget has a microbatch of its own.
     """
     longest: dict[int, int] = {}
-    for place in live:
-        prompt, _, tokens = sizes[place]
-        longest[prompt] = max(longest.get(prompt, 0), tokens)
-    by_length = sorted(live, key=lambda place: (sizes[place][2], place))
-    by_group = sorted(live, key=lambda place: (longest[sizes[place][0]], sizes[place][0], sizes[place][2], place))
-    cuts = [_cut(order, sizes, budget) for order in (by_group, by_length)]
-    return min(cuts, key=lambda passes: sum(_padded_tokens(places, sizes) for places in passes))
+    for row in live:
+        longest[sizes[row].prompt] = max(longest.get(sizes[row].prompt, 0), sizes[row].tokens)
+    # By length pads the completions least, but spreads a group over several microbatches, each of which encodes its prompt again.
+    by_length = sorted(live, key=lambda row: (sizes[row].tokens, row))
+    by_group = sorted(live, key=lambda row: (longest[sizes[row].prompt], sizes[row].prompt, sizes[row].tokens, row))
+    splits = [_fill(order, sizes, budget) for order in (by_group, by_length)]
+    return min(splits, key=lambda split: sum(_padded_tokens(rows, sizes) for rows in split))
 
 
-def _cut(order: Sequence[int], sizes: Sequence[tuple[int, int, int]], budget: int) -> list[Sequence[int]]:
-    passes: list[list[int]] = []
-    for place in order:
-        if passes and _padded_tokens([*passes[-1], place], sizes) <= budget:
-            passes[-1].append(place)
+def _fill(order: Sequence[int], sizes: Sequence[_Size], budget: int) -> list[Sequence[int]]:
+    """Fill one microbatch after the other, in this order."""
+    filled: list[list[int]] = []
+    for row in order:
+        if filled and _padded_tokens([*filled[-1], row], sizes) <= budget:
+            filled[-1].append(row)
         else:
-            passes.append([place])
-    return list(passes)
+            filled.append([row])
+    return list(filled)
 
 
-def _padded_tokens(places: Sequence[int], sizes: Sequence[tuple[int, int, int]]) -> int:
-    chosen = [sizes[place] for place in places]
-    prompts = {prompt: tokens for prompt, tokens, _ in chosen}
-    return len(prompts) * max(prompts.values()) + len(chosen) * max(tokens for _, _, tokens in chosen)
+def _padded_tokens(rows: Sequence[int], sizes: Sequence[_Size]) -> int:
+    """Elements of the padded tensors: each different prompt once, every completion, both padded to their longest."""
+    prompts = {sizes[row].prompt: sizes[row].prompt_tokens for row in rows}
+    return len(prompts) * max(prompts.values()) + len(rows) * max(sizes[row].tokens for row in rows)
 
 
 def _assemble(
@@ -132,24 +150,22 @@ def _assemble(
     tokens = token_batch(
         rollout.prompts,
         [completion.token_ids for completion in completions],
-        [rollout.prompt_of[i] for i in indices],
+        [rollout.prompt_of[index] for index in indices],
         device=device,
     )
+    # L tokens, the longest completion of the update, are narrowed to T, the longest of this microbatch: padding is on the right.
     width = tokens.completion_ids.shape[1]
     return Microbatch(
         indices=indices,
         tokens=tokens,
         weights=weights[:, :width].to(device),
-        advantages=_fitted(advantages.values[indices], width).to(device),
+        advantages=advantages.values[indices, :width].to(device),  # [N, 1] stays [N, 1]
         entropy_weights=entropy_weights[:, :width].to(device),
         sampler_logps=_padded([completion.logprobs for completion in completions], tokens.completion_mask),
     )
 
 
-def _fitted(values: Float[Tensor, "N _"], width: int) -> Float[Tensor, "N _"]:
-    return values if values.shape[1] == 1 else values[:, :width]
-
-
 def _padded(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    # The mask is filled row by row, so one flat list of all values lands where it belongs: one copy to the device, no loop.
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)

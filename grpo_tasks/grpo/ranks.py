@@ -1,7 +1,7 @@
-"""The processes that train one stage together; with one process everything here is the identity.
+"""The ranks of a stage: the processes that train it together. With one process everything here is the identity.
 
-Every process samples and scores its share of a rollout's groups, then all of them know the whole rollout; every process
-computes the gradient of its share of the completions, then all of them hold the sum. Weights and optimizer are alike everywhere.
+Each rank samples and scores its share of a rollout's groups; then all ranks know the complete rollout. Each rank computes the
+gradient of its share of the completions; then all ranks hold the sum. Weights and optimizer are equal on all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,52 +20,52 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
-    """This process among its like."""
+class Ranks:
+    """This rank and the others."""
 
     accelerator: Accelerator
 
     @classmethod
-    def of(cls, spec: StageSpec, device: torch.device) -> "Processes":
-        """Those that were started for the stage (torchrun's environment variables); else this one alone."""
+    def of(cls, spec: StageSpec, device: torch.device) -> "Ranks":
+        """The ranks that were started for the stage (torchrun's environment variables), or this process alone."""
         # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
         half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
         precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
-        # NCCL's own limit of 10 minutes is shorter than many a round of sampling.
+        # A round of sampling often takes longer than NCCL's own limit of 10 minutes.
         limit = InitProcessGroupKwargs(timeout=timedelta(minutes=spec.resources.distributed_timeout_minutes))
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[limit])
         if spec.model.lora is not None and spec.model.dtype == "float16":
-            # The adapter is float32, but its gradient comes through activations in float16, whose smallest number is 6e-8: of an
-            # update of 262,144 tokens half of the gradient became 0.
+            # The adapter is float32, but its gradient passes through activations in float16, whose smallest number is 6e-8: in an
+            # update of 262,144 tokens half of the gradient became 0. The scaler multiplies the loss to prevent that.
             accelerator.scaler = torch.amp.GradScaler(device.type)
         return cls(accelerator)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.accelerator.num_processes
 
     @property
     def rank(self) -> int:
-        """Number of this one; 0 writes the files."""
+        """Number of this rank, from 0."""
         return self.accelerator.process_index
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """True on the one rank that writes files."""
         return self.accelerator.is_main_process
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's part of what all of them have to do; parts differ by one at most."""
+        """The items that this rank works on; shares differ by one item at most."""
         return items[len(items) * self.rank // self.count : len(items) * (self.rank + 1) // self.count]
 
-    def everyone(self, mine: Item) -> list[Item]:
-        """What each process has, in order of their ranks."""
+    def gather(self, mine: Item) -> list[Item]:
+        """The item of every rank, in the order of the ranks; all ranks have to call it."""
         found: list[Item] = gather_object([mine])
         return found
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by its sum over the processes, in one message for all of a kind."""
+    def sum_in_place(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, with one message for each dtype."""
         if self.count == 1:
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -78,5 +78,5 @@ class Processes:
                 tensor.copy_(summed.view_as(tensor))
 
     def wait(self) -> None:
-        """Until all processes have come this far."""
+        """Wait until all ranks have called this."""
         self.accelerator.wait_for_everyone()

@@ -1,6 +1,6 @@
-"""One round: completions of new prompts, sampled, scored, and turned into advantages.
+"""One round: new prompts, completions sampled from the policy, scored, and turned into advantages.
 
-sample -> score -> (all processes) -> advantages -> refill dead groups, if asked -> Round
+prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.groups import ScoredRollout, join, sample_groups, score_groups, take_groups
-from grpo_tasks.grpo.ranks import Processes
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.suite import RewardSuite
@@ -25,19 +25,30 @@ from grpo_tasks.stage.stage_dir import StageSpec
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A scored rollout with its advantages."""
+    """A scored rollout with its advantages; one update trains on it, or several."""
 
     scored: ScoredRollout
     advantages: Advantages
     dropped: int
-    """Groups that were sampled and left out, because a refill found better ones or was itself dead."""
+    """Groups that were sampled and not used, because a replacement was better or was itself dead."""
     tokens: int
-    """Tokens of all prompts and completions sampled, those of dropped groups included."""
+    """Tokens of all prompts and completions sampled, including those of dropped groups."""
+
+    def with_live_groups_of(self, fresh: "Round") -> ScoredRollout:
+        """The rollout with its dead groups replaced by live groups of `fresh`, as far as there are any."""
+        dead = self.advantages.dead
+        num = len(dead)
+        # In the joined rollout the fresh groups follow the old ones: fresh group i has the index num + i.
+        alive = (~fresh.advantages.dead).nonzero().flatten() + num
+        replaced = dead.nonzero().flatten()[: len(alive)]
+        chosen = torch.arange(num)  # [P]: the group at each position of the rollout
+        chosen[replaced] = alive[: len(replaced)]
+        return take_groups(join([self.scored, fresh.scored]), chosen.tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Collects rounds; what a round holds depends on its number and the policy's weights alone."""
+    """Collects rounds. What a round contains depends only on its number and on the weights of the policy."""
 
     engine: RolloutEngine
     suite: RewardSuite
@@ -46,98 +57,111 @@ class Collector:
     schedule: PromptSchedule
     spec: StageSpec
     seed: int
-    processes: Processes
+    ranks: Ranks
 
     def collect(self, number: int, *, step: int) -> Round:
-        """The round of that number, counted from 0, for the updates that begin with `step`."""
+        """Round `number`, counted from 0, for the updates from `step` on, sampled from the present weights."""
         self.engine.sync()
         return self.sample(number, step=step)
 
     def sample(self, number: int, *, step: int) -> Round:
-        """The same from the weights that the engine has already."""
-        stage = self.spec.stage
-        rows = [self.rows[place] for place in self.schedule.prompts_of(number)]
-        scored = self._sample(rows, completion_seed(self.seed, "rollout", number), step)
-        gained = advantages(rewards_of(scored), stage)
-        groups, tokens = len(gained.dead), scored.rollout.num_tokens
-        for refill in range(1, stage.max_refills + 1):
-            wanted = int(gained.dead.sum())
-            if wanted == 0:
+        """Round `number` from the weights that the engine has already."""
+        current = self._round(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
+        for refill in range(1, self.spec.stage.max_refills + 1):
+            dead = current.advantages.dead
+            if not dead.any():
                 break
-            seed = completion_seed(self.seed, "refill", refill, number)
-            places = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
-            fresh = self._sample([self.rows[place] for place in places], seed, step)
-            alive = (~advantages(rewards_of(fresh), stage).dead).nonzero().flatten() + len(gained.dead)
-            replaced = gained.dead.nonzero().flatten()[: len(alive)]
-            chosen = torch.arange(len(gained.dead))
-            chosen[replaced] = alive[: len(replaced)]
-            groups, tokens = groups + wanted, tokens + fresh.rollout.num_tokens
-            scored = take_groups(join([scored, fresh]), chosen.tolist())
-            gained = advantages(rewards_of(scored), stage)
+            current = self._refilled(current, int(dead.sum()), completion_seed(self.seed, "refill", refill, number), step)
         self.engine.rest()
-        self.suite.adapt(scored.scores)
-        return Round(scored, gained, dropped=groups - len(gained.dead), tokens=tokens)
+        # Adaptive weights move once per round, after all of its groups were scored with the same weights.
+        self.suite.adapt(current.scored.scores)
+        return current
 
-    def look(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
-        """One completion for each of these rows by the policy as it is now; the draws are the same every time."""
+    def evaluate_held_out(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
+        """One completion for each of these rows, sampled from the present weights with the same random numbers every time."""
         self.engine.sync()
-        scored = self._sample(rows, completion_seed(self.seed, "look"), step, size=1)
+        # The word in the seed decides the draws: another one would change the figures of every stage.
+        scored = self._score(rows, completion_seed(self.seed, "look"), step, group_size=1)
         self.engine.rest()
         return scored
 
-    def _sample(self, rows: Sequence[PromptRow], seed: int, step: int, size: int | None = None) -> ScoredRollout:
-        """Groups of completions of these rows, every process its share of them."""
-        mine = self.processes.share(range(len(rows)))
-        size = size or self.spec.stage.num_generations
-        share = self._sample_share([rows[at] for at in mine], mine, seed, step, size) if mine else None
-        return join([part for part in self.processes.everyone(share) if part is not None])
+    def _round(self, numbers: Sequence[int], seed: int, step: int) -> Round:
+        """Rollout, score and advantages of the training rows with these numbers."""
+        scored = self._score([self.rows[number] for number in numbers], seed, step, self.spec.stage.num_generations)
+        return Round(scored, advantages(rewards_of(scored), self.spec.stage), 0, scored.rollout.num_tokens)
 
-    def _sample_share(self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, size: int) -> ScoredRollout:
+    def _refilled(self, current: Round, wanted: int, seed: int, step: int) -> Round:
+        """Dynamic sampling (arXiv:2503.14476, 3.2): dead groups replaced by groups of further prompts."""
+        numbers = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
+        fresh = self._round(numbers, seed, step)
+        scored = current.with_live_groups_of(fresh)
+        # Advantages anew: with `scale_rewards: batch` the deviation is that of the groups that are trained on.
+        gained = advantages(rewards_of(scored), self.spec.stage)
+        return Round(scored, gained, current.dropped + wanted, current.tokens + fresh.tokens)
+
+    def _score(self, rows: Sequence[PromptRow], seed: int, step: int, group_size: int) -> ScoredRollout:
+        """Scored groups of completions of these rows: each rank samples its share, then all ranks know all of them."""
+        numbers = self.ranks.share(range(len(rows)))
+        share = self._score_share([rows[number] for number in numbers], numbers, seed, step, group_size) if numbers else None
+        return join([scored for scored in self.ranks.gather(share) if scored is not None])
+
+    def _score_share(
+        self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, group_size: int
+    ) -> ScoredRollout:
         prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
         sampling = Sampling.of(self.spec.rollout)
-        rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=size, seed=seed)
+        rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
         return score_groups(self.suite, rollout, step=step)
 
 
-class OneAhead:
-    """Rounds in their order, each sampled while the policy trains on the one before, so from weights that are one round older."""
+class Rounds:
+    """Rounds in their order, each sampled when it is needed; or, with `ahead`, while the policy trains on the round before.
 
-    def __init__(self, collector: Collector) -> None:
+    A round sampled ahead comes from weights that are one round older, which `importance_sampling_correction` corrects.
+    """
+
+    def __init__(self, collector: Collector, *, ahead: bool) -> None:
+        self.ahead = ahead
         self._collector = collector
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._next: Future[Round] | None = None
 
     def take(self, number: int, *, step: int, next_step: int | None) -> Round:
-        """The round of that number; then the next one, whose updates begin with `next_step`, is begun, unless that is None."""
+        """Round `number` for the updates from `step` on; starts sampling the next one, for the updates from `next_step` on.
+
+        `next_step` is None where the next round must not be started yet.
+        """
         current = self._collector.collect(number, step=step) if self._next is None else self._next.result()
         self._next = None
-        if next_step is not None:
-            # Here and not in the thread: the weights must not change while they are written down.
+        if self.ahead and next_step is not None:
+            # In this thread: the weights must not change while they are handed over.
             self._collector.engine.sync()
             self._next = self._pool.submit(self._collector.sample, number + 1, step=next_step)
         return current
 
     def drop(self) -> None:
-        """Leave out a round that was sampled from weights that are gone."""
+        """Discard a round that was sampled from weights that were rolled back."""
         if self._next is not None:
             self._next.result()
         self._next = None
 
     def close(self) -> None:
-        """Wait for a round that nobody trains on, while what it is sampled with still lives."""
+        """Wait for a round that is still being sampled, as long as its engine and its reward functions are there."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:
-    """Scores as tensors; where one function scored token by token, the others count alike at every token of a completion."""
+    """Scores as tensors [N, F]; with per-token scores also [N, T, F]."""
     scores = scored.scores
     raw, weights = torch.from_numpy(scores.raw).float(), torch.from_numpy(scores.weights).float()
     if not scores.tokens:
         return Rewards(raw, weights)
     completions = scored.rollout.completions
+    # A function that scored the completion counts with that score at each of its tokens: [F] -> [T, F].
     rows = [np.tile(row, (len(completion.token_ids), 1)) for row, completion in zip(scores.raw, completions, strict=True)]
     for function, given in scores.tokens.items():
         for index, values in given.items():
             rows[index][:, function] = values
+    # NaN on padding: it counts in no mean and gets the advantage 0.
     padded = pad_sequence([torch.from_numpy(row).float() for row in rows], batch_first=True, padding_value=torch.nan)
     return Rewards(raw, weights, padded)

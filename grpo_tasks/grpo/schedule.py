@@ -1,6 +1,6 @@
-"""Which prompts an update uses, how many updates there are, and the optimizer with its learning rate.
+"""Which prompts a rollout uses, how many updates a stage has, and the optimizer with its learning rate.
 
-The order of prompts is a pure function of (seed, stage, epoch), so a resumed stage needs no sampler state.
+The order of the prompts is a pure function of (seed, stage, epoch), so a resumed stage needs no sampler state.
 """
 
 import math
@@ -20,7 +20,7 @@ from schemas.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PromptSchedule:
-    """Prompts in a new order each epoch, cut into rollouts of equal size; a rollout may span two epochs."""
+    """Prompts in a new order each epoch, split into rollouts of equal size; a rollout may span two epochs."""
 
     num_prompts: int
     per_rollout: int
@@ -28,17 +28,17 @@ class PromptSchedule:
 
     def prompts_of(self, rollout: int) -> list[int]:
         """Row numbers of the prompts of one rollout (counted from 0)."""
-        places = range(rollout * self.per_rollout, (rollout + 1) * self.per_rollout)
-        orders = {place // self.num_prompts: None for place in places}
-        shuffled = {epoch: self._order(epoch) for epoch in orders}
-        return [int(shuffled[place // self.num_prompts][place % self.num_prompts]) for place in places]
+        # Positions in the endless sequence of all epochs.
+        positions = range(rollout * self.per_rollout, (rollout + 1) * self.per_rollout)
+        orders = {epoch: self._order(epoch) for epoch in {position // self.num_prompts for position in positions}}
+        return [int(orders[position // self.num_prompts][position % self.num_prompts]) for position in positions]
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng(completion_seed(self.seed, "epoch", epoch)).permutation(self.num_prompts)
 
 
 def num_updates(stage: StageConfig, num_prompts: int) -> int:
-    """Updates of a stage: max_steps, or as many whole rollouts as cover num_train_epochs."""
+    """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
     if stage.max_steps is not None:
         return stage.max_steps
     rollouts = math.ceil(stage.num_train_epochs * num_prompts / prompts_per_rollout(stage))
@@ -46,7 +46,7 @@ def num_updates(stage: StageConfig, num_prompts: int) -> int:
 
 
 def prompts_per_rollout(stage: StageConfig) -> int:
-    """Prompts sampled at once: those of all the updates that one rollout feeds."""
+    """Prompts of a rollout: those of all the updates that train on it."""
     rounds = (stage.steps_per_generation or stage.gradient_accumulation_steps) // stage.gradient_accumulation_steps
     return rounds * stage.completions_per_update // stage.num_generations
 
@@ -78,6 +78,6 @@ def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter])
 
 
 def make_scheduler(stage: StageConfig, optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
-    """Learning rate over the stage's updates, as transformers' Trainer would set it."""
+    """The learning rate over the updates of a stage, as transformers' Trainer sets it."""
     warmup = stage.warmup_steps or math.ceil(stage.warmup_ratio * updates)
     return get_scheduler(stage.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=updates)

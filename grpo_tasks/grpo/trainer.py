@@ -1,8 +1,9 @@
-"""One stage from its first update (or last checkpoint) to its result.
+"""One stage, from its first update (or its last checkpoint) to its result.
 
-train():  round (sample, score, advantages) -> microbatches -> update -> journal -> checkpoint
+    rollout -> score -> advantages -> microbatches -> update -> journal -> verdict -> checkpoint
 
-Of several processes, the first writes the files.
+Trainer.train is that loop. What each word means is in a module of its own: rounds (the first three), microbatches, learner
+(update), measure (journal), stage/watch (verdict), stage/save_restore (checkpoint).
 """
 
 import time
@@ -10,220 +11,164 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
-from grpo_tasks.grpo.device_meter import DeviceMeter
+from grpo_tasks.grpo.launch import rollout_engine
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
-from grpo_tasks.grpo.microbatches import Microbatch, microbatches
-from grpo_tasks.grpo.ranks import Processes
-from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
+from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, rollout_metrics
+from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
+from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import Collector, Round, Rounds
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
-from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
-from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import VllmServer, hands_over_weights
-from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, roll_back, save_checkpoint
-from grpo_tasks.stage.finish import (
-    Ending,
-    best_step,
-    finished,
-    on_plateau,
-    save_best,
-    save_final,
-    take_best,
-    target_reached,
-    write_completions,
-)
-from grpo_tasks.stage.guards import WINDOW, Firing, Guards, kl_guard_off
+from grpo_tasks.rollout.engine import completion_seed
+from grpo_tasks.rollout.vllm_server import VllmServer
+from grpo_tasks.stage.checkpoint import TrainingState
+from grpo_tasks.stage.finish import Ending, best_step, finished, restore_best, save_best, save_final, write_completions
+from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
+from grpo_tasks.stage.save_restore import Checkpoints, Counters
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.errors import NotFiniteError, TrainingError
+from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
+from schemas.errors import NotFiniteError
 from schemas.results import StageResult
-
-SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """A round cut into updates, with the log-probabilities its first policy gave it (None: one update per round)."""
+class Batch:
+    """A round, split into the updates that train on it."""
 
     round: Round
     updates: list[list[Microbatch]]
+    """The microbatches of each update; every iteration over the round goes through them again."""
     old_logps: list[list[torch.Tensor]] | None
+    """For each microbatch the log-probabilities under the policy that sampled; None when the round feeds one update only."""
 
 
 class Trainer:
     """Trains the stage of a stage directory."""
 
     def __init__(self, directory: StageDir, suite: RewardSuite, servers: Sequence[VllmServer] = ()) -> None:
-        self.dir, self.suite = directory, suite
-        self.spec = StageSpec.load(directory.spec)
-        self.stage = self.spec.stage
-        self.device = pick_device(self.spec.resources)
-        self.processes = Processes.of(self.spec, self.device)
-        self.device = self.processes.accelerator.device
-        self.seed = completion_seed(self.spec.seed, self.stage.name)
+        self.dir, self.suite, self.spec = directory, suite, StageSpec.load(directory.spec)
+        spec, stage = self.spec, self.spec.stage
+        self.stage = stage
+        self.ranks = Ranks.of(spec, pick_device(spec.resources))
+        self.device, writes = self.ranks.accelerator.device, self.ranks.writes
+        self.seed = completion_seed(spec.seed, stage.name)
         torch.manual_seed(self.seed)
-        self.rows: list[PromptRow] = read_prompts(self.spec.train)
-        self.held_out = self._held_out()
-        self.tokenizer = load_tokenizer(self.spec.start)
-        self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(self.stage), self.seed)
-        self.updates = suite.worker.max_steps = num_updates(self.stage, len(self.rows))
-        model = trainable_policy(self.spec.start, self.spec.model, device=self.device, seed=self.seed)
-        temperature = self.spec.rollout.temperature
-        resources = self.spec.resources
-        self.sharded = resources.fsdp and self.processes.count > 1
-        self.learner = Learner(
-            model,
-            self.stage,
-            self.spec.model,
-            self.spec.start,
-            temperature,
-            self.updates,
-            self.processes,
-            share_prompts=resources.share_prompts,
-            sharded=self.sharded,
-            compiled=resources.compile,
+        self.rows: list[PromptRow] = read_prompts(spec.train)
+        self.held_out = _held_out_rows(spec)
+        self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(stage), self.seed)
+        self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
+        self.tokenizer = load_tokenizer(spec.start)
+        model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed)
+        policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
+        self.learner = Learner(policies, stage, self.ranks, self.updates)
+        self.journal = Journal(directory.journal, writes=writes)
+        self.events = Events(directory.events, writes=writes)
+        self.guards = Guards(stage.guards, kl_every=self._kl_every)
+        self.counters, self.meter = Counters(), GpuMeter(self.device)
+        state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
+        self.checkpoints = Checkpoints(
+            directory, state, self.counters, self.guards, suite, self.events, stage.save_total_limit, writes
         )
-        self.state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
-        self.journal = Journal(self.dir.journal, writes=self.processes.writes)
-        self.events = Events(self.dir.events, writes=self.processes.writes)
-        self.meter = DeviceMeter(self.device)
-        self.guards = Guards(self.stage.guards, kl_every=self._kl_every)
-        self.step, self.tokens, self.resumed, self.seconds = 0, 0, 0, 0.0
-        self._resume()
-        engine = self._engine(model, servers)
-        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
-        self.ahead = OneAhead(self.collector) if servers and self.spec.rollout.vllm.overlap else None
+        self.checkpoints.restore()
+        # After the restore: an engine may copy the weights.
+        engine = rollout_engine(spec, directory, model, self.tokenizer, servers, device=self.device)
+        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, self.ranks)
+        self.rounds = Rounds(self.collector, ahead=bool(servers) and spec.rollout.vllm.overlap)
 
-    def _engine(self, model: PreTrainedModel, servers: Sequence[VllmServer]) -> RolloutEngine:
-        if servers:
-            config, cuda = self.spec.rollout.vllm, self.device.type == "cuda"
-            return VllmEngine(
-                model,
-                self.tokenizer,
-                config.model_copy(update={"sleep": config.sleep and cuda}),
-                servers,
-                weights=self.dir.root / "served",
-                dtype=self.spec.model.dtype,
-                merged=hands_over_weights(config, self.spec.model, cuda=cuda),
-            )
-        resources = self.spec.resources
-        return LocalEngine(
-            model,
-            self.tokenizer,
-            share_prompts=resources.share_prompts,
-            fold_adapter=resources.fold_adapter,
-            fuse_kernels=resources.fuse_kernels,
-        )
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return self.counters.step
 
     def train(self) -> StageResult:
-        """Run all updates that are left."""
+        """Run the updates that are left: GRPO as in arXiv:2402.03300, algorithm 1.
+
+        Raises:
+            TrainingError: a guard or the time limit stops the stage, or the completions come from another policy.
+        """
+        watch = self._begin()
+        began = time.perf_counter() - self.counters.seconds
+        # A stage killed between its last update and its result is complete already.
+        verdict: Verdict = watch.goal(self.step)
         try:
-            stopped = self._updates()
+            while not isinstance(verdict, Stop | Fail):
+                at = time.perf_counter()
+                if self.step % self.stage.updates_per_rollout == 0:
+                    batch = self._microbatches(self._collect())  # rollout, score, advantages; then microbatches
+                metrics, fault = self._update(batch)
+                self.counters.step += 1
+                self._evaluate_held_out(metrics)
+                self.counters.seconds = time.perf_counter() - began
+                self._record(batch.round, metrics, seconds=time.perf_counter() - at)  # journal
+                self._keep_best(watch)
+                verdict = self._judge(watch, fault)
+                if not isinstance(verdict, Stop | Fail) and self._checkpoint_due(self.step):
+                    self.checkpoints.save()
         finally:
-            if self.ahead is not None:
-                self.ahead.close()
-        self._save()
-        self.collector.engine.close()
-        return self._finish(stopped)
+            self.rounds.close()
+        return self._finish(verdict)
 
-    def _updates(self) -> str:
-        """Until the last update, or one that reaches the target; says which."""
-        opened = time.perf_counter()
-        began = opened - self.seconds
+    def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:
-            self._save()
-        blind = kl_guard_off(self.stage, measurable=self.learner.measures_kl)
-        if blind is not None:
-            self.events.tell(0, "guard_off", blind)
-        while self.step < self.updates:
-            at = time.perf_counter()
-            if self.step % self.stage.updates_per_rollout == 0:
-                current = self._cut(self._collect(self.step // self.stage.updates_per_rollout))
-            try:
-                metrics, fault = self._update(current), None
-            except NotFiniteError as error:
-                metrics, fault = {}, error
-            self.step += 1
-            looks = self._look_due(self.step)
-            if looks:
-                metrics |= self._look()
-            self.seconds = time.perf_counter() - began
-            self._record(current.round, metrics, seconds=time.perf_counter() - at)
-            if looks and best_step(self.journal, self.step) == self.step:
-                save_best(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
-            self._guard(fault)
-            if target_reached(self.spec, self.journal, self.step):
-                return "target"
-            if looks and on_plateau(self.spec, self.journal, self.step):
-                return "plateau"
-            due = self._checkpoint_due(self.step)
-            late = self._late(time.perf_counter() - opened) and (due or self._between_rounds())
-            if due or late:
-                self._save()
-            if late and self.step < self.updates:
-                raise TrainingError(
-                    f"stopped at update {self.step} of {self.updates}, after resources.max_hours "
-                    f"{self.spec.resources.max_hours:g}; a checkpoint is written",
-                    place=f"stage {self.stage.name}",
-                    fix="start the same command again: the stage goes on from there",
-                )
-        return "max_steps"
+            # The first trouble may come before the first checkpoint is due.
+            self.checkpoints.save()
+        off = kl_guard_off(self.stage, measurable=self.learner.policies.measures_kl)
+        if off is not None:
+            self.events.report(0, "guard_off", off)
+        return Watch(
+            self.spec, self.updates, self.journal, self.events, self.guards, agree=lambda late: self.ranks.gather(late)[0]
+        )
 
-    def _late(self, seconds: float) -> bool:
-        limit = self.spec.resources.max_hours
-        # The first process's clock counts: the others have to stop at the same update.
-        return limit is not None and self.processes.everyone(seconds > limit * SECONDS_PER_HOUR)[0]
-
-    def _between_rounds(self) -> bool:
-        """Whether nothing is sampled that a checkpoint would have to hold."""
-        return self.ahead is None and self.step % self.stage.updates_per_rollout == 0
-
-    def _collect(self, number: int) -> Round:
-        if self.ahead is None:
-            current = self.collector.collect(number, step=self.step + 1)
-        else:
-            after = self.step + self.stage.updates_per_rollout
-            # What a checkpoint is written without, a stage taken up from it could not know.
-            last = after >= self.updates or self._checkpoint_due(after) or self._look_due(after)
-            current = self.ahead.take(number, step=self.step + 1, next_step=None if last else after + 1)
-        self.tokens += current.tokens
+    def _collect(self) -> Round:
+        """The next round: rollout, score, advantages (rounds.py)."""
+        after = self.step + self.stage.updates_per_rollout
+        # Checkpoints do not include a round in flight; it is sampled again after a resume, from newer weights. So none is started
+        # where the next checkpoint is due. A held-out evaluation needs the engine for itself.
+        alone = after >= self.updates or self._checkpoint_due(after) or self._evaluation_due(after)
+        number = self.step // self.stage.updates_per_rollout
+        current = self.rounds.take(number, step=self.step + 1, next_step=None if alone else after + 1)
+        self.counters.tokens += current.tokens
         for note in current.scored.scores.notes:
-            self.events.tell(self.step + 1, "reward_error", str(note))
+            self.events.report(self.step + 1, "reward_error", str(note))
         return current
 
-    def _cut(self, current: Round) -> _Cut:
-        """Into the updates it feeds; more than one need the log-probabilities of now."""
+    def _microbatches(self, current: Round) -> Batch:
+        """Split a round into updates, and those into microbatches; several updates need the log-probabilities of now."""
         rollout, size = current.scored.rollout, self.stage.completions_per_update
         updates = [
-            microbatches(
+            make_microbatches(
                 rollout,
                 current.advantages,
                 range(start, start + size),
                 self.stage,
                 max_completion_length=self.spec.rollout.max_completion_length,
                 device=self.device,
-                processes=self.processes,
-                level=self.sharded,
+                ranks=self.ranks,
+                same_count=self.learner.policies.sharded,
             )
             for start in range(0, len(rollout.completions), size)
         ]
-        on_policy = self.stage.updates_per_rollout == 1
-        self._reseed("score")
-        old = None if on_policy else [[self.learner.score(part) for part in parts] for parts in updates]
-        return _Cut(current, updates, old)
+        self._seed_dropout("score")
+        if self.stage.updates_per_rollout == 1:
+            return Batch(current, updates, None)
+        old = [[self.learner.old_logps(microbatch) for microbatch in microbatches] for microbatches in updates]
+        return Batch(current, updates, old)
 
-    def _update(self, current: _Cut) -> dict[str, float]:
-        share = self.step % self.stage.updates_per_rollout % len(current.updates)
-        old = current.old_logps[share] if current.old_logps is not None else None
-        self._reseed("update")
-        return self.learner.update(current.updates[share], old, measure_kl=self._kl_due()).means()
+    def _update(self, batch: Batch) -> tuple[dict[str, float], NotFiniteError | None]:
+        """One optimizer step: its figures, or the fault because of which no weight was moved."""
+        index = self.step % self.stage.updates_per_rollout % len(batch.updates)
+        old = batch.old_logps[index] if batch.old_logps is not None else None
+        self._seed_dropout("update")
+        try:
+            return self.learner.update(batch.updates[index], old, measure_kl=self._kl_due()).means(), None
+        except NotFiniteError as fault:
+            return {}, fault
 
     @property
     def _kl_every(self) -> int:
@@ -232,126 +177,96 @@ class Trainer:
 
     def _kl_due(self) -> bool:
         """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
-        if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.measures_kl:
+        if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.policies.measures_kl:
             return False
         return not self.journal.window("kl", last=self.step, size=self._kl_every - 1)
 
-    def _reseed(self, purpose: str) -> None:
-        """Dropout draws differently on every process, and the same again after a resume."""
-        torch.manual_seed(completion_seed(self.seed, purpose, self.step, self.processes.rank))
+    def _seed_dropout(self, purpose: str) -> None:
+        """Dropout draws differently on every rank, and the same again after a resume."""
+        torch.manual_seed(completion_seed(self.seed, purpose, self.step, self.ranks.rank))
+
+    def _evaluate_held_out(self, metrics: dict[str, float]) -> None:
+        """Add the rewards of the present policy on held-out prompts, where they are due."""
+        if self._evaluation_due(self.step):
+            scored = self.collector.evaluate_held_out(self.held_out, step=self.step)
+            metrics |= held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
 
     def _record(self, current: Round, metrics: dict[str, float], *, seconds: float) -> None:
+        """Append the update to the journal, and write its completions where they are due."""
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
         metrics |= rollout_metrics(current.scored, current.advantages)
         if self.stage.max_refills:
             metrics["dynamic_sampling/dropped_groups"] = float(current.dropped)
         metrics |= self.meter.read()
-        metrics["num_tokens"] = float(self.tokens)
+        metrics["num_tokens"] = float(self.counters.tokens)
         metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
         metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
         self.journal.append(self.step, metrics)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
-        if due and self.processes.writes:
+        if due and self.ranks.writes:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
             write_completions(self.dir, self.step, table)
 
-    def _guard(self, fault: NotFiniteError | None) -> None:
-        """Tell what goes wrong, and stop or roll back where that is what the config says.
+    def _keep_best(self, watch: Watch) -> None:
+        if self._evaluation_due(self.step) and watch.is_best(self.step):
+            save_best(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
 
-        Raises:
-            TrainingError: a guard stops the stage.
-        """
-        firings = self.guards.look(self.journal, self.step)
-        if fault is not None:
-            if self.stage.guards.not_finite == "stop":
-                raise fault
-            firings.append(Firing("not_finite", "rollback", fault.message))
-        for firing in firings:
-            self.events.tell(self.step, firing.event, firing.detail)
-        for firing in firings:
-            if firing.action == "stop":
-                raise TrainingError(
-                    f"{firing.event}: {firing.detail}",
-                    place=f"stage {self.stage.name}, update {self.step}",
-                    fix=f"change what the advice says, or stages.N.guards.{firing.event}: warn",
-                )
-        back = [firing.event for firing in firings if firing.action == "rollback"]
-        if back:
-            self._roll_back(", ".join(back))
-
-    def _roll_back(self, why: str) -> None:
-        """Weights and optimizer as they were before the trouble; the updates count on, with new prompts."""
-        guards = self.stage.guards
-        if self.guards.rollbacks == guards.max_rollbacks:
-            raise TrainingError(
-                f"{why}, after {guards.max_rollbacks} roll backs",
-                place=f"stage {self.stage.name}, update {self.step}",
-                fix="lower learning_rate; the events before say what happened",
-            )
-        if self.ahead is not None:
-            self.ahead.drop()
-        good = roll_back(self.dir.checkpoints, self.state, before=self.step - WINDOW, writes=self.processes.writes)
-        self.learner.slow_down(guards.rollback_learning_rate)
-        self.guards.since, self.guards.rollbacks = self.step, self.guards.rollbacks + 1
-        detail = f"to the weights of update {good}, because of {why}; learning rate times {guards.rollback_learning_rate:g}"
-        self.events.tell(self.step, "rolled_back", detail)
+    def _judge(self, watch: Watch, fault: NotFiniteError | None) -> Verdict:
+        """The watch's verdict; a roll back is carried out, after which the stage may still be complete."""
+        resumable = self._checkpoint_due(self.step) or (not self.rounds.ahead and self.step % self.stage.updates_per_rollout == 0)
+        verdict = watch.decide(self.step, fault, resumable=resumable)
+        if not isinstance(verdict, RollBack):
+            return verdict
+        self.rounds.drop()
+        good, factor = self.checkpoints.roll_back(verdict), self.stage.guards.rollback_learning_rate
+        self.learner.slow_down(factor)
+        detail = f"to the weights of update {good}, because of {verdict.why}; learning rate times {factor:g}"
+        self.events.report(self.step, "rolled_back", detail)
+        return watch.ending(self.step, resumable=resumable)
 
     def _checkpoint_due(self, step: int) -> bool:
         return self._due(self.stage.save_steps, step)
 
-    def _look_due(self, step: int) -> bool:
+    def _evaluation_due(self, step: int) -> bool:
         every = self.stage.eval_steps
         return bool(self.held_out) and every is not None and (step == self.updates or self._due(every, step))
 
     def _due(self, every: int, step: int) -> bool:
-        # Only between two rollouts, so that a checkpoint never has to hold half-used completions.
+        # Between two rounds only, so that a checkpoint never has to hold half-used completions.
         per_rollout = self.stage.updates_per_rollout
         return step % (max(1, round(every / per_rollout)) * per_rollout) == 0
 
-    def _held_out(self) -> list[PromptRow]:
-        """Rows to look at, from the other end of the held-out rows than those of the evaluation."""
-        if self.stage.eval_steps is None or self.spec.eval is None:
-            return []
-        return sorted(read_prompts(self.spec.eval), key=lambda row: row.prompt_id)[-self.stage.num_eval_prompts :]
+    def _finish(self, verdict: Verdict) -> StageResult:
+        """Write the last checkpoint, the trained weights and the result.
 
-    def _look(self) -> dict[str, float]:
-        """The policy of now on held-out prompts."""
-        scored = self.collector.look(self.held_out, step=self.step)
-        return held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
-
-    def _save(self) -> None:
-        extra = {
-            "suite": self.suite.state(),
-            "tokens": self.tokens,
-            "resumed": self.resumed,
-            "seconds": self.seconds,
-            "guards": {"since": self.guards.since, "rollbacks": self.guards.rollbacks},
-        }
-        keep, writes = self.stage.save_total_limit, self.processes.writes
-        save_checkpoint(self.dir.checkpoints, self.step, self.state, extra, keep=keep, writes=writes)
-
-    def _resume(self) -> None:
-        found = load_checkpoint(self.dir.checkpoints, self.state)
-        if found is None:
-            return
-        self.step, extra = found
-        self.suite.restore(extra["suite"])
-        self.tokens, self.seconds, self.resumed = extra["tokens"], extra["seconds"], extra["resumed"] + 1
-        self.guards = Guards(self.stage.guards, **extra["guards"], kl_every=self._kl_every)
-        self.events.append(self.step, "resumed", f"from the checkpoint of update {self.step}")
-
-    def _finish(self, stopped: str) -> StageResult:
+        Raises:
+            TrainingError: the stage failed.
+        """
+        if isinstance(verdict, Fail):
+            if verdict.save:
+                self.checkpoints.save()
+            raise verdict.error
+        assert isinstance(verdict, Stop)
+        self.checkpoints.save()
+        self.collector.engine.close()
         best = best_step(self.journal, self.step)
-        # At its target a stage is where it was to come to, looked at or not.
-        if best == self.step or stopped == "target" or not self.stage.load_best_model_at_end:
+        # A stage that reached its target ends where it should, whatever its evaluations say.
+        if best == self.step or verdict.why == "target" or not self.stage.load_best_model_at_end:
             best = None
         if best is None:
-            save_final(self.dir, self.learner.model, self.tokenizer, writes=self.processes.writes)
-        elif self.processes.writes:
-            take_best(self.dir)
-        self.processes.wait()
-        ending = Ending(self.step, stopped, self.resumed, self.seconds, best)
+            save_final(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
+        elif self.ranks.writes:
+            restore_best(self.dir)
+        self.ranks.wait()
+        ending = Ending(self.step, verdict.why, self.counters.resumed, self.counters.seconds, best)
         result = finished(self.dir, self.spec, self.journal, ending)
-        if self.processes.writes:
+        if self.ranks.writes:
             result.save(self.dir.result)
         return result
+
+
+def _held_out_rows(spec: StageSpec) -> list[PromptRow]:
+    """Rows for held-out evaluations while training: the last ones by id, where the evaluation after training takes the first."""
+    if spec.stage.eval_steps is None or spec.eval is None:
+        return []
+    return sorted(read_prompts(spec.eval), key=lambda row: row.prompt_id)[-spec.stage.num_eval_prompts :]

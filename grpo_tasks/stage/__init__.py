@@ -1,4 +1,4 @@
-"""A stage on disk, whichever engine trains it: what to do, the journal, guards, checkpoints, the finished result.
+"""A stage on disk, whichever engine trains it: spec, journal, guards, verdicts, checkpoints, the finished result.
 
-Nothing here knows how a loss is computed, Prefect, or MLflow.
+Nothing here knows how a loss is computed; nothing imports Prefect or MLflow.
 """

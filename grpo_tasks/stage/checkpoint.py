@@ -1,9 +1,10 @@
-"""Checkpoints: all that the next update depends on, written in one move and proved by a manifest of hashes.
+"""One checkpoint on disk: everything the next update depends on, renamed into place when complete, with a manifest of hashes.
 
     checkpoints/step-000050/   weights/ (adapter or model)  optimizer.safetensors  state.json  manifest.json
 
-No state of a random generator: every draw has a seed of its own, made from the run's seed and the number of the update.
-Safetensors and JSON only. A checkpoint that fails its manifest is passed over for the one before.
+It holds no state of a random number generator: every draw has a seed of its own, made from the seed of the run and the number
+of the update. Safetensors and JSON only, never pickle. A checkpoint that does not match its manifest is skipped for the one
+before.
 """
 
 import json
@@ -30,14 +31,14 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The moving parts of a stage."""
+    """Everything in a stage that an update changes."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     scaler: torch.amp.GradScaler | None = None
-    """Of the loss, in float16."""
+    """Scales the loss in float16."""
 
 
 def save_checkpoint(
@@ -45,57 +46,61 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of update `step` under `folder` and delete all but the newest `keep`.
 
-    `extra` is JSON of the caller's own (adaptive weights, counters). The checkpoint appears under its name only when it is whole.
-    Of several processes all call it, because weights may be spread over them, and one writes. What is written is whole: a stage
-    can be taken up by another number of processes.
+    `extra` is JSON of the caller (adaptive weights, counters). The checkpoint gets its name only when it is complete. All ranks
+    call this, because weights may be sharded over them, and one rank writes. Shards are gathered first: a stage can resume with
+    another number of ranks.
     """
     weights = trained_weights(state.model)
     tensors, numbers = _flatten(state.optimizer.state_dict()["state"])
     if not writes:
         return
     target = folder / f"step-{step:06d}"
-    part = folder / f".part-{target.name}"
-    shutil.rmtree(part, ignore_errors=True)
+    unfinished = folder / f".part-{target.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        save_trained(state.model, state.tokenizer, part / "weights", weights)
-        save_file(tensors, part / "optimizer.safetensors")
+        unfinished.mkdir(parents=True)
+        save_trained(state.model, state.tokenizer, unfinished / "weights", weights)
+        save_file(tensors, unfinished / "optimizer.safetensors")
         content = {"step": step, "optimizer": numbers, "scheduler": state.scheduler.state_dict(), "extra": extra}
         if state.scaler is not None:
             content["scaler"] = state.scaler.state_dict()
-        (part / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
-        (part / MANIFEST).write_text(json.dumps(_hashes(part), indent=1), encoding="utf-8")
-        _sync(part)
+        (unfinished / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
+        (unfinished / MANIFEST).write_text(json.dumps(_hashes(unfinished), indent=1), encoding="utf-8")
+        _sync(unfinished)
     except BaseException:
-        # Half a checkpoint on a full disk takes the room that others need.
-        shutil.rmtree(part, ignore_errors=True)
+        # On a full disk an incomplete checkpoint takes the space that others need.
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)
+    unfinished.rename(target)
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> tuple[int, dict[str, Any]] | None:
-    """Put the newest whole checkpoint back into `state`; its step and the caller's `extra`, or None when there is none."""
+    """Load the newest intact checkpoint into `state`; its step and the caller's `extra`, or None when there is none."""
     for checkpoint in _newest_first(folder):
-        if is_whole(checkpoint):
+        if is_intact(checkpoint):
             return _restore(checkpoint, state)
     return None
 
 
-def roll_back(folder: Path, state: TrainingState, *, before: int, writes: bool = True) -> int:
-    """Put weights and optimizer of the newest whole checkpoint up to update `before` back, or of the oldest one; its update.
+def roll_back(folder: Path, state: TrainingState, *, to: int, writes: bool = True) -> int:
+    """Load weights and optimizer of the newest intact checkpoint up to update `to`, or of the oldest one; returns its update.
 
-    Later checkpoints hold the trouble and are deleted, so that nobody goes back to them.
+    Later checkpoints hold the weights that were in trouble. They are deleted, so that nothing resumes from them.
 
     Raises:
-        TrainingError: there is no whole checkpoint.
+        TrainingError: there is no intact checkpoint.
     """
-    whole_ones = [checkpoint for checkpoint in _newest_first(folder) if is_whole(checkpoint)]
-    if not whole_ones:
-        raise TrainingError("there is no whole checkpoint to go back to", place=str(folder), fix="start the stage anew")
-    good = next((checkpoint for checkpoint in whole_ones if _step_of(checkpoint) <= before), whole_ones[-1])
+    intact = [checkpoint for checkpoint in _newest_first(folder) if is_intact(checkpoint)]
+    if not intact:
+        raise TrainingError(
+            "there is no intact checkpoint to roll back to",
+            place=str(folder),
+            fix=f"remove {folder.parent} to train the stage again",
+        )
+    good = next((checkpoint for checkpoint in intact if _step_of(checkpoint) <= to), intact[-1])
     _load_weights(state.model, good / "weights")
     _load_optimizer(good, state)
     for bad in _newest_first(folder) if writes else []:
@@ -104,8 +109,8 @@ def roll_back(folder: Path, state: TrainingState, *, before: int, writes: bool =
     return _step_of(good)
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Whether every file is there and has the hash the manifest says."""
+def is_intact(checkpoint: Path) -> bool:
+    """True when every file is there with the hash in the manifest."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         return manifest == _hashes(checkpoint)
@@ -145,13 +150,13 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
         weights.update(load_file(path))
     present = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else model.state_dict()
     for name, tensor in present.items():
-        # Tied weights are stored once and have two names here.
+        # Tied weights have two names in the model and are stored under one.
         if name in weights:
             tensor.copy_(like(weights[name], tensor))
 
 
 def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and numbers of an optimizer's state by dotted names; 8-bit optimizers nest theirs."""
+    """Tensors and numbers of an optimizer's state by dotted names; 8-bit optimizers have nested dicts."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for key, value in state.items():
@@ -161,7 +166,7 @@ def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.T
             tensors |= deeper_tensors
             numbers |= deeper_numbers
         elif isinstance(value, torch.Tensor):
-            # A copy where two entries share their memory (the tables of 8-bit optimizers), which safetensors refuses.
+            # A copy: safetensors refuses entries that share memory, as the tables of 8-bit optimizers do.
             tensors[name] = whole(value).contiguous().clone()
         else:
             numbers[name] = value
@@ -180,7 +185,7 @@ def _unflatten(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> dic
 
 
 def _no_callables(value: object) -> None:
-    # LambdaLR lists its functions, which are made anew from the config.
+    # LambdaLR lists its functions; a resumed stage builds them from its config.
     assert callable(value), f"not JSON: {value!r}"
 
 

@@ -1,10 +1,11 @@
-"""Guards: what a person would want to be told while a stage trains, and what is done about it.
+"""Guards: what a person would want to know while a stage trains, and what to do about it.
 
-    look(journal, step) -> firings      off | warn | stop | rollback and a threshold, for each (schemas/config.py GuardsConfig)
+    check(journal, step) -> firings     action (off, warn, stop, rollback) and threshold of each: schemas/config/guards.py
 
-What a guard says is a pure function of the journal, so a stage that is taken up again comes to the same decisions. Medians of ten
-updates: the k3 estimate of KL has a heavy tail, one unlikely token lifts a mean. Guards against a fall or a rise compare with the
-stage's first ten updates and stay silent while the reward is rising: a policy that learns gets sure of itself and may get longer.
+A guard is a pure function of the journal, so a resumed stage makes the same decisions. Guards compare medians of ten updates:
+the k3 estimate of the KL has a heavy tail, and one unlikely token lifts a mean. Guards against a fall or a rise compare with
+the first ten updates of the stage. They stay silent while the reward rises: a policy that learns becomes more certain and may
+write more.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,17 @@ from schemas.config.guards import GuardAction, GuardConfig, GuardsConfig
 from schemas.config.stage import StageConfig
 
 WINDOW = 10
-"""Updates a guard looks back over."""
+"""Updates a guard judges."""
 LONG_WINDOW = 50
-"""Updates over which a reward has to have risen."""
+"""Updates within which a reward has to rise: its second half is compared with the first half of the stage's first updates."""
 SILENCE = 50
-"""Updates a guard has to be silent before it is told again."""
+"""Updates without a firing after which a guard reports again."""
 MEASUREMENTS = 3
-"""Fewest measurements that the window of a metric is wide enough for, where not every update has it."""
+"""Measurements that fit in the window of a metric that not every update measures."""
 LEARNT = 0.9
 """Success rate from which a reward function needs no further rise."""
+CHANCE = 2.0
+"""Standard errors by which a difference of means has to exceed 0 to count as more than chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +52,38 @@ class View:
     """Updates between two measurements of the KL."""
 
     def last(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Values of the last `size` updates; none at all while there are fewer."""
-        return self._whole(metric, self.step, size)
+        """Values of the last `size` updates; empty while there are fewer."""
+        return self._complete(metric, self.step, size)
 
     def window(self, metric: str) -> int:
-        """Updates that the latest values of a metric are taken from; more of them where it is measured now and then."""
+        """Updates from which the latest values of a metric are taken; more where only some updates measure it."""
         return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == "kl" else WINDOW
 
     def first(self, metric: str, size: int = WINDOW) -> list[float]:
-        """Those of the first ones, where the last ones do not reach into them."""
-        return self._whole(metric, self.since + size, size) if self.step >= self.since + 2 * size else []
+        """Values of the first `size` updates; empty as long as they overlap with the last ones."""
+        return self._complete(metric, self.since + size, size) if self.step >= self.since + 2 * size else []
 
     def names(self, prefix: str, suffix: str) -> list[str]:
-        """Metrics of the last update that are called so."""
+        """Metrics of the last update with this prefix and suffix."""
         return [name for name in self.journal.steps[self.step] if name.startswith(prefix) and name.endswith(suffix)]
 
     def rising(self) -> bool:
-        """Whether the reward is above that of the first updates by more than chance."""
+        """True when the reward is above that of the first updates by more than chance, or it is too early to tell."""
         early, late = self.first("reward"), self.last("reward")
         if not early:
             return True
-        return fmean(late) - fmean(early) > 2 * _error(early, late)
+        return fmean(late) - fmean(early) > CHANCE * _error(early, late)
 
     def learnt(self) -> bool:
-        """Whether every reward function succeeds nearly always: then groups that tie and a reward that stays are no trouble."""
+        """True when every reward function nearly always succeeds: ties and a constant reward are then no trouble."""
         success = [fmean(values) for name in self.names("rewards/", "/success") if (values := self.last(name))]
         return bool(success) and min(success) >= LEARNT
 
-    def _whole(self, metric: str, last: int, size: int) -> list[float]:
+    def _complete(self, metric: str, last: int, size: int) -> list[float]:
         if last - size < self.since:
             return []
         values = self.journal.window(metric, last=last, size=size)
-        # An update whose groups are all dead has no KL and no entropy.
+        # An update whose groups are all dead has no KL and no entropy; half of the expected values are enough.
         return values if 2 * len(values) * (self.kl_every if metric == "kl" else 1) >= size else []
 
 
@@ -90,7 +93,7 @@ def _error(early: Sequence[float], late: Sequence[float]) -> float:
 
 
 Fault = Callable[[View, float], str | None]
-"""What is wrong, in words with numbers, by the threshold; None when nothing is."""
+"""What is wrong given the threshold, as a sentence with numbers; None when nothing is."""
 
 
 def _above(metric: str) -> Fault:
@@ -136,17 +139,18 @@ def _against_the_start(metric: str, *, falls: bool) -> Fault:
 def _flat_reward(view: View, threshold: float) -> str | None:
     half = LONG_WINDOW // 2
     early, late = view.first("reward", half), view.last("reward", half)
-    if not early or fmean(late) - fmean(early) > max(threshold, 2 * _error(early, late)):
+    if not early or fmean(late) - fmean(early) > max(threshold, CHANCE * _error(early, late)):
         return None
-    return f"reward is {fmean(late):.3g} over the last {half} updates, no better than the {fmean(early):.3g} it began with"
+    return f"reward is {fmean(late):.3g} over the last {half} updates, no better than {fmean(early):.3g} over the first {half}"
 
 
 def _format_regression(view: View, threshold: float) -> str | None:
+    # Every function whose name ends in "format".
     for name in view.names("rewards/", "format/success"):
         values = view.journal.window(name, last=view.step, size=view.step - view.since)
         if len(values) < 2 * WINDOW:
             continue
-        best = max(median(values[at : at + WINDOW]) for at in range(len(values) - 2 * WINDOW + 1))
+        best = max(median(values[start : start + WINDOW]) for start in range(len(values) - 2 * WINDOW + 1))
         now = median(values[-WINDOW:])
         if now < best - threshold:
             return f"{name} fell from {best:.3g} to {now:.3g}"
@@ -158,7 +162,7 @@ class Guard:
     """One kind of trouble."""
 
     event: str
-    """Its name, and that of its setting."""
+    """Name of the event, and of the guard's setting."""
     fault: Fault
     advice: str
 
@@ -167,57 +171,61 @@ GUARDS = (
     Guard(
         "reward_std_collapse",
         _unless_learnt(_below("reward_std")),
-        "the completions of a group earn the same; raise the temperature or num_generations, or make a reward incremental",
+        "the completions of a group earn the same reward; raise temperature or num_generations, or use a reward with more steps",
     ),
     Guard("kl_blow_up", _above("kl"), "the policy is far from the reference; lower the learning rate or raise beta"),
     Guard(
-        "flat_reward", _unless_learnt(_flat_reward), "nothing is learnt; look at completions and rewards, raise the learning rate"
+        "flat_reward",
+        _unless_learnt(_flat_reward),
+        "the policy does not learn; read some completions and their rewards, or raise the learning rate",
     ),
     Guard(
         "dead_groups",
         _unless_learnt(_above("frac_reward_zero_std")),
-        "hardly any group teaches anything: too easy, too hard, or all alike",
+        "hardly any group carries a signal; the prompts are too easy or too hard, or the completions are all alike",
     ),
     Guard("truncation", _above("completions/clipped_ratio"), "most completions are cut off; raise max_completion_length"),
     Guard(
         "entropy_collapse",
         _against_the_start("entropy", falls=True),
-        "the policy repeats itself without earning more; raise the temperature, add entropy_coef, lower the learning rate",
+        "the policy repeats itself without earning more; raise the temperature, add entropy_coef, or lower the learning rate",
     ),
     Guard(
         "length_explosion",
         _against_the_start("completions/mean_length", falls=False),
-        "completions grow without earning more; add a length or repetition reward, or loss_type: dr_grpo",
+        "completions grow without earning more; add a length or repetition reward, or use loss_type: dr_grpo",
     ),
     Guard(
-        "format_regression", _format_regression, "a later reward pays more than the format; keep a format reward in this stage"
+        "format_regression",
+        _format_regression,
+        "another reward pays more than the format does; keep a format reward in this stage",
     ),
     Guard(
         "sampler_mismatch",
         _above("sampling/sampling_logp_difference/mean"),
-        "the sampler is not the policy; give both one dtype, or set importance_sampling_correction",
+        "the sampler's probabilities differ from the policy's; give both the same dtype, or set importance_sampling_correction",
     ),
 )
 
 
 @dataclass(slots=True)
 class Guards:
-    """The guards of a stage, with what a checkpoint has to keep of them."""
+    """The guards of a stage, and what a checkpoint keeps of them."""
 
     config: GuardsConfig
     since: int = 0
-    """The update of the last roll back; the ones before are another policy's."""
+    """The update of the last roll back; the updates before it belong to another policy."""
     rollbacks: int = 0
     kl_every: int = 1
     """Updates between two measurements of the KL."""
 
-    def look(self, journal: Journal, step: int) -> list[Firing]:
-        """What fires after this update; one that wavers around its threshold fires once."""
+    def check(self, journal: Journal, step: int) -> list[Firing]:
+        """Guards that fire after update `step`. One that wavers around its threshold fires once."""
         found = []
         for guard in GUARDS:
             rule: GuardConfig = getattr(self.config, guard.event)
             detail = None if rule.action == "off" else self._fault(guard, journal, step)
-            if detail is not None and not self._told(guard, journal, step):
+            if detail is not None and not self._fired_lately(guard, journal, step):
                 found.append(Firing(guard.event, rule.action, f"{detail}: {guard.advice}"))
         return found
 
@@ -225,14 +233,15 @@ class Guards:
         view = View(journal, self.since, step, self.kl_every)
         return guard.fault(view, getattr(self.config, guard.event).threshold)
 
-    def _told(self, guard: Guard, journal: Journal, step: int) -> bool:
+    def _fired_lately(self, guard: Guard, journal: Journal, step: int) -> bool:
+        # Computed again from the journal rather than remembered: a resumed stage gives the same answer.
         before = range(max(step - SILENCE, self.since + 1), step)
         return any(self._fault(guard, journal, earlier) for earlier in before)
 
 
 def kl_guard_off(stage: StageConfig, *, measurable: bool) -> str | None:
-    """Why the guard `kl_blow_up` cannot see anything in this stage; None when it can, or is meant to be off."""
+    """Why the guard `kl_blow_up` has nothing to judge in this stage; None when it has, or is switched off."""
     if stage.guards.kl_blow_up.action == "off" or stage.beta > 0:
         return None
-    why = "there is no reference policy at hand" if not measurable else "kl_every_steps is 0" if not stage.kl_every_steps else ""
-    return f"KL is not measured, because beta is 0 and {why}: the guard kl_blow_up sees nothing" if why else None
+    why = "there is no reference policy" if not measurable else "kl_every_steps is 0" if not stage.kl_every_steps else ""
+    return f"KL is not measured, because beta is 0 and {why}: the guard kl_blow_up cannot fire" if why else None

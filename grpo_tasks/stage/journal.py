@@ -1,7 +1,7 @@
-"""The journal of a stage: one JSON object a line, one line an update; and beside it the events.
+"""The journal of a stage, one JSON line per update, and its events.
 
-A line once written stands. A stage that is taken up from a checkpoint repeats the updates after it; their lines are already there
-and are kept as they are, so nobody who follows the journal or the events sees one twice.
+A line is never rewritten. A stage that resumes from a checkpoint repeats the updates after it. Their lines are in the journal
+already and stay as they are, so whoever follows the journal or the events sees each of them once.
 """
 
 import json
@@ -19,13 +19,13 @@ EVENT_KEYS = {"step": int, "event": str, "detail": str}
 
 @dataclass(slots=True)
 class Journal:
-    """Appends to a stage's journal; opening it drops a last line that was torn by a kill."""
+    """Appends to a stage's journal; opening it drops an incomplete last line that a kill left."""
 
     path: Path
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Every update so far, by number."""
+    """Metrics of every update so far, by number."""
     writes: bool = True
-    """Off for all processes of a stage but the first: they know the journal and leave the file alone."""
+    """False on all ranks but one: they know the journal, but do not write the file."""
 
     def __post_init__(self) -> None:
         self.steps = {line["step"]: line["metrics"] for line in _opened(self.path, JOURNAL_KEYS, writes=self.writes)}
@@ -36,7 +36,7 @@ class Journal:
         return max(self.steps, default=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of an update, unless it stands already."""
+        """Write the line of an update, unless the journal has it already."""
         if step in self.steps:
             return
         self.steps[step] = dict(metrics)
@@ -44,23 +44,23 @@ class Journal:
             _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "metrics": metrics})
 
     def window(self, metric: str, *, last: int, size: int) -> list[float]:
-        """Values of a metric over the `size` updates up to `last`, those that have it."""
+        """Values of a metric in the `size` updates up to `last`, without the updates that lack it."""
         steps = range(max(1, last - size + 1), last + 1)
         return [self.steps[step][metric] for step in steps if metric in self.steps.get(step, {})]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file of events; none when there is no file yet."""
+    """All complete lines of a file of events; none when there is no file yet."""
     return read_lines(path, EVENT_KEYS)[0]
 
 
 def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines after `offset` bytes, and the offset behind them; none when there is no file yet.
+    """The complete lines after `offset` bytes, and the offset after them; none when there is no file yet.
 
-    What follows the last newline is left for the next time: the writer may be in the middle of a line, or was killed there.
+    Whatever follows the last newline is left for the next call: the writer may be in the middle of a line, or was killed there.
 
     Raises:
-        TrainingError: a whole line is damaged, with its number; or the file cannot be read.
+        TrainingError: a complete line is damaged, with its number; or the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -70,19 +70,21 @@ def read_lines(path: Path, keys: Mapping[str, type], offset: int = 0) -> tuple[l
         return [], 0
     except OSError as error:
         raise TrainingError(
-            f"the file cannot be read: {error.strerror}", place=str(path), fix=f"remove {path.parent} to train the stage again"
+            f"the file cannot be read: {error.strerror}",
+            place=str(path),
+            fix=f"remove {path.parent} to train the stage from the start",
         ) from error
-    whole = content[: content.rfind(b"\n") + 1]
+    complete = content[: content.rfind(b"\n") + 1]
     lines: list[dict[str, Any]] = []
-    at = offset
-    for raw in whole.split(b"\n")[:-1]:
+    position = offset
+    for raw in complete.split(b"\n")[:-1]:
         if raw.strip():
-            lines.append(_parsed(raw, keys, path, at))
-        at += len(raw) + 1
-    return lines, at
+            lines.append(_parsed(raw, keys, path, position))
+        position += len(raw) + 1
+    return lines, position
 
 
-def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, at: int) -> dict[str, Any]:
+def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, position: int) -> dict[str, Any]:
     try:
         line = json.loads(raw)
         numbers = line.get("metrics", {}).values()
@@ -91,42 +93,42 @@ def _parsed(raw: bytes, keys: Mapping[str, type], path: Path, at: int) -> dict[s
         cause = None
     except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no object
         cause = error
-    number = path.read_bytes()[:at].count(b"\n") + 1
+    number = path.read_bytes()[:position].count(b"\n") + 1
     raise TrainingError(
         f"a line is damaged: {raw[:80]!r}",
         place=f"{path}:{number}",
-        fix=f"remove that line (only the figures of one update are lost), or {path.parent} to train the stage again",
+        fix=f"remove that line (only the figures of one update are lost), or {path.parent} to train the stage from the start",
     ) from cause
 
 
 @dataclass(slots=True)
 class Events:
-    """What happens in a stage besides the updates; opening it drops a last line that was torn by a kill."""
+    """What happens in a stage besides the updates; opening it drops an incomplete last line that a kill left."""
 
     path: Path
     writes: bool = True
-    """Off for all processes of a stage but the first."""
-    _told: set[tuple[int, str, str]] = field(default_factory=set)
+    """False on all ranks but one."""
+    _reported: set[tuple[int, str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._told = {
+        self._reported = {
             (line["step"], line["event"], line["detail"]) for line in _opened(self.path, EVENT_KEYS, writes=self.writes)
         }
 
-    def tell(self, step: int, event: str, detail: str) -> None:
-        """Write down an event, unless it stands already because the update is a repeated one."""
-        if (step, event, detail) not in self._told:
+    def report(self, step: int, event: str, detail: str) -> None:
+        """Write an event, unless the file has it already because the update is repeated after a resume."""
+        if (step, event, detail) not in self._reported:
             self.append(step, event, detail)
 
     def append(self, step: int, event: str, detail: str) -> None:
-        """Write down an event that is a new one each time."""
-        self._told.add((step, event, detail))
+        """Write an event that is a new one every time."""
+        self._reported.add((step, event, detail))
         if self.writes:
             _append(self.path, {"step": step, "timestamp_ms": time.time_ns() // 1_000_000, "event": event, "detail": detail})
 
 
 def _append(path: Path, line: Mapping[str, object]) -> None:
-    # One write of a whole line: a reader that follows the file sees it entire or not at all.
+    # One write for the complete line: a reader that follows the file sees all of it or nothing.
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -136,7 +138,7 @@ def _is_number(value: object) -> bool:
 
 
 def _opened(path: Path, keys: Mapping[str, type], *, writes: bool) -> list[dict[str, Any]]:
-    """All whole lines; a last line that was torn by a kill is cut off, so that the next one begins on a line of its own."""
+    """All complete lines; an incomplete last line is cut off, so that the next one starts on a line of its own."""
     lines, end = read_lines(path, keys)
     if writes and path.exists() and path.stat().st_size > end:
         with path.open("r+b") as file:

@@ -1,14 +1,14 @@
-"""The stage directory: the truth on disk about one stage.
+"""The stage directory: everything about one stage, on disk.
 
-spec.json                what to do (StageSpec), written by whoever starts the stage
-metrics.jsonl            journal, one line an update
+spec.json                what to train (StageSpec), written by whoever starts the stage
+metrics.jsonl            journal, one line per update
 events.jsonl             guards, resumes, handled reward errors
-completions/             step-000020.parquet, all completions of that update with rewards and advantages
+completions/             step-000020.parquet: all completions of that update with rewards and advantages
 checkpoints/             step-000050/, each with a manifest of hashes
-best/                    the weights of the highest eval_reward
-final/                   the trained weights (adapter, or whole model)
-result.json              written last; a stage with it is finished
-log.txt                  what the trainer and the reward functions print
+best/                    the weights with the highest eval_reward
+final/                   the trained weights (an adapter, or the complete model)
+result.json              written last; a stage that has it is finished
+log.txt                  output of the trainer and of the reward functions
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from schemas.results import ModelRef, Result
 
 
 class StageSpec(Result):
-    """All that a stage needs to know."""
+    """Everything a stage needs to know."""
 
     key: str
     stage: StageConfig
@@ -43,28 +43,28 @@ class StageSpec(Result):
 
 @dataclass(frozen=True, slots=True)
 class StageDir:
-    """Names inside a stage directory."""
+    """The paths in a stage directory."""
 
     root: Path
 
     @property
     def spec(self) -> Path:
-        """What to do."""
+        """The `StageSpec`."""
         return self.root / SPEC
 
     @property
     def journal(self) -> Path:
-        """One line an update."""
+        """One line per update."""
         return self.root / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """What happened besides."""
+        """Guards, resumes, handled reward errors."""
         return self.root / "events.jsonl"
 
     @property
     def log(self) -> Path:
-        """What is printed."""
+        """Output of the trainer and of the reward functions."""
         return self.root / LOG
 
     @property
@@ -74,7 +74,7 @@ class StageDir:
 
     @property
     def best(self) -> Path:
-        """The weights of the highest eval_reward."""
+        """The weights with the highest eval_reward."""
         return self.root / "best"
 
     @property
@@ -84,7 +84,7 @@ class StageDir:
 
     @property
     def result(self) -> Path:
-        """The finished stage's `StageResult`."""
+        """The `StageResult`; a stage that has it is finished."""
         return self.root / RESULT
 
     def completions(self, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.trl_engine STAGE_DIR`: train one stage with TRL, or go on with it."""
+"""`python -m grpo_tasks.trl_engine STAGE_DIR`: train a stage with TRL, or resume it."""
 
 from pathlib import Path
 

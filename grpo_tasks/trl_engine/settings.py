@@ -1,4 +1,4 @@
-"""A stage's settings as TRL's GRPOConfig; what TRL cannot do is refused by name, never dropped."""
+"""A stage's settings as TRL's GRPOConfig. Settings that TRL does not support are refused by name, never dropped."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 
-OURS_ALONE = {
+NATIVE_ONLY = {
     "baseline",
     "max_refills",
     "max_tokens_per_microbatch",
@@ -21,23 +21,23 @@ OURS_ALONE = {
     "max_sampling_logp_difference",
     "skip_dead_groups",
 }
-"""Settings that TRL's rollouts and batches leave no place for."""
+"""Settings of the native engine that TRL has no equivalent for."""
 HANDLED = {"name", "engine", "rewards", "trl", "reference", "early_stop", "log_completions_steps", "guards", "kl_every_steps"} | {
     "eval_steps",
     "num_eval_prompts",
     "load_best_model_at_end",
     "early_stopping_patience",
 }
-"""Settings that the adapter itself answers, and looks at held-out prompts, which the configuration refuses here."""
+"""Settings that this module handles itself, and held-out evaluations, which the configuration refuses for this engine."""
 QUIET = {"skip_dead_groups", "max_sampling_logp_difference"}
-"""Of OURS_ALONE those whose default is not refused: TRL does the other thing, and the README says so."""
+"""Settings of NATIVE_ONLY that are not refused at any value: TRL behaves as if they were off, which the documentation says."""
 
 
 def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConfig:
-    """GRPOConfig of a stage; `stage.trl` has the last word.
+    """GRPOConfig of a stage; the options in `stage.trl` override everything else.
 
     Raises:
-        ConfigError: a setting that TRL has nothing like is not at its default, or an option of `trl` does not exist.
+        ConfigError: a setting that TRL does not support is not at its default, or an option in `trl` does not exist.
     """
     stage = spec.stage
     _refuse(spec)
@@ -75,16 +75,18 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
 def _refuse(spec: StageSpec) -> None:
     stage = spec.stage
     defaults = StageConfig(name=stage.name, rewards=stage.rewards)
-    for name in sorted(OURS_ALONE - QUIET):
+    for name in sorted(NATIVE_ONLY - QUIET):
         if getattr(stage, name) != getattr(defaults, name):
-            _impossible(stage, name, "leave it out, or engine: native")
+            _refuse_setting(stage, name, "leave it out, or engine: native")
     if stage.beta > 0 and stage.reference == "base" and spec.start.adapter is not None:
-        _impossible(stage, "reference: base for an adapter that goes on", "reference: stage_start, or engine: native")
+        _refuse_setting(
+            stage, "reference: base for a stage that continues an adapter", "reference: stage_start, or engine: native"
+        )
     if spec.rollout.stop or spec.rollout.stop_token_ids:
-        _impossible(stage, "rollout.stop", "trl: {generation_kwargs: ...}, or engine: native")
+        _refuse_setting(stage, "rollout.stop", "trl: {generation_kwargs: ...}, or engine: native")
     if spec.resources.num_processes > 1:
-        _impossible(stage, "resources.num_processes", "start it by torchrun, or engine: native")
+        _refuse_setting(stage, "resources.num_processes", "start it with torchrun, or engine: native")
 
 
-def _impossible(stage: StageConfig, what: str, fix: str) -> None:
-    raise ConfigError(f"engine trl has nothing like {what}", place=f"stages {stage.name}", fix=fix)
+def _refuse_setting(stage: StageConfig, what: str, fix: str) -> None:
+    raise ConfigError(f"engine trl does not support {what}", place=f"stages {stage.name}", fix=fix)

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer between our rewards and our journal.
+"""TRL's GRPOTrainer with our rewards and our journal.
 
-RewardSuite -> _calculate_rewards (TRL's place for them) -> TRL's update -> journal, table, events -> result
+TRL's rollout -> RewardSuite, in _calculate_rewards -> TRL's update -> journal, completions, events -> result
 """
 
 import time
@@ -19,21 +19,22 @@ from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed
-from grpo_tasks.stage.finish import Ending, finished, save_final, target_reached, write_completions
+from grpo_tasks.stage.finish import Ending, finished, save_final, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.stage.watch import fail_of, target_reached
 from grpo_tasks.trl_engine.settings import grpo_config
-from schemas.errors import TrainingError
 from schemas.metrics import describe
 from schemas.results import StageResult
 
 
 def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResult:
-    """Train the stage of a stage directory to its end, from its last checkpoint where there is one.
+    """Train the stage of a stage directory to its end, from its last checkpoint if there is one.
 
     Raises:
-        ConfigError: the stage has settings that TRL cannot follow.
+        ConfigError: the stage has settings that TRL does not support.
+        TrainingError: a guard stops the stage.
     """
     device, tokenizer = pick_device(spec.resources), load_tokenizer(spec.start)
     arguments = grpo_config(spec, directory.checkpoints, device)
@@ -50,9 +51,9 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     )
     trainer.suite, trainer.rows = suite, rows
     trainer.add_callback(_Recorder(trainer, directory, spec, journal, events))
-    blind = kl_guard_off(spec.stage, measurable=False)
-    if blind is not None:
-        events.tell(0, "guard_off", blind)
+    off = kl_guard_off(spec.stage, measurable=False)
+    if off is not None:
+        events.report(0, "guard_off", off)
     began = time.perf_counter()
     if last is not None:
         events.append(int(last.rpartition("-")[2]), "resumed", f"from {last}")
@@ -67,7 +68,7 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
 
 
 class _SuiteTrainer(GRPOTrainer):
-    """Asks our suite instead of calling functions one by one, so that time limits and error policies hold here too."""
+    """Scores with our suite instead of calling the functions one by one: time limits and error policies apply here too."""
 
     suite: RewardSuite
     rows: list[PromptRow]
@@ -92,13 +93,13 @@ class _SuiteTrainer(GRPOTrainer):
 
 
 class _Recorder(TrainerCallback):
-    """Writes what our own engine would have written."""
+    """Writes what the native engine would have written."""
 
     def __init__(self, trainer: _SuiteTrainer, directory: StageDir, spec: StageSpec, journal: Journal, events: Events) -> None:
         self.trainer, self.directory, self.spec, self.journal, self.events = trainer, directory, spec, journal, events
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
-        """One line of the journal for every update."""
+        """Write one line of the journal for every update."""
         if not logs or "reward" not in logs:
             return
         step, scores = state.global_step, self.trainer.scored[0]
@@ -110,12 +111,14 @@ class _Recorder(TrainerCallback):
                 metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
         metrics |= scores.logged_metrics()
         self.journal.append(step, metrics)
-        for firing in Guards(self.spec.stage.guards).look(self.journal, step):
-            self.events.tell(step, firing.event, firing.detail)
-            if firing.action == "stop":
-                raise TrainingError(f"{firing.event}: {firing.detail}", place=f"stage {self.spec.stage.name}, update {step}")
+        firings = Guards(self.spec.stage.guards).check(self.journal, step)
+        for firing in firings:
+            self.events.report(step, firing.event, firing.detail)
+        failed = fail_of(firings, self.spec.stage.name, step)
+        if failed is not None:
+            raise failed.error
         for note in scores.notes:
-            self.events.tell(step, "reward_error", str(note))
+            self.events.report(step, "reward_error", str(note))
         if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):
             write_completions(self.directory, step, self._table(step))
         if target_reached(self.spec, self.journal, step):
@@ -124,6 +127,7 @@ class _Recorder(TrainerCallback):
     def _table(self, step: int) -> pl.DataFrame:
         scores, rows, ids, texts = self.trainer.scored
         limit, size = self.spec.rollout.max_completion_length, self.spec.stage.num_generations
+        # TRL keeps no finish reason; a completion of full length that does not end in EOS was cut off.
         ends = {self.trainer.processing_class.eos_token_id}
         return pl.DataFrame(
             {
@@ -134,8 +138,8 @@ class _Recorder(TrainerCallback):
                 "prompt": [row.messages[-1]["content"] for row in rows],
                 "answer": [row.answer for row in rows],
                 "completion": texts,
-                "completion_tokens": [len(one) for one in ids],
-                "finish_reason": ["length" if len(one) >= limit and one[-1] not in ends else "stop" for one in ids],
+                "completion_tokens": [len(each) for each in ids],
+                "finish_reason": ["length" if len(each) >= limit and each[-1] not in ends else "stop" for each in ids],
                 "reward": pl.Series(scores.totals, nan_to_null=True),
                 "advantage": list(self.trainer._logs["advantages"])[-len(rows) :],
                 **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
@@ -144,7 +148,7 @@ class _Recorder(TrainerCallback):
 
 
 def _named(name: str) -> Any:
-    """A function of that name, which TRL reports under; never called."""
+    """A function with that name, which TRL reports; it is never called."""
 
     def reward(**_: Any) -> list[float]:
         raise AssertionError("rewards come from the suite")

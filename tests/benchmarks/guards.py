@@ -67,7 +67,7 @@ def main() -> None:
 
 def _fired(journal: Journal) -> list[tuple[str, int]]:
     guards = Guards(GuardsConfig())
-    return [(firing.event, step) for step in sorted(journal.steps) for firing in guards.look(journal, step)]
+    return [(firing.event, step) for step in sorted(journal.steps) for firing in guards.check(journal, step)]
 
 
 def _delay(journal: Journal, event: str, values: dict[str, float], folder: Path) -> int | None:

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import yaml
 
-from grpo_tasks.stage.checkpoint import is_whole
+from grpo_tasks.stage.checkpoint import is_intact
 from schemas.results import StageResult
 from tests.flows.place import SMALL
 from tests.flows.test_killed import wait_for_step
@@ -47,7 +47,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_is_whole(place, small_disk)
     assert "it goes on from the last whole checkpoint" in output
     checkpoints = sorted((stage_dir / "checkpoints").iterdir())
     assert checkpoints
-    assert all(is_whole(checkpoint) for checkpoint in checkpoints)
+    assert all(is_intact(checkpoint) for checkpoint in checkpoints)
     assert place.parent("small").info.status == "FAILED"
 
     more = small_disk / "more"

@@ -152,3 +152,14 @@ def test_tokens_that_differ_inside_equal_means_keep_a_group_alive():
 def test_the_deviation_of_the_numbers_alone(values):
     found = nanstd(torch.from_numpy(np.concatenate([values, np.full((2, 2), np.nan)], axis=1)))
     np.testing.assert_allclose(found.numpy(), values.std(axis=1, ddof=1), atol=1e-9)
+
+
+def test_the_deviation_of_a_group_of_two_and_of_one_or_no_number():
+    nan = math.nan
+    found = nanstd(torch.tensor([[1.0, 3.0], [2.0, 2.0], [5.0, nan], [nan, nan]]))
+    assert found.tolist() == pytest.approx([math.sqrt(2), 0.0, 0.0, 0.0])
+
+
+def test_a_group_of_two_is_compared_with_its_own_deviation():
+    found = advantages(one([0.0, 1.0, 3.0, 1.0]), stage(2)).values[:, 0].tolist()
+    assert found == pytest.approx([-0.70701, 0.70701, 0.70706, -0.70706], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Looks at held-out prompts while a stage trains: the best policy is what is left, not the last."""
+"""Held-out evaluations while a stage trains: the result is the best policy, not the last one."""
 
 import pytest
 
@@ -11,14 +11,14 @@ from tests.grpo.conftest import journal
 FALLING = {"max_steps": 12, "eval_steps": 2, "num_eval_prompts": 16, "learning_rate": 0.02, "save_steps": 4}
 
 
-def looks(directory):
+def evaluations(directory):
     lines = journal(directory)
     return {step: line["eval_reward"] for step, line in enumerate(lines, start=1) if "eval_reward" in line}
 
 
 def test_the_best_policy_is_the_stages_result(stages):
     result, directory = stages.train("best", **FALLING)
-    found = looks(directory)
+    found = evaluations(directory)
     assert list(found) == [2, 4, 6, 8, 10, 12]
     best = max(found, key=found.get)
     assert found[12] < found[best]
@@ -26,11 +26,11 @@ def test_the_best_policy_is_the_stages_result(stages):
     last, other = stages.train("last", **FALLING | {"load_best_model_at_end": False})
     assert last.best_step is None
     assert file_sha256(directory.final / "adapter_model.safetensors") == result.sha256 != last.sha256
-    assert looks(other) == found
+    assert evaluations(other) == found
 
 
-def test_a_stage_killed_after_its_best_look_ends_with_the_same_weights(stages):
-    whole, wanted = stages.train("whole", **FALLING)
+def test_a_stage_killed_after_its_best_evaluation_ends_with_the_same_weights(stages):
+    uninterrupted, wanted = stages.train("uninterrupted", **FALLING)
     directory = stages.write("killed", **FALLING)
     spec = StageSpec.load(directory.spec)
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
@@ -40,24 +40,24 @@ def test_a_stage_killed_after_its_best_look_ends_with_the_same_weights(stages):
     directory.result.unlink()
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         result = stages.trainer(directory, suite).train()
-    assert (result.sha256, result.best_step) == (whole.sha256, whole.best_step)
-    assert looks(directory) == looks(wanted)
+    assert (result.sha256, result.best_step) == (uninterrupted.sha256, uninterrupted.best_step)
+    assert evaluations(directory) == evaluations(wanted)
 
 
 def test_a_plateau_ends_the_stage(stages):
     result, directory = stages.train("flat", **FALLING | {"max_steps": 40, "early_stopping_patience": 3})
-    found = looks(directory)
+    found = evaluations(directory)
     assert result.stopped == "plateau"
     assert result.steps < 40
     assert list(found).index(result.best_step) == len(found) - 4
 
 
-def test_looks_change_nothing_of_the_training(stages):
+def test_evaluations_do_not_change_the_training(stages):
     settings = {"max_steps": 4, "save_steps": 2}
     plain, _ = stages.train("plain", **settings)
-    looked, directory = stages.train("looked", **settings, eval_steps=1, load_best_model_at_end=False)
-    assert looked.sha256 == plain.sha256
-    assert len(looks(directory)) == 4
+    evaluated, directory = stages.train("evaluated", **settings, eval_steps=1, load_best_model_at_end=False)
+    assert evaluated.sha256 == plain.sha256
+    assert len(evaluations(directory)) == 4
 
 
 def test_the_held_out_figures_are_those_of_the_rewards(stages):

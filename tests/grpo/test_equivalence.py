@@ -1,4 +1,4 @@
-"""One golden curve, and everything that must give it: however the same work is cut, shared out, laid out, or interrupted.
+"""One golden curve, and everything that must reproduce it: however the same work is split, shared, laid out or interrupted.
 
 The curve is tests/golden/journal.jsonl: six updates on the embedded model. `pytest tests/grpo/test_equivalence.py --golden`
 writes it anew, which needs a sentence in the CHANGELOG.
@@ -75,9 +75,9 @@ def test_how_the_work_is_done_does_not_show_in_the_curve(train, settings):
 
 @pytest.mark.parametrize("layout", ["repeated"])
 def test_the_repeated_layout_gives_the_curve(stages, layout, monkeypatch):
-    from grpo_tasks.grpo.learner import Learner
+    from grpo_tasks.grpo.policies import Policies
 
-    monkeypatch.setattr(Learner, "_first_that_equals_plain", lambda *_: layout)
+    monkeypatch.setattr(Policies, "_first_that_equals_plain", lambda *_: layout)
     _, directory = stages.train(**CURVE)
     assert_golden(directory)
 
@@ -88,8 +88,8 @@ def test_a_head_in_chunks_gives_the_curve(train, monkeypatch):
     assert_golden(directory)
 
 
-def test_a_stage_taken_up_again_gives_the_curve(stages):
-    whole, wanted = stages.train("whole", **CURVE, model={"lora": {"lora_dropout": 0.1}})
+def test_a_resumed_stage_gives_the_curve(stages):
+    uninterrupted, wanted = stages.train("uninterrupted", **CURVE, model={"lora": {"lora_dropout": 0.1}})
     directory = stages.write("stopped", **CURVE, model={"lora": {"lora_dropout": 0.1}})
     spec = StageSpec.load(directory.spec)
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
@@ -99,7 +99,7 @@ def test_a_stage_taken_up_again_gives_the_curve(stages):
     directory.result.unlink()
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         result = stages.trainer(directory, suite).train()
-    assert result.sha256 == whole.sha256
+    assert result.sha256 == uninterrupted.sha256
     for one, other in zip(journal(directory), journal(wanted), strict=True):
         assert [one[name] for name in WATCHED] == [other[name] for name in WATCHED]
 
@@ -140,8 +140,8 @@ SHARDED = {"num_processes": 2, "fsdp": True}
 
 
 @pytest.mark.long
-def test_weights_spread_over_two_processes_make_the_updates_of_one(stages):
-    # An odd number of passes, so that one process has to make an idle one.
+def test_weights_sharded_over_two_processes_make_the_updates_of_one(stages):
+    # An odd number of microbatches, so that one rank needs an idle one.
     odd = {"num_generations": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}
     # A large epsilon: Adam turns the rounding of a gradient near zero into a whole step.
     settings = CURVE | odd | {"top_entropy_quantile": 0.5, "adam_epsilon": 1e-3}
@@ -152,13 +152,13 @@ def test_weights_spread_over_two_processes_make_the_updates_of_one(stages):
 
 
 @pytest.mark.long
-def test_a_whole_model_spread_over_two_processes_goes_on_in_one(stages):
+def test_full_fine_tuning_sharded_over_two_processes_resumes_in_one(stages):
     settings = CURVE | {"model": {"lora": None}, "learning_rate": 1e-4, "reference": "stage_start"}
     _, one = stages.train("by-1", **settings)
     two = stages.write("by-2", **settings, resources=SHARDED)
     in_two_processes(two)
     assert_same_updates(one, two, "model.safetensors")
-    # What the two wrote is whole: one process takes up their last but one checkpoint and comes to the same end.
+    # Their checkpoints hold no shards: one process resumes from the last but one and ends with the same weights.
     shutil.rmtree(two.checkpoints / "step-000006")
     two.result.unlink()
     spec = StageSpec.load(two.spec)

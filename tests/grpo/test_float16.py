@@ -13,37 +13,38 @@ from tests.grpo.conftest import journal
 
 HALF = {"dtype": "float16"}
 SHORT = {"model": HALF, "length": 16, "skip_dead_groups": False}
-"""A CPU is slow in float16; groups of short completions are mostly dead."""
+"""A CPU is slow in float16, hence short completions; most of their groups are dead."""
 MANY_TOKENS = 262_144
 
 
-def opened(stages, name, **settings):
-    """A trainer before its first update, and what it would train on."""
+def prepared(stages, name, **settings):
+    """A trainer before its first update."""
     directory = stages.write(name, **{"max_grad_norm": 0.0, "stage_rewards": ["incremental_format"]} | settings)
     spec = StageSpec.load(directory.spec)
     return stages.trainer(directory, RewardSuite(spec.rewards, spec.stage.rewards))
 
 
-def gradient(trainer, parts):
-    """Of the adapter's second matrices (the first have none at the start), by an update of as many tokens as said above."""
-    tokens = sum(int(part.tokens.completion_mask.sum()) for part in parts)
-    # As one part of an update of so many tokens: the weights are what its loss would give these.
-    small = [replace(part, weights=part.weights * tokens / MANY_TOKENS) for part in parts]
+def gradient(trainer, microbatches):
+    """Gradient of the adapter's second matrices (the first have none at the start), in an update of MANY_TOKENS tokens."""
+    tokens = sum(int(microbatch.tokens.completion_mask.sum()) for microbatch in microbatches)
+    # The weights that the loss of so large an update would give these tokens.
+    small = [replace(microbatch, weights=microbatch.weights * tokens / MANY_TOKENS) for microbatch in microbatches]
     trainer.learner.update(small, None)
     found = [p.grad.flatten() for name, p in trainer.learner.model.named_parameters() if "lora_B" in name]
     return torch.cat(found).double()
 
 
 def test_the_gradient_of_an_update_of_many_tokens_is_that_of_float32(stages):
-    exact = opened(stages, "exact")
+    exact = prepared(stages, "exact")
     with exact.suite:
-        [parts] = exact._cut(exact._collect(0)).updates
-    wanted = gradient(exact, parts)
-    scaled = opened(stages, "scaled", model=HALF)
-    unscaled = opened(stages, "unscaled", model=HALF)
-    unscaled.processes.accelerator.scaler = None
+        [microbatches] = exact._microbatches(exact._collect()).updates
+    wanted = gradient(exact, microbatches)
+    scaled = prepared(stages, "scaled", model=HALF)
+    unscaled = prepared(stages, "unscaled", model=HALF)
+    unscaled.ranks.accelerator.scaler = None
     errors = {
-        name: float((gradient(one, parts) - wanted).norm() / wanted.norm()) for name, one in [("s", scaled), ("u", unscaled)]
+        name: float((gradient(one, microbatches) - wanted).norm() / wanted.norm())
+        for name, one in [("s", scaled), ("u", unscaled)]
     }
     assert errors["s"] < 0.02
     assert errors["u"] > 0.1
@@ -88,9 +89,9 @@ def run(stages, directory, monkeypatch, *, overflows, until=None, scale=None):
 
 def test_an_overflow_skips_the_step_halves_the_scale_and_survives_a_resume(stages, monkeypatch):
     settings = SHORT | {"max_steps": 5, "save_steps": 2, "lr_scheduler_type": "constant"}
-    whole = stages.write("whole", **settings)
-    wanted = run(stages, whole, monkeypatch, overflows=(2, 4))
-    lines = journal(whole)
+    uninterrupted = stages.write("uninterrupted", **settings)
+    wanted = run(stages, uninterrupted, monkeypatch, overflows=(2, 4))
+    lines = journal(uninterrupted)
     assert [line["skipped_step"] for line in lines] == [0, 1, 0, 1, 0]
     assert [line["loss_scale"] for line in lines] == [65536, 65536, 32768, 32768, 16384]
     assert ["grad_norm" in line for line in lines] == [True, False, True, False, True]

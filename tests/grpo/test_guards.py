@@ -26,7 +26,7 @@ def test_a_guard_stops_the_stage_with_numbers_and_advice(stages):
         stages.train("stopped", **WILD, guards={"kl_blow_up": "stop"})
 
 
-def test_a_roll_back_goes_on_from_good_weights_with_a_smaller_learning_rate(stages):
+def test_a_roll_back_continues_from_good_weights_with_a_smaller_learning_rate(stages):
     guards = {"kl_blow_up": "rollback", "rollback_learning_rate": 0.02, "max_rollbacks": 1}
     result, directory = stages.train("back", **WILD | {"lr_scheduler_type": "constant"}, guards=guards)
     lines = journal(directory)
@@ -38,12 +38,12 @@ def test_a_roll_back_goes_on_from_good_weights_with_a_smaller_learning_rate(stag
     assert after[0]["kl"] < 0.5 < before[-1]["kl"]
 
 
-def test_a_roll_back_that_was_killed_comes_to_the_same_end(stages):
-    # It blows up within the first dozen updates; what comes long after tells nothing more.
+def test_a_stage_killed_before_its_roll_back_ends_with_the_same_weights(stages):
+    # It blows up within the first dozen updates; more of them would show nothing new.
     settings = WILD | {"max_steps": 16, "lr_scheduler_type": "constant"}
     guards = {"kl_blow_up": "rollback", "rollback_learning_rate": 0.02}
-    whole, directory = stages.train("back", **settings, guards=guards)
-    # As a kill before the roll back leaves it: the checkpoints up to then.
+    uninterrupted, directory = stages.train("back", **settings, guards=guards)
+    # What a kill before the roll back leaves: the checkpoints up to then.
     back = next(event["step"] for event in events(directory) if event["event"] == "rolled_back")
     killed = stages.write("killed", **settings, guards=guards)
     spec = StageSpec.load(killed.spec)
@@ -55,11 +55,11 @@ def test_a_roll_back_that_was_killed_comes_to_the_same_end(stages):
     shutil.rmtree(killed.checkpoints / f"step-{back - 1:06d}")
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         again = stages.trainer(killed, suite).train()
-    assert (again.resumed, again.sha256) == (1, whole.sha256)
+    assert (again.resumed, again.sha256) == (1, uninterrupted.sha256)
     assert [event["event"] for event in events(killed)].count("rolled_back") == 1
 
 
-def test_stages_are_rolled_back_only_so_often(stages):
+def test_a_stage_fails_after_max_rollbacks(stages):
     guards = {"kl_blow_up": "rollback", "rollback_learning_rate": 1.0, "max_rollbacks": 1}
     with pytest.raises(TrainingError, match="kl_blow_up, after 1 roll backs"):
         stages.train("wild", **WILD | {"max_steps": 80}, guards=guards)
@@ -85,9 +85,9 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(stages, monkeypatch):
     assert "loss" not in journal(directory)[2]
 
 
-def test_a_stage_out_of_time_leaves_a_checkpoint_and_goes_on_to_the_same_end(stages):
+def test_a_stage_out_of_time_leaves_a_checkpoint_and_resumes_to_the_same_end(stages):
     settings = {"max_steps": 6, "num_iterations": 2, "save_steps": 100}
-    whole, _ = stages.train("whole", **settings)
+    uninterrupted, _ = stages.train("uninterrupted", **settings)
     directory = stages.write("late", **settings, resources={"max_hours": 1e-6})
     spec = StageSpec.load(directory.spec)
     for step in (2, 4):
@@ -98,4 +98,4 @@ def test_a_stage_out_of_time_leaves_a_checkpoint_and_goes_on_to_the_same_end(sta
             stages.trainer(directory, suite).train()
         assert (directory.checkpoints / f"step-{step:06d}").exists()
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
-        assert stages.trainer(directory, suite).train().sha256 == whole.sha256
+        assert stages.trainer(directory, suite).train().sha256 == uninterrupted.sha256

@@ -1,4 +1,4 @@
-"""A stage killed just before a call that changes its folder, wherever that is, ends in the bytes of one never killed."""
+"""A stage killed just before any call that changes its directory ends with the bytes of a stage that was never killed."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ POINTS = 8
 
 
 def train(root):
-    """Train, or go on with, the stage in this folder."""
+    """Train or resume the stage in this directory."""
     directory = StageDir(root)
     spec = StageSpec.load(directory.spec)
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
@@ -33,22 +33,22 @@ def train(root):
 
 
 def test_a_stage_killed_before_any_call_that_writes_ends_in_the_same_bytes(stages):
-    whole = stages.write("whole", **SETTINGS)
-    calls = count_calls(partial(train, whole.root), FILES, str(whole.root))
-    wanted = left(whole)
+    uninterrupted = stages.write("uninterrupted", **SETTINGS)
+    calls = count_calls(partial(train, uninterrupted.root), FILES, str(uninterrupted.root))
+    wanted = left(uninterrupted)
     assert calls > 40
     for number in some(calls, POINTS, seed=5):
         directory = stages.write(f"killed-at-{number}", **SETTINGS)
         work = partial(train, directory.root)
         assert is_killed_at(number, work, FILES, str(directory.root)), f"call {number} of {calls}"
-        # and once more, before it has got to where it was
+        # And once more, before it has reached that point again.
         is_killed_at(max(1, number // 2), work, FILES, str(directory.root))
         assert not is_killed_at(0, work, FILES)
         assert left(directory) == wanted, f"killed before call {number} of {calls}"
 
 
 def left(directory):
-    """What has to be the same: weights, figures of each update, completions, kept checkpoints, and no halves."""
+    """What has to be equal: weights, figures of each update, completions, checkpoints; and nothing unfinished is left."""
     result = StageResult.load(directory.result)
     figures = [
         {name: value for name, value in line.items() if not name.endswith("time") and name != "tokens_per_s"}

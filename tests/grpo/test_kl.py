@@ -1,4 +1,4 @@
-"""The KL at beta 0: measured now and then, against a plain reference, without a trace in the training."""
+"""The KL at beta 0: measured every few updates, equal to a plain reference, without an effect on the training."""
 
 import json
 from itertools import pairwise
@@ -49,20 +49,20 @@ def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, refere
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.updates = 2
-        trainer._updates()
-        current = trainer._collect(2)
+        trainer.train()
+        current = trainer._collect()
         known = load_policy(
             first.model if reference == "stage_start" else ModelRef(path="embedded:base"), spec.model, device="cpu"
         )
         assert not current.advantages.dead.all()
         wanted = brute_force_kl(trainer.learner.model, known, current, 0.8)
-        measured = trainer._update(trainer._cut(current))["kl"]
+        measured = trainer._update(trainer._microbatches(current))[0]["kl"]
     assert wanted > 1e-3
     assert measured == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"lora_dropout": 0.1}}], ids=str)
-def test_measuring_the_kl_leaves_no_trace_in_the_weights(stages, model):
+def test_measuring_the_kl_does_not_change_the_weights(stages, model):
     results = {every: stages.train(f"every-{every}", **QUICK, kl_every_steps=every, model=model)[0].sha256 for every in (0, 1, 3)}
     assert len(set(results.values())) == 1
 
@@ -73,8 +73,8 @@ def steps_with_kl(directory):
 
 def test_the_kl_is_measured_every_few_updates_and_the_same_after_a_resume(stages):
     settings = QUICK | {"max_steps": 8, "kl_every_steps": 3, "save_steps": 2}
-    _, whole = stages.train("whole", **settings)
-    measured = steps_with_kl(whole)
+    _, uninterrupted = stages.train("uninterrupted", **settings)
+    measured = steps_with_kl(uninterrupted)
     assert measured[0] == 1
     assert all(later - earlier >= 3 for earlier, later in pairwise(measured))
     directory = stages.write("stopped", **settings)
@@ -84,29 +84,29 @@ def test_the_kl_is_measured_every_few_updates_and_the_same_after_a_resume(stages
         trainer.updates = 4
         trainer.train()
     directory.result.unlink()
-    # As a kill after the next updates leaves it: their lines stand, and no checkpoint.
-    lines = whole.journal.read_text().splitlines(keepends=True)
+    # What a kill after two more updates leaves: their lines, and no checkpoint of them.
+    lines = uninterrupted.journal.read_text().splitlines(keepends=True)
     directory.journal.write_text("".join(lines[:6]))
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         stages.trainer(directory, suite).train()
-    assert [line.get("kl") for line in journal(directory)] == [line.get("kl") for line in journal(whole)]
+    assert [line.get("kl") for line in journal(directory)] == [line.get("kl") for line in journal(uninterrupted)]
 
 
 def test_an_update_without_a_live_group_leaves_the_measurement_to_the_next(stages, monkeypatch):
     from grpo_tasks.grpo import trainer as module
 
-    microbatches, cuts = module.microbatches, []
+    make_microbatches, calls = module.make_microbatches, []
 
     def none_at_first(*arguments, **settings):
-        cuts.append(1)
-        return [] if len(cuts) == 1 else microbatches(*arguments, **settings)
+        calls.append(1)
+        return [] if len(calls) == 1 else make_microbatches(*arguments, **settings)
 
-    monkeypatch.setattr(module, "microbatches", none_at_first)
+    monkeypatch.setattr(module, "make_microbatches", none_at_first)
     _, directory = stages.train("dead", **QUICK | {"num_iterations": 1}, kl_every_steps=3)
     assert steps_with_kl(directory)[0] == 2
 
 
-def test_a_guard_sees_a_blow_up_at_beta_0(stages):
+def test_the_kl_guard_stops_a_blow_up_at_beta_0(stages):
     with pytest.raises(TrainingError, match=r"kl_blow_up: kl is .* above 0\.3 over the last 10 updates"):
         stages.train(
             "stopped", **WILD | {"beta": 0.0}, kl_every_steps=2, guards={"kl_blow_up": {"action": "stop", "threshold": 0.3}}
@@ -118,8 +118,8 @@ def test_a_guard_sees_a_blow_up_at_beta_0(stages):
     [({"kl_every_steps": 0}, "kl_every_steps is 0"), ({"model": {"lora": None}, "learning_rate": 1e-6}, "no reference policy")],
     ids=str,
 )
-def test_a_blind_guard_says_so_once(stages, settings, why):
-    directory = stages.write("blind", **{"max_steps": 2, "save_steps": 1} | settings)
+def test_a_kl_guard_that_cannot_fire_reports_it_once(stages, settings, why):
+    directory = stages.write("off", **{"max_steps": 2, "save_steps": 1} | settings)
     spec = StageSpec.load(directory.spec)
     for updates in (1, 2):
         with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
@@ -133,6 +133,6 @@ def test_a_blind_guard_says_so_once(stages, settings, why):
     assert json.loads(directory.journal.read_text().splitlines()[0])["step"] == 1
 
 
-def test_a_guard_that_is_off_says_nothing(stages):
+def test_a_guard_that_is_switched_off_reports_nothing(stages):
     _, directory = stages.train("off", max_steps=1, kl_every_steps=0, guards={"kl_blow_up": "off"})
     assert not events(directory)

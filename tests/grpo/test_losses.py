@@ -210,12 +210,12 @@ def test_one_advantage_per_token_weighs_each_token_with_its_own():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_gradient_accumulation_is_exact_however_the_update_is_cut(loss_type):
+def test_gradient_accumulation_is_exact_however_the_update_is_split(loss_type):
     settings = stage(loss_type=loss_type)
     batch = tensors(seed=5)
     weights = token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=6)
-    whole, gradient, _ = ours(batch, settings, on_policy=False)
-    total, parts = 0.0, []
+    complete, gradient, _ = ours(batch, settings, on_policy=False)
+    total, gradients = 0.0, []
     for rows in ([0], [1, 2, 3], [4, 5]):
         logps = batch.logps[rows].clone().requires_grad_()
         inputs = LossInputs(
@@ -224,9 +224,9 @@ def test_gradient_accumulation_is_exact_however_the_update_is_cut(loss_type):
         out = policy_loss(inputs, settings)
         out.loss.backward()
         total += out.loss.item()
-        parts.append(logps.grad)
-    assert total == pytest.approx(whole.loss.item(), rel=1e-9)
-    torch.testing.assert_close(torch.cat(parts), gradient)
+        gradients.append(logps.grad)
+    assert total == pytest.approx(complete.loss.item(), rel=1e-9)
+    torch.testing.assert_close(torch.cat(gradients), gradient)
 
 
 def test_k3_is_never_negative_and_zero_only_for_equal_policies():
@@ -241,3 +241,39 @@ def test_on_policy_gradient_is_that_of_advantage_times_logp():
     _, gradient, _ = ours(batch, settings, on_policy=True)
     wanted = -(batch.advantages[:, None] * batch.mask) / (6 * MAX_LENGTH)
     torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bnpo_is_the_mean_over_microbatches_of_the_mean_over_tokens(size):
+    settings, batch = stage(loss_type="bnpo"), tensors(seed=11)
+    weights = token_weights(batch.mask, settings, max_completion_length=MAX_LENGTH, microbatch_size=size)
+    values = torch.randn(6, 7, generator=torch.Generator().manual_seed(2))
+    means = [
+        values[start : start + size][batch.mask[start : start + size]].mean().item() for start in range(0, len(values), size)
+    ]
+    assert (weights * values).sum().item() == pytest.approx(sum(means) / len(means), rel=1e-5)
+    assert weights.sum().item() == pytest.approx(1.0)
+
+
+def clipped(ratios, advantages, **settings):
+    """Tokens counted as clipped below and above, for one token per completion."""
+    old = torch.zeros(len(ratios), 1)
+    logps, ones = torch.tensor(ratios)[:, None].log(), torch.ones_like(old)
+    inputs = LossInputs(logps, old, None, torch.tensor(advantages)[:, None], ones.bool(), ones)
+    out = policy_loss(inputs, stage(**settings))
+    return out.clipped_low.item(), out.clipped_high.item()
+
+
+RATIOS, SIGNS = [0.001, 0.7, 1.5, 1000.0] * 2, [-1.0] * 4 + [1.0] * 4
+
+
+def test_a_token_counts_as_clipped_only_on_the_side_where_its_gradient_is_cut():
+    assert clipped(RATIOS, SIGNS, loss_type="grpo") == (2, 2)
+    assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon=0.4) == (1, 2)
+    assert clipped(RATIOS, SIGNS, loss_type="grpo", epsilon_high=0.6) == (2, 1)
+
+
+def test_sapo_never_clips_and_cispo_clips_above_only():
+    assert clipped(RATIOS, SIGNS, loss_type="sapo") == (0, 0)
+    assert clipped(RATIOS, SIGNS, loss_type="sapo", epsilon_high=0.1) == (0, 0)
+    assert clipped(RATIOS, SIGNS, loss_type="cispo", epsilon_high=5.0) == (0, 1)

@@ -1,4 +1,4 @@
-"""A stage as a whole, in process: on the embedded model with real rewards."""
+"""Complete stages in this process, on the embedded model with real rewards."""
 
 import polars as pl
 import pytest
@@ -26,13 +26,13 @@ def test_every_metric_of_the_journal_is_in_the_table(train):
 
 
 def test_accumulation_changes_nothing_but_rounding(train):
-    """The golden equivalence: one pass of 8 completions, and eight passes of one."""
-    whole, first = train("whole", loss_type="dapo")
-    cut, second = train("cut", loss_type="dapo", per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    """One microbatch of 8 completions, and eight microbatches of one."""
+    together, first = train("together", loss_type="dapo")
+    apart, second = train("apart", loss_type="dapo", per_device_train_batch_size=1, gradient_accumulation_steps=8)
     for one, other in zip(journal(first), journal(second), strict=True):
         for name in ("reward", "loss", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
-    assert whole.steps == cut.steps
+    assert together.steps == apart.steps
 
 
 def test_several_updates_of_one_rollout_bring_the_ratio_back(train):
@@ -108,7 +108,7 @@ def test_a_stage_whose_completions_come_from_another_model_is_stopped(stages):
     spec = StageSpec.load(directory.spec)
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         trainer = stages.trainer(directory, suite)
-        trainer.learner.temperature = 4.0
+        trainer.learner.policies.temperature = 4.0
         with pytest.raises(TrainingError, match=r"sampler and trainer differ by .* nats a token, more than 0.5"):
             trainer.train()
     assert not directory.result.exists()
@@ -169,3 +169,20 @@ def test_what_a_reward_prints_while_training_reaches_the_log_of_the_stage_alone(
     main(directory.root)
     assert "update" not in "".join(capfd.readouterr())
     assert directory.log.read_text() == "update 1 of 2\nupdate 2 of 2\n"
+
+
+def test_a_stage_killed_between_its_last_update_and_its_result_is_complete_on_resume(stages):
+    """Also in the middle of a round: the target is reached after the first of two updates on it."""
+    settings = {
+        "max_steps": 9,
+        "num_iterations": 2,
+        "early_stop": {"metric": "reward", "target": -1.0, "window": 1, "min_steps": 3},
+    }
+    wanted, directory = stages.train("killed", **settings)
+    lines = directory.journal.read_text()
+    directory.result.unlink()
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        again = stages.trainer(directory, suite).train()
+    assert (again.steps, again.stopped, again.resumed, again.sha256) == (3, "target", 1, wanted.sha256)
+    assert directory.journal.read_text() == lines

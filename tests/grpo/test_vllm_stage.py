@@ -33,7 +33,7 @@ def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, s
 def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its_age(stages):
     settings = {"max_steps": 6, "save_steps": 3, "learning_rate": 3e-3, "importance_sampling_correction": "token_truncate"}
     directory = stages.write(rollout=rollout(overlap=True), **settings)
-    whole = trained(directory, on_policy=False)
+    uninterrupted = trained(directory, on_policy=False)
     differences = [line["sampling/sampling_logp_difference/max"] for line in journal(directory)]
     # The first batch and the one after a checkpoint come from the policy itself, the others from the one before.
     assert [difference < 1e-4 for difference in differences] == [True, False, False, True, False, False]
@@ -42,7 +42,7 @@ def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its
     shutil.rmtree(directory.checkpoints / "step-000006")
     directory.result.unlink()
     again = trained(directory, on_policy=False)
-    assert (again.resumed, again.sha256) == (1, whole.sha256)
+    assert (again.resumed, again.sha256) == (1, uninterrupted.sha256)
     assert not vllm_processes()
 
 

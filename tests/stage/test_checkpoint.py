@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
-from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_whole, load_checkpoint, roll_back, save_checkpoint
+from grpo_tasks.stage.checkpoint import MANIFEST, TrainingState, is_intact, load_checkpoint, roll_back, save_checkpoint
 from schemas.config.stage import StageConfig
 
 
@@ -22,7 +22,7 @@ def make_state(base_ref, tokenizer):
 
 
 def update(state):
-    # The number of the update decides everything that is drawn, as in a stage.
+    # The number of the update decides every draw, as in a stage.
     torch.manual_seed(state.scheduler.last_epoch)
     ids = torch.randint(0, 300, (2, 12))
     state.optimizer.zero_grad()
@@ -37,7 +37,7 @@ def weights(state):
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize("lora", [True, False])
-def test_going_on_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora, optim):
+def test_resuming_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_state, lora, optim):
     state = make_state(lora, optim)
     for _ in range(3):
         update(state)
@@ -52,7 +52,7 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(tmp_path, make_s
     assert all(torch.equal(value, wanted[name]) for name, value in weights(again).items())
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, make_state):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, make_state):
     state = make_state()
     for step in (1, 2):
         update(state)
@@ -61,11 +61,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, make_s
     content = bytearray(target.read_bytes())
     content[-1] ^= 1
     target.write_bytes(content)
-    assert not is_whole(tmp_path / "step-000002")
+    assert not is_intact(tmp_path / "step-000002")
     assert load_checkpoint(tmp_path, make_state())[0] == 1
 
 
-def test_only_the_newest_are_kept_and_a_half_written_one_is_never_taken(tmp_path, make_state):
+def test_only_the_newest_are_kept_and_an_incomplete_one_is_never_loaded(tmp_path, make_state):
     state = make_state()
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, state, {}, keep=2)
@@ -74,13 +74,13 @@ def test_only_the_newest_are_kept_and_a_half_written_one_is_never_taken(tmp_path
     assert load_checkpoint(tmp_path, make_state())[0] == 2
 
 
-def test_going_back_leaves_no_checkpoint_of_the_trouble(tmp_path, make_state):
+def test_a_roll_back_deletes_the_checkpoints_after_it(tmp_path, make_state):
     state = make_state()
     for step in (1, 2, 3):
         update(state)
         save_checkpoint(tmp_path, step, state, {}, keep=5)
         if step == 2:
             good = weights(state)
-    assert roll_back(tmp_path, state, before=2) == 2
+    assert roll_back(tmp_path, state, to=2) == 2
     assert all(torch.equal(value, good[name]) for name, value in weights(state).items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]

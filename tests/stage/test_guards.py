@@ -1,8 +1,9 @@
-"""Guards on journals written here; on stages that really train, see tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
+"""Guards on journals written here. On stages that train: tests/grpo/test_guards.py and tests/benchmarks/guards.py."""
 
 import io
 import math
 import re
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -44,14 +45,14 @@ FAULTS = {
 
 
 def written(tmp_path, metrics_of, steps=120, guards=None, kl_every=1):
-    """What fires at which update."""
+    """Which guard fires at which update."""
     journal, noise = Journal(tmp_path / "metrics.jsonl"), np.random.default_rng(3)
     guards = Guards(GuardsConfig(**guards or {}), kl_every=kl_every)
     fired = {}
     for step in range(1, steps + 1):
         metrics = metrics_of(step)
         journal.append(step, {name: value * noise.normal(1.0, 0.02) for name, value in metrics.items()})
-        fired |= {(firing.event, step): firing for firing in guards.look(journal, step)}
+        fired |= {(firing.event, step): firing for firing in guards.check(journal, step)}
     return fired
 
 
@@ -60,7 +61,7 @@ def learning(step):
 
 
 @pytest.mark.parametrize("event", FAULTS)
-def test_a_fault_is_told_once_soon_after_it_began_with_numbers_and_advice(tmp_path, event):
+def test_a_fault_fires_once_soon_after_it_begins_with_numbers_and_advice(tmp_path, event):
     fired = written(tmp_path, lambda step: HEALTHY | (FAULTS[event] if step > 25 else {}), steps=45)
     [(found, step)] = fired
     assert found == event
@@ -71,27 +72,27 @@ def test_a_fault_is_told_once_soon_after_it_began_with_numbers_and_advice(tmp_pa
     assert next(guard.advice for guard in GUARDS if guard.event == event) in firing.detail
 
 
-def test_a_reward_that_stays_flat_is_told_unless_all_is_learnt(tmp_path):
+def test_a_flat_reward_fires_unless_everything_is_learnt(tmp_path):
     fired = written(tmp_path, lambda _: HEALTHY)
     assert {event for event, _ in fired} == {"flat_reward"}
     (tmp_path / "learnt").mkdir()
     assert not written(tmp_path / "learnt", lambda _: HEALTHY | {"rewards/correctness/success": 0.96})
 
 
-def test_a_policy_that_learns_may_get_sure_of_itself_and_longer(tmp_path):
+def test_a_policy_that_learns_may_become_certain_and_write_more(tmp_path):
     assert not written(tmp_path, learning)
 
 
-def test_what_was_before_a_roll_back_counts_no_more(tmp_path):
+def test_updates_before_a_roll_back_do_not_count(tmp_path):
     journal, guards = Journal(tmp_path / "metrics.jsonl"), Guards(GuardsConfig())
     for step in range(1, 31):
         journal.append(step, HEALTHY | {"kl": 0.9})
-        assert bool(guards.look(journal, step)) == (step == 10)
+        assert bool(guards.check(journal, step)) == (step == 10)
         if step == 10:
             guards.since = 10
             guards.config = GuardsConfig(kl_blow_up="off")
     guards.config = GuardsConfig()
-    assert [firing.event for firing in guards.look(journal, 20)] == ["kl_blow_up"]
+    assert [firing.event for firing in guards.check(journal, 20)] == ["kl_blow_up"]
 
 
 def test_every_guard_has_its_setting():
@@ -111,11 +112,11 @@ THRESHOLDS = {
     "format_regression": (0.5, 0.01),
     "sampler_mismatch": (0.5, 0.001),
 }
-"""For each guard one at which its fault is none, and one at which a healthy stage or a smaller fault is one."""
+"""For each guard a threshold that its fault does not reach, and one that a smaller fault reaches."""
 
 
 @pytest.mark.parametrize("event", FAULTS)
-def test_a_threshold_is_the_one_that_is_set(tmp_path, event):
+def test_a_guard_fires_at_the_configured_threshold(tmp_path, event):
     lax, strict = THRESHOLDS[event]
     trouble = lambda step: HEALTHY | (FAULTS[event] if step > 25 else {})  # noqa: E731
     assert event not in {found for found, _ in written(tmp_path, trouble, steps=45, guards={event: {"threshold": lax}})}
@@ -144,7 +145,7 @@ def test_a_reward_that_rises_less_than_the_threshold_is_flat(tmp_path):
 
 
 @pytest.mark.parametrize("every", [2, 10, 25])
-def test_a_kl_that_is_measured_now_and_then_is_judged_by_three_measurements(tmp_path, every):
+def test_a_kl_that_few_updates_measure_is_judged_by_three_measurements(tmp_path, every):
     def sparse(step):
         metrics = HEALTHY | {"kl": 0.9 if step > 2 * every else 0.02}
         return metrics if step % every == 1 else {name: value for name, value in metrics.items() if name != "kl"}
@@ -157,22 +158,22 @@ def test_a_kl_that_is_measured_now_and_then_is_judged_by_three_measurements(tmp_
     assert f"over the last {max(10, 3 * every)} updates" in firing.detail
 
 
-def test_one_measurement_that_stands_out_is_no_blow_up(tmp_path):
+def test_a_single_outlier_is_no_blow_up(tmp_path):
     def sparse(step):
         return HEALTHY | ({"kl": 5.0} if step == 41 else {}) if step % 10 == 1 else {"reward": 1.0, "reward_std": 0.3}
 
     assert not written(tmp_path, sparse, guards={"flat_reward": "off", "reward_std_collapse": "off"}, kl_every=10)
 
 
-def test_the_kl_guard_says_when_it_is_blind():
-    def blind(measurable=True, **stage):
+def test_the_kl_guard_says_when_it_cannot_fire():
+    def why_off(measurable=True, **stage):
         return kl_guard_off(StageConfig(name="s", rewards=["format"], **stage), measurable=measurable)
 
-    assert blind() is None
-    assert blind(beta=0.1, measurable=False, kl_every_steps=0) is None
-    assert blind(kl_every_steps=0, guards={"kl_blow_up": "off"}) is None
-    assert "kl_every_steps is 0" in blind(kl_every_steps=0)
-    assert "no reference policy" in blind(measurable=False)
+    assert why_off() is None
+    assert why_off(beta=0.1, measurable=False, kl_every_steps=0) is None
+    assert why_off(kl_every_steps=0, guards={"kl_blow_up": "off"}) is None
+    assert "kl_every_steps is 0" in why_off(kl_every_steps=0)
+    assert "no reference policy" in why_off(measurable=False)
 
 
 @pytest.mark.parametrize("name", [guard.event for guard in GUARDS])
@@ -233,7 +234,7 @@ ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_leng
 
 
 @given(st.lists(st.sets(st.sampled_from(sorted(HEALTHY.keys() - ALWAYS))), min_size=2, max_size=8), st.integers(0, 3))
-def test_metrics_that_are_missing_for_a_while_are_no_trouble_of_the_guards(tmp_path_factory, missing, bad):
+def test_guards_accept_metrics_that_are_missing_for_a_while(tmp_path_factory, missing, bad):
     """An update whose groups are all dead has no KL and no entropy; a reward that is not asked has no success."""
     path = tmp_path_factory.mktemp("guards") / "metrics.jsonl"
     journal, guards = Journal(path, writes=False), Guards(GuardsConfig())
@@ -241,4 +242,103 @@ def test_metrics_that_are_missing_for_a_while_are_no_trouble_of_the_guards(tmp_p
     for step in range(1, 12 * len(missing) + 1):
         absent = missing[(step - 1) // 12]
         journal.append(step, {name: value for name, value in (HEALTHY | trouble).items() if name not in absent})
-        guards.look(journal, step)
+        guards.check(journal, step)
+
+
+def firings(metrics_of, *, steps=120, since=0, **guards):
+    """(event, update) of every firing on a journal without noise."""
+    journal = Journal(Path("unwritten.jsonl"), writes=False)
+    checked = Guards(GuardsConfig(**guards), since=since)
+    found = []
+    for step in range(1, steps + 1):
+        journal.append(step, metrics_of(step))
+        found += [(firing.event, step) for firing in checked.check(journal, step)] if step > since else []
+    return found
+
+
+def from_update(first, event, healthy=HEALTHY):
+    return lambda step: healthy | (FAULTS[event] if step >= first else {})
+
+
+@pytest.mark.parametrize("since", [0, 7])
+@pytest.mark.parametrize("event", ["reward_std_collapse", "kl_blow_up", "dead_groups", "truncation", "sampler_mismatch"])
+def test_a_fault_from_the_first_update_fires_after_ten(event, since):
+    assert firings(from_update(1, event), steps=40, since=since) == [(event, since + 10)]
+
+
+@pytest.mark.parametrize("event", ["entropy_collapse", "length_explosion", "format_regression"])
+def test_the_last_ten_updates_are_compared_with_ten_that_do_not_overlap(event):
+    assert firings(from_update(11, event), steps=40) == [(event, 20)]
+    assert firings(from_update(12, event), steps=40) == [(event, 20)]
+    assert firings(from_update(30, event), steps=40) == [(event, 35)]
+
+
+def test_a_reward_has_fifty_updates_to_rise():
+    assert firings(lambda _: HEALTHY, steps=60) == [("flat_reward", 50)]
+    assert firings(lambda _: HEALTHY, steps=60, since=7) == [("flat_reward", 57)]
+    assert not firings(lambda step: HEALTHY | {"reward": 2.0 if step > 25 else 1.0}, steps=50)
+
+
+@pytest.mark.parametrize(("again", "steps"), [(70, [10, 75]), (69, [10])])
+def test_a_guard_fires_again_after_fifty_updates_without_its_fault(again, steps):
+    # The fault is there in updates 1 to 24 (the median of ten updates) and again five updates after `again`.
+    kl = lambda step: HEALTHY | {"kl": 0.9 if step <= 20 or step >= again else 0.02}  # noqa: E731
+    assert firings(kl, steps=100, flat_reward="off") == [("kl_blow_up", step) for step in steps]
+
+
+@pytest.mark.parametrize(("success", "fires"), [(0.9, False), (0.89, True)])
+def test_what_succeeds_nine_times_in_ten_is_learnt(success, fires):
+    metrics = HEALTHY | FAULTS["dead_groups"] | {"rewards/correctness/success": success}
+    assert bool(firings(lambda _: metrics, steps=60)) == fires
+
+
+LIMITS = {
+    "reward_std_collapse": ("reward_std", 0.01, 0.0099),
+    "kl_blow_up": ("kl", 0.5, 0.501),
+    "dead_groups": ("frac_reward_zero_std", 0.9, 0.901),
+    "truncation": ("completions/clipped_ratio", 0.5, 0.501),
+    "sampler_mismatch": ("sampling/sampling_logp_difference/mean", 0.1, 0.101),
+    "entropy_collapse": ("entropy", 0.2, 0.199),
+    "length_explosion": ("completions/mean_length", 60.0, 60.1),
+    "format_regression": ("rewards/format/success", 0.75, 0.749),
+}
+"""For each guard its metric, the value at its default threshold, and one just beyond."""
+
+
+@pytest.mark.parametrize("event", LIMITS)
+def test_a_guard_fires_beyond_its_threshold_and_not_at_it(event):
+    metric, at, beyond = LIMITS[event]
+    healthy = HEALTHY | {"entropy": 1.0}
+    for value, wanted in [(at, []), (beyond, [(event, 20)])]:
+        found = firings(lambda step, value=value: healthy | ({metric: value} if step > 10 else {}), steps=20)
+        assert [(name, 20) for name, _ in found] == wanted
+
+
+def swinging(rise, *, size, metric=None):
+    """A reward that swings by 1 around its mean, which is higher by `rise` after `size` updates; then maybe a fault."""
+    swing = [1.0, -1.0] * (size // 2) + [0.0] * (size % 2)
+
+    def metrics(step):
+        reward = 3.0 + swing[(step - 1) % size] + (rise if step > size else 0.0)
+        return HEALTHY | {"reward": reward} | (metric or {} if step > size else {})
+
+    return metrics
+
+
+@pytest.mark.parametrize(("rise", "fires"), [(0.88, True), (0.91, False)])
+def test_a_reward_rises_when_two_standard_errors_are_exceeded(rise, fires):
+    # Ten updates with the variance 1 on either side: 2 sqrt(1 / 10 + 1 / 10) = 0.894.
+    found = firings(swinging(rise, size=10, metric=FAULTS["entropy_collapse"]), steps=20)
+    assert bool(found) == fires
+
+
+@pytest.mark.parametrize(("rise", "fires"), [(0.54, True), (0.57, False)])
+def test_a_reward_is_flat_within_two_standard_errors(rise, fires):
+    # 25 updates with the variance 24 / 25 on either side: 2 sqrt(2 * 24 / 625) = 0.554.
+    assert bool(firings(swinging(rise, size=25), steps=50)) == fires
+
+
+@pytest.mark.parametrize(("every", "fires"), [(2, True), (3, False)])
+def test_a_metric_is_judged_when_half_of_the_updates_have_it(every, fires):
+    kl = lambda step: {name: value for name, value in (HEALTHY | {"kl": 0.9}).items() if name != "kl" or step % every == 0}  # noqa: E731
+    assert bool(firings(kl, steps=20)) == fires

@@ -1,4 +1,4 @@
-"""What a stage that was killed and repeats its updates writes twice: nothing."""
+"""A killed stage repeats updates after its resume, and writes none of their lines twice."""
 
 import json
 
@@ -16,31 +16,31 @@ def test_an_update_and_its_events_are_written_once(tmp_path):
     for _ in range(2):
         journal, events = Journal(tmp_path / "metrics.jsonl"), Events(tmp_path / "events.jsonl")
         journal.append(1, {"reward": 0.5})
-        events.tell(1, "reward_error", "row 3")
-        events.tell(1, "reward_error", "row 4")
+        events.report(1, "reward_error", "row 3")
+        events.report(1, "reward_error", "row 4")
         events.append(1, "resumed", "from the checkpoint of update 1")
     assert [line["step"] for line in lines(journal.path)] == [1]
     assert [line["detail"] for line in lines(events.path) if line["event"] == "reward_error"] == ["row 3", "row 4"]
     assert [line["event"] for line in lines(events.path)].count("resumed") == 2
 
 
-def test_an_event_torn_by_a_kill_is_dropped(tmp_path):
+def test_an_incomplete_event_is_dropped(tmp_path):
     path = tmp_path / "events.jsonl"
-    Events(path).tell(1, "entropy_collapse", "0.01")
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:20])
+    Events(path).report(1, "entropy_collapse", "0.01")
+    complete = path.read_bytes()
+    path.write_bytes(complete + complete[:20])
     events = Events(path)
-    events.tell(2, "entropy_collapse", "0.01")
+    events.report(2, "entropy_collapse", "0.01")
     assert [line["step"] for line in lines(path)] == [1, 2]
 
 
-def test_the_other_processes_of_a_stage_leave_the_files_alone(tmp_path):
+def test_the_other_ranks_of_a_stage_write_no_files(tmp_path):
     events = Events(tmp_path / "events.jsonl", writes=False)
-    events.tell(1, "entropy_collapse", "0.01")
+    events.report(1, "entropy_collapse", "0.01")
     assert not events.path.exists()
 
 
-def test_a_line_torn_by_a_kill_is_dropped_and_written_again(tmp_path):
+def test_an_incomplete_line_is_dropped_and_written_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     Journal(path).append(1, {"reward": 0.5})
     with path.open("a") as file:
@@ -60,14 +60,14 @@ def test_a_repeated_update_keeps_its_first_line(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b"\x00", b"\n", b"\r", b"[" * 20_000, b"null"])
-def test_a_damaged_line_is_named_with_its_number_and_left_alone(tmp_path, damage):
+def test_a_damaged_line_is_named_with_its_number_and_not_changed(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path)
     for step in range(1, 6):
         journal.append(step, {"reward": 0.5})
-    whole = path.read_bytes()
-    middle = whole.index(b'"metrics"', whole.index(b'"step": 3'))
-    path.write_bytes(whole[:middle] + damage + whole[middle + 1 :])
+    complete = path.read_bytes()
+    middle = complete.index(b'"metrics"', complete.index(b'"step": 3'))
+    path.write_bytes(complete[:middle] + damage + complete[middle + 1 :])
     before = path.read_bytes()
     with pytest.raises(TrainingError, match="damaged") as refused:
         Journal(path)

@@ -1,4 +1,4 @@
-"""`engine: trl`: the same stage by TRL's trainer, with our journal, tables and result; one update of both on the same work."""
+"""`engine: trl`: the same stage by TRL's trainer, with our journal, tables and result; one update of both engines compared."""
 
 import json
 import subprocess
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.errors import ConfigError
 from schemas.metrics import describe
 from schemas.results import StageResult
@@ -27,7 +28,7 @@ def run(directory):
 
 
 @pytest.mark.long
-def test_a_stage_by_trl_leaves_what_a_stage_by_us_leaves(stages):
+def test_a_stage_by_trl_leaves_what_a_native_stage_leaves(stages):
     directory = stages.write("trl", engine="trl", trl={"scale_rewards": "batch"}, save_steps=2, max_steps=4, beta=0.04)
     run(directory)
     result = StageResult.load(directory.result)
@@ -55,7 +56,7 @@ def test_a_stage_by_trl_leaves_what_a_stage_by_us_leaves(stages):
 
 
 @pytest.mark.long
-def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
+def test_a_stage_by_trl_resumes_from_its_checkpoint(stages):
     settings = {"engine": "trl", "save_steps": 2, "max_steps": 4}
     directory = stages.write("stopped", **settings, early_stop={"metric": "reward", "target": -9.0, "window": 1, "min_steps": 2})
     run(directory)
@@ -68,7 +69,7 @@ def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
     result = StageResult.load(directory.result)
     assert (result.steps, result.resumed) == (4, 1)
     assert [json.loads(line)["step"] for line in directory.journal.read_text().splitlines()] == [1, 2, 3, 4]
-    # TRL measures no KL at beta 0; that its guard is blind is said once, not again after the resume.
+    # TRL measures no KL at beta 0. The event that its guard cannot fire is written once, not again after the resume.
     assert [json.loads(line)["event"] for line in directory.events.read_text().splitlines()].count("guard_off") == 1
 
 
@@ -81,12 +82,16 @@ def test_a_stage_by_trl_goes_on_from_its_checkpoint(stages):
     ],
     ids=str,
 )
-def test_what_trl_cannot_do_is_refused_by_name(stages, settings, said, tmp_path):
-    from grpo_tasks.trl_engine.settings import grpo_config
-
+def test_settings_that_trl_does_not_support_are_refused_by_name(stages, settings, said, tmp_path):
     spec = StageSpec.load(stages.write(engine="trl", **settings).spec)
     with pytest.raises(ConfigError, match=said):
         grpo_config(spec, tmp_path / "out", torch.device("cpu"))
+
+
+def test_trl_gets_the_time_limit_of_the_config(stages, tmp_path):
+    directory = stages.write("trl", engine="trl", resources={"distributed_timeout_minutes": 47.5})
+    arguments = grpo_config(StageSpec.load(directory.spec), tmp_path, torch.device("cpu"))
+    assert arguments.ddp_timeout_delta.total_seconds() == 2850.0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stag
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         trainer = stages.trainer(ours, suite)
         collect = trainer._collect
-        monkeypatch.setattr(trainer, "_collect", lambda number: rounds.append(collect(number)) or rounds[-1])
+        monkeypatch.setattr(trainer, "_collect", lambda: rounds.append(collect()) or rounds[-1])
         trainer.train()
     [sampled] = [found.scored.rollout for found in rounds]
 
@@ -123,8 +128,8 @@ def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stag
         groups, found = {tuple(ids): index for index, ids in enumerate(sampled.prompts)}, []
         for ids in prompt_ids:
             group = groups[tuple(ids)]
-            place = sum(other == group for other, _ in found)
-            found.append((group, sampled.completions[group * sampled.group_size + place].token_ids))
+            sample = sum(other == group for other, _ in found)
+            found.append((group, sampled.completions[group * sampled.group_size + sample].token_ids))
         return [list(ids) for _, ids in found], None
 
     monkeypatch.setattr(adapter._SuiteTrainer, "_generate_single_turn", generate)

@@ -1,0 +1,154 @@
+"""The two policies of a stage: the one that is trained, and the reference from which its KL is measured.
+
+    scores(tokens)          the policy, with gradients
+    ref_logps(tokens)       the reference, without
+
+With LoRA the reference costs no second copy of the weights: the base model is the policy with its adapter switched off, and the
+policy at the start of the stage is a second, frozen adapter. Full fine-tuning loads a second model.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.policy.batch import TokenBatch
+from grpo_tasks.policy.load import compile_layers, load_base
+from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
+from grpo_tasks.policy.sharded import shard
+from grpo_tasks.policy.shared_prompt import UnsupportedError
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.results import ModelRef
+
+REFERENCE = "reference"
+"""Name of the frozen adapter that holds the policy of the stage's start."""
+SELF_CHECK_TOLERANCE = 1e-3
+"""Largest mean |difference| (nats) of a shared layout from the plain one in float32; other dtypes get 50 times that."""
+
+
+@dataclass(slots=True)
+class Policies:
+    """Scores completion tokens under the trained policy and under the reference."""
+
+    model: PreTrainedModel
+    """The policy that is trained."""
+    spec: StageSpec
+    ranks: Ranks
+    sharded: bool = False
+    """Shard weights, gradients and optimizer state over the ranks."""
+    temperature: float = field(init=False)
+    _reference: PreTrainedModel | None = field(init=False, default=None)
+    _adapted: list[BaseTunerLayer] = field(init=False)
+    _layout: Layout | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        stage, resources = self.spec.stage, self.spec.resources
+        self.temperature = self.spec.rollout.temperature
+        # At beta 0 the KL is a metric only. That is not worth a second model; an adapter costs next to nothing.
+        if stage.beta > 0 or (stage.kl_every_steps > 0 and self.measures_kl):
+            self._prepare_reference(next(self.model.parameters()).device)
+        for model in (self.model, self._reference):
+            if model is not None and resources.compile:
+                compile_layers(model)
+            if model is not None and self.sharded:
+                shard(model)
+        # Found once: a walk through all modules at every update costs as much as a layer of the small model.
+        self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        if self.spec.model.gradient_checkpointing or not resources.share_prompts or self.sharded:
+            self._layout = "plain"
+
+    @property
+    def measures_kl(self) -> bool:
+        """True where there is a reference policy even at beta 0: with an adapter."""
+        return isinstance(self.model, PeftModel)
+
+    def scores(self, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
+        """log-probabilities and entropies [N, T] under the policy that is trained."""
+        return self._forward(self.model, tokens, entropy_gradients=entropy_gradients)
+
+    @torch.no_grad()
+    def ref_logps(self, tokens: TokenBatch) -> Float[Tensor, "N T"]:
+        """log-probabilities under the reference."""
+        with self._as_reference() as model:
+            return self._forward(model, tokens).logps
+
+    def _forward(self, model: PreTrainedModel, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
+        if self._layout is None:
+            self._layout = self._first_that_equals_plain(tokens)
+        with self.ranks.accelerator.autocast():
+            return completion_logprobs(
+                model, tokens, temperature=self.temperature, layout=self._layout, entropy_gradients=entropy_gradients
+            )
+
+    def _first_that_equals_plain(self, tokens: TokenBatch) -> Layout:
+        """Check the fast layouts on the first microbatch: an architecture they do not fit gets the plain one, with a warning."""
+        layouts: tuple[Layout, ...] = ("merged", "repeated") if tokens.prompt_ids.device.type == "cpu" else ("repeated",)
+        faults = []
+        for layout in layouts:
+            fault = self._differs_from_plain(tokens, layout)
+            if fault is None:
+                return layout
+            faults.append(f"{layout}: {fault}")
+        warnings.warn(f"each prompt is encoded once for every completion ({'; '.join(faults)})", stacklevel=2)
+        return "plain"
+
+    @torch.no_grad()
+    def _differs_from_plain(self, tokens: TokenBatch, layout: Layout) -> str | None:
+        # Without dropout, which would make any two passes differ.
+        self.model.eval()
+        try:
+            plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
+            shared = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout).logps
+        except (AttributeError, TypeError, RuntimeError, ValueError, UnsupportedError) as error:
+            return str(error)
+        finally:
+            self.model.train()
+        difference = (plain - shared)[tokens.completion_mask].abs().mean().item()
+        limit = SELF_CHECK_TOLERANCE * (1 if self.spec.model.dtype == "float32" else 50)
+        return None if difference <= limit else f"off by {difference:.2g} nats"
+
+    def _prepare_reference(self, device: torch.device) -> None:
+        spec = self.spec
+        if not isinstance(self.model, PeftModel):
+            base = ModelRef(path=spec.model.path, revision=spec.model.revision)
+            self._reference = load_base(base if spec.stage.reference == "base" else spec.start, spec.model, device=device)
+        elif spec.stage.reference == "stage_start" and spec.start.adapter is not None:
+            self.model.load_adapter(str(spec.start.adapter), adapter_name=REFERENCE, is_trainable=False)
+            self.model.set_adapter("default")
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[PreTrainedModel]:
+        """The model that computes the reference: a model of its own, or the policy with another adapter or none."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        assert isinstance(self.model, PeftModel)
+        # Dropout acts on the adapter's input. The reference is a fixed distribution, so it must not be noisy.
+        dropout = self.spec.model.lora is not None and self.spec.model.lora.lora_dropout > 0
+        if dropout:
+            self.model.eval()
+        self._switch_adapters(to_reference=True)
+        try:
+            yield self.model
+        finally:
+            self._switch_adapters(to_reference=False)
+            if dropout:
+                self.model.train()
+
+    def _switch_adapters(self, *, to_reference: bool) -> None:
+        assert isinstance(self.model, PeftModel)
+        stage_start = REFERENCE in self.model.peft_config
+        # Layer by layer: PEFT's own methods walk through all modules and set requires_grad again.
+        for layer in self._adapted:
+            if stage_start:
+                layer.set_adapter(REFERENCE if to_reference else "default")
+            else:
+                layer.enable_adapters(enabled=not to_reference)

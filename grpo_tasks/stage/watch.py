@@ -1,0 +1,171 @@
+"""What happens after an update, decided in one place: continue, stop, or roll back.
+
+    journal, fault -> Watch.decide(step) -> Continue | Stop(why) | RollBack(to)
+
+In this order: a fault of the update, guards, the target, the plateau, the last update, the deadline. Everything but the
+deadline is a pure function of the journal, so a resumed stage makes the same decisions. This module decides only; the trainer
+acts.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grpo_tasks.stage.finish import BEST_METRIC, best_step
+from grpo_tasks.stage.guards import WINDOW, Firing, Guards
+from grpo_tasks.stage.journal import Events, Journal
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import NotFiniteError, TrainingError
+from schemas.metrics import describe
+
+SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Train the next update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The stage is complete."""
+
+    why: Literal["max_steps", "target", "plateau"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The stage stops without a result."""
+
+    error: TrainingError
+    save: bool = False
+    """The weights are sound: write a checkpoint first, to resume from. False: resume from the one before the trouble."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Return to earlier weights; the updates keep counting, with new prompts."""
+
+    to: int
+    """Update whose checkpoint is wanted, or the newest one before it."""
+    why: str
+    """Names of the guards."""
+
+
+Verdict = Continue | Stop | Fail | RollBack
+
+
+@dataclass(slots=True)
+class Watch:
+    """Judges a stage after each update, from the moment it is created."""
+
+    spec: StageSpec
+    updates: int
+    """Number of updates of the stage."""
+    journal: Journal
+    events: Events
+    guards: Guards
+    agree: Callable[[bool], bool] = lambda late: late
+    """Returns what the first rank passes: clocks differ, and all ranks have to stop at the same update."""
+    _began: float = field(default_factory=time.perf_counter)
+
+    def decide(self, step: int, fault: NotFiniteError | None = None, *, resumable: bool = True) -> Verdict:
+        """The verdict after update `step`.
+
+        Args:
+            step: number of the update; its line is in the journal.
+            fault: the update was refused because it was not finite.
+            resumable: a checkpoint of this update can be resumed from; a stage that is out of time stops only then.
+        """
+        trouble = self._trouble(step, fault)
+        return trouble if trouble is not None else self.ending(step, resumable=resumable)
+
+    def goal(self, step: int) -> Continue | Stop:
+        """Whether the stage is complete: its target, a plateau, or its last update is reached."""
+        if target_reached(self.spec, self.journal, step):
+            return Stop("target")
+        if on_plateau(self.spec, self.journal, step):
+            return Stop("plateau")
+        return Stop("max_steps") if step >= self.updates else Continue()
+
+    def ending(self, step: int, *, resumable: bool) -> Continue | Stop | Fail:
+        """Whether the stage is complete or out of time."""
+        verdict = self.goal(step)
+        if isinstance(verdict, Stop) or not self._out_of_time() or not resumable:
+            return verdict
+        error = TrainingError(
+            f"stopped at update {step} of {self.updates}, after resources.max_hours {self.spec.resources.max_hours:g}; "
+            "a checkpoint is written",
+            place=f"stage {self.spec.stage.name}",
+            fix="start the same command again: the stage resumes from this checkpoint",
+        )
+        return Fail(error, save=True)
+
+    def is_best(self, step: int) -> bool:
+        """True when update `step` has the highest eval_reward so far."""
+        return best_step(self.journal, step) == step
+
+    def _trouble(self, step: int, fault: NotFiniteError | None) -> Fail | RollBack | None:
+        firings = self.guards.check(self.journal, step)
+        if fault is not None:
+            if self.spec.stage.guards.not_finite == "stop":
+                return Fail(fault)
+            firings.append(Firing("not_finite", "rollback", fault.message))
+        for firing in firings:
+            self.events.report(step, firing.event, firing.detail)
+        failed = fail_of(firings, self.spec.stage.name, step)
+        if failed is not None:
+            return failed
+        roll_back = [firing.event for firing in firings if firing.action == "rollback"]
+        return self._roll_back(step, ", ".join(roll_back)) if roll_back else None
+
+    def _roll_back(self, step: int, why: str) -> Fail | RollBack:
+        limit = self.spec.stage.guards.max_rollbacks
+        if self.guards.rollbacks == limit:
+            error = TrainingError(
+                f"{why}, after {limit} roll backs",
+                place=f"stage {self.spec.stage.name}, update {step}",
+                fix="lower learning_rate; the earlier events of the stage say what happened",
+            )
+            return Fail(error)
+        # A guard judges the median of its window: the trouble may have begun at the window's first update.
+        return RollBack(to=step - WINDOW, why=why)
+
+    def _out_of_time(self) -> bool:
+        limit = self.spec.resources.max_hours
+        return limit is not None and self.agree(time.perf_counter() - self._began > limit * SECONDS_PER_HOUR)
+
+
+def fail_of(firings: list[Firing], stage: str, step: int) -> Fail | None:
+    """The failure of the first firing whose action is stop."""
+    for firing in firings:
+        if firing.action == "stop":
+            error = TrainingError(
+                f"{firing.event}: {firing.detail}",
+                place=f"stage {stage}, update {step}",
+                fix=f"follow the advice above, or set stages.N.guards.{firing.event}: warn",
+            )
+            return Fail(error)
+    return None
+
+
+def on_plateau(spec: StageSpec, journal: Journal, step: int) -> bool:
+    """True when the last `early_stopping_patience` held-out evaluations brought no improvement."""
+    best, patience = best_step(journal, step), spec.stage.early_stopping_patience
+    if patience is None or best is None:
+        return False
+    return sum(BEST_METRIC in journal.steps[later] for later in range(best + 1, step + 1)) >= patience
+
+
+def target_reached(spec: StageSpec, journal: Journal, step: int) -> bool:
+    """True when the mean of the stage's `early_stop` metric has reached its target."""
+    rule = spec.stage.early_stop
+    if rule is None or step < rule.min_steps:
+        return False
+    values = journal.window(rule.metric, last=step, size=rule.window)
+    if len(values) < rule.window:
+        return False
+    mean, metric = sum(values) / len(values), describe(rule.metric)
+    lower_is_better = metric is not None and metric.better == "lower"
+    return mean <= rule.target if lower_is_better else mean >= rule.target

@@ -1,0 +1,99 @@
+"""How an update is split: every live completion once, with the weights of the complete update."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.groups import Rollout
+from grpo_tasks.grpo.losses import token_weights
+from grpo_tasks.grpo.microbatches import make_microbatches
+from grpo_tasks.rollout.engine import Completion
+from schemas.config.stage import StageConfig
+
+
+class Alone:
+    """One rank of one, or the first of two that have the same to do."""
+
+    def __init__(self, others=0):
+        self.others = others
+
+    def share(self, items):
+        return items
+
+    def gather(self, mine):
+        return [mine, self.others]
+
+
+def rollout(lengths, prompt_lengths):
+    size = len(lengths) // len(prompt_lengths)
+    completions = [Completion(list(range(n)), [-0.5 * n] * n, "", "length" if n > 8 else "stop") for n in lengths]
+    return Rollout([None] * len(prompt_lengths), [[1] * n for n in prompt_lengths], completions, size, 0.0)
+
+
+def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **settings):
+    groups, size = len(prompt_lengths), len(lengths) // len(prompt_lengths)
+    tied = torch.tensor([group in dead for group in range(groups)])
+    values = torch.arange(1.0, len(lengths) + 1)[:, None]
+    advantages = Advantages(values, torch.ones(groups), tied)
+    stage = StageConfig(
+        name="s", rewards=["format"], num_generations=size, **{"per_device_train_batch_size": len(lengths)} | settings
+    )
+    return stage, make_microbatches(
+        rollout(lengths, prompt_lengths),
+        advantages,
+        range(len(lengths)),
+        stage,
+        max_completion_length=16,
+        device=torch.device("cpu"),
+        ranks=Alone(others),
+        same_count=same_count,
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=6, max_size=6),
+    prompts=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    dead=st.sets(st.integers(0, 2)),
+    budget=st.none() | st.integers(1, 60),
+    loss_type=st.sampled_from(["grpo", "dapo", "dr_grpo", "bnpo"]),
+)
+def test_every_live_completion_is_in_one_microbatch_with_the_weights_of_the_complete_update(
+    lengths, prompts, dead, budget, loss_type
+):
+    stage, found = split(lengths, prompts, dead, max_tokens_per_microbatch=budget, loss_type=loss_type)
+    assert sorted(index for each in found for index in each.indices) == [index for index in range(6) if index // 2 not in dead]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    weights = token_weights(mask, stage, max_completion_length=16, microbatch_size=6)
+    for each in found:
+        for row, index in enumerate(each.indices):
+            length = lengths[index]
+            assert each.tokens.completion_mask[row].sum() == length
+            torch.testing.assert_close(each.weights[row, :length], weights[index, :length])
+            assert not each.weights[row, length:].any()
+            assert each.advantages[row].tolist() == [index + 1.0]
+            assert each.sampler_logps[row].sum().item() == pytest.approx(-0.5 * length * length)
+        padded = each.tokens.prompt_ids.numel() + each.tokens.completion_ids.numel()
+        assert budget is None or padded <= budget or len(each.indices) == 1
+
+
+def test_truncated_completions_are_left_out_when_they_are_masked():
+    _, [found] = split([3, 9, 4, 9], [2, 2], mask_truncated_completions=True)
+    assert list(found.indices) == [0, 2]
+    assert found.weights.sum().item() == pytest.approx(1.0)
+
+
+def test_dead_groups_are_kept_when_asked_and_for_the_entropy_bonus():
+    for settings in ({"skip_dead_groups": False}, {"entropy_coef": 0.01}):
+        _, [found] = split([3, 5, 4, 2], [2, 2], {0}, **settings)
+        assert list(found.indices) == [0, 1, 2, 3]
+        assert found.entropy_weights.sum().item() == pytest.approx(1.0)
+    _, [found] = split([3, 5, 4, 2], [2, 2], {0})
+    assert found.entropy_weights.sum().item() == pytest.approx(1.0)
+
+
+def test_a_rank_with_fewer_microbatches_fills_up_with_idle_ones():
+    _, found = split([3, 5, 4, 2], [2, 2], {0, 1}, same_count=True, others=2)
+    assert [each.idle for each in found] == [True, True]
+    assert [list(each.indices) for each in found] == [[3], [3]]  # the shortest completion

@@ -1,0 +1,136 @@
+"""What happens after an update: continue, stop, fail or roll back, decided by the journal."""
+
+import pytest
+
+from grpo_tasks.stage.guards import Guards
+from grpo_tasks.stage.journal import Events, Journal, read_events
+from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.stage.watch import Continue, Fail, RollBack, Stop, Watch
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
+from schemas.errors import NotFiniteError
+from schemas.results import ModelRef
+
+NOT_FINITE = NotFiniteError("loss nan")
+
+
+def watch(folder, *, updates=100, max_hours=None, agree=lambda late: late, **stage):
+    """A watch over the journal of a hundred updates without any figures."""
+    spec = StageSpec(
+        key="k",
+        stage=StageConfig(name="s", rewards=["format"], **stage),
+        seed=1,
+        model=ModelConfig(),
+        start=ModelRef(path="embedded:base"),
+        rewards=RewardsConfig(),
+        rollout=RolloutConfig(),
+        resources=ResourcesConfig(max_hours=max_hours),
+        train=folder / "train.parquet",
+    )
+    journal, events = Journal(folder / "metrics.jsonl", writes=False), Events(folder / "events.jsonl")
+    journal.steps = {step: {} for step in range(1, 101)}
+    return Watch(spec, updates, journal, events, Guards(spec.stage.guards), agree)
+
+
+def write(watched, metric, values):
+    for step, value in enumerate(values, start=1):
+        watched.journal.steps[step][metric] = value
+
+
+def verdicts(watched, steps):
+    return [watched.decide(step) for step in range(1, steps + 1)]
+
+
+def test_a_stage_continues_up_to_its_last_update(tmp_path):
+    assert verdicts(watch(tmp_path, updates=3), 3) == [Continue(), Continue(), Stop("max_steps")]
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "values", "reached"),
+    [("reward", 1.0, [0.0, 2.0, 2.0, 0.0], 3), ("kl", 0.1, [0.4, 0.1, 0.1, 0.4], 3), ("reward", 0.5, [9.0, 9.0, 9.0, 9.0], 3)],
+)
+def test_the_target_is_a_mean_over_a_window_in_the_metrics_better_direction(tmp_path, metric, target, values, reached):
+    watched = watch(
+        tmp_path, early_stop={"metric": metric, "target": target, "window": 2, "min_steps": 3}, guards={"kl_blow_up": "off"}
+    )
+    write(watched, metric, values)
+    found = verdicts(watched, 4)
+    assert found[: reached - 1] == [Continue()] * (reached - 1)
+    assert found[reached - 1] == Stop("target")
+
+
+def test_a_window_that_is_not_full_reaches_no_target(tmp_path):
+    watched = watch(tmp_path, early_stop={"metric": "reward", "target": 0.0, "window": 3})
+    write(watched, "reward", [1.0, 1.0, 1.0])
+    assert verdicts(watched, 3) == [Continue(), Continue(), Stop("target")]
+
+
+def test_a_plateau_is_so_many_evaluations_without_a_higher_reward(tmp_path):
+    watched = watch(tmp_path, eval_steps=1, early_stopping_patience=2)
+    write(watched, "eval_reward", [0.1, 0.3, 0.2, 0.3, 0.5])
+    assert verdicts(watched, 4) == [Continue()] * 3 + [Stop("plateau")]
+    assert [step for step in range(1, 6) if watched.is_best(step)] == [1, 2, 5]
+    assert isinstance(watch(tmp_path, eval_steps=1).goal(4), Continue)
+
+
+def test_an_update_that_is_not_finite_fails_the_stage_or_rolls_it_back(tmp_path):
+    assert watch(tmp_path).decide(30, NOT_FINITE) == Fail(NOT_FINITE, save=False)
+    assert not read_events(tmp_path / "events.jsonl")
+    watched = watch(tmp_path, guards={"not_finite": "rollback"})
+    assert watched.decide(30, NOT_FINITE) == RollBack(to=20, why="not_finite")
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["not_finite"]
+
+
+@pytest.mark.parametrize("action", ["warn", "stop", "rollback"])
+def test_a_guard_reports_and_does_what_its_action_says(tmp_path, action):
+    watched = watch(tmp_path, guards={"kl_blow_up": action})
+    write(watched, "kl", [0.9] * 10)
+    *before, verdict = verdicts(watched, 10)
+    assert before == [Continue()] * 9
+    [event] = read_events(watched.events.path)
+    assert (event["step"], event["event"]) == (10, "kl_blow_up")
+    if action == "warn":
+        assert verdict == Continue()
+    elif action == "rollback":
+        assert verdict == RollBack(to=0, why="kl_blow_up")
+    else:
+        assert not verdict.save
+        assert "lower the learning rate" in verdict.error.message
+        assert "stages.N.guards.kl_blow_up: warn" in verdict.error.fix
+
+
+def test_trouble_outweighs_a_target_and_a_target_the_last_update(tmp_path):
+    watched = watch(tmp_path, updates=10, early_stop={"metric": "kl", "target": 9.0}, guards={"kl_blow_up": "stop"})
+    write(watched, "kl", [0.9] * 10)
+    assert isinstance(watched.decide(10), Fail)
+    assert watched.goal(10) == Stop("target")
+
+
+def test_a_stage_fails_after_its_last_roll_back(tmp_path):
+    watched = watch(tmp_path, guards={"not_finite": "rollback", "max_rollbacks": 1})
+    assert isinstance(watched.decide(5, NOT_FINITE), RollBack)
+    watched.guards.rollbacks = 1
+    verdict = watched.decide(6, NOT_FINITE)
+    assert (verdict.save, verdict.error.message) == (False, "not_finite, after 1 roll backs")
+
+
+def test_a_stage_out_of_time_fails_with_a_checkpoint_where_it_can_be_resumed(tmp_path):
+    watched = watch(tmp_path, updates=3, max_hours=1e-9)
+    assert watched.decide(1, resumable=False) == Continue()
+    verdict = watched.decide(1)
+    assert verdict.save
+    assert "stopped at update 1 of 3" in verdict.error.message
+    # A complete stage is not late.
+    assert watched.decide(3) == Stop("max_steps")
+
+
+def test_the_first_ranks_clock_decides_for_all_ranks(tmp_path):
+    asked = []
+    patient = watch(tmp_path, max_hours=1e-9, agree=asked.append)
+    assert patient.decide(1) == Continue()
+    assert asked == [True]
+    late = watch(tmp_path, max_hours=1000, agree=lambda _: True)
+    assert isinstance(late.decide(1), Fail)
