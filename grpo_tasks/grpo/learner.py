@@ -18,13 +18,13 @@ from jaxtyping import Float
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, k3, policy_loss, sampling_correction
 from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
+from grpo_tasks.policy.folded import CausalLM
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard, whole
@@ -102,7 +102,7 @@ class UpdateFigures:
 class Learner:
     """Trains `model`; see the module's docstring."""
 
-    model: PreTrainedModel
+    model: CausalLM
     stage: StageConfig
     model_config: ModelConfig
     start: ModelRef
@@ -120,7 +120,7 @@ class Learner:
     scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
     _trained: list[torch.nn.Parameter] = field(init=False)
     _adapted: list[BaseTunerLayer] = field(init=False)
-    _reference: PreTrainedModel | None = field(init=False, default=None)
+    _reference: CausalLM | None = field(init=False, default=None)
     _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -298,7 +298,7 @@ class Learner:
         everyone = [entropies for mine in self.processes.everyone(found) for entropies in mine]
         return entropy_threshold(torch.cat(everyone), self.stage) if everyone else None
 
-    def _forward(self, model: PreTrainedModel, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
+    def _forward(self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
         if self._layout is None:
             self._layout = self._first_that_equals_plain(tokens)
         with self.processes.accelerator.autocast():
@@ -351,7 +351,7 @@ class Learner:
             return self._forward(model, tokens).logps
 
     @contextmanager
-    def _as_reference(self) -> Iterator[PreTrainedModel]:
+    def _as_reference(self) -> Iterator[CausalLM]:
         if self._reference is not None:
             yield self._reference
             return

@@ -141,7 +141,7 @@ def entropy_threshold(entropies: Float[Tensor, " M"], stage: StageConfig) -> Flo
     return torch.lerp(ordered[low], ordered[min(low + 1, len(ordered) - 1)], place - low)
 
 
-def k3(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """exp(x) - x - 1 of x = log(ref / policy): unbiased for KL(policy || ref) and never negative."""
     return log_ratio.exp() - log_ratio - 1
 

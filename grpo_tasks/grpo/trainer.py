@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.device_meter import DeviceMeter
@@ -20,6 +19,7 @@ from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
+from grpo_tasks.policy.folded import CausalLM
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
@@ -101,7 +101,7 @@ class Trainer:
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, self.spec, self.seed, self.processes)
         self.ahead = OneAhead(self.collector) if servers and self.spec.rollout.vllm.overlap else None
 
-    def _engine(self, model: PreTrainedModel, servers: Sequence[VllmServer]) -> RolloutEngine:
+    def _engine(self, model: CausalLM, servers: Sequence[VllmServer]) -> RolloutEngine:
         if servers:
             config, cuda = self.spec.rollout.vllm, self.device.type == "cuda"
             return VllmEngine(

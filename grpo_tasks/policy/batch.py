@@ -24,12 +24,12 @@ class TokenBatch:
     completion_mask: Bool[Tensor, "N T"]
 
     @property
-    def context_ids(self) -> Int[Tensor, "P S-1"]:
+    def context_ids(self) -> Int[Tensor, "P C"]:
         """Prompts without their last token."""
         return self.prompt_ids[:, :-1]
 
     @property
-    def context_mask(self) -> Bool[Tensor, "P S-1"]:
+    def context_mask(self) -> Bool[Tensor, "P C"]:
         """Tokens of `context_ids` that count."""
         return self.prompt_mask[:, 1:]
 

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def causal_model(model: PreTrainedModel) -> PreTrainedModel:
+CausalLM = PreTrainedModel | PeftModel
+"""A causal language model, with or without an adapter on top."""
+
+
+def causal_model(model: CausalLM) -> PreTrainedModel:
     """The causal language model itself, without PEFT's wrapper around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
@@ -31,7 +35,7 @@ def folded_weight(layer: LoraLinear) -> Tensor:
 class FoldedPolicy:
     """Holds `model`, a plain causal model equal to base + adapter as of the last `sync`."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: CausalLM) -> None:
         self.model: PreTrainedModel
         self._pairs: list[tuple[LoraLinear, nn.Linear]] = []
         if isinstance(policy, PeftModel):

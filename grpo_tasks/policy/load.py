@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.folded import CausalLM, causal_model
 from grpo_tasks.policy.sharded import is_sharded, whole
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -118,7 +118,7 @@ def _quantized(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": kind, "device_map": {"": device}}
 
 
-def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> CausalLM:
     """Base and, where the reference names one, its adapter on top: for sampling and comparing, not for training."""
     base = load_base(ref, config, device=device, dtype=dtype)
     if ref.adapter is None:
@@ -127,7 +127,7 @@ def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dty
         return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
 
 
-def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int) -> PreTrainedModel:
+def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int) -> CausalLM:
     """The policy a stage trains: the adapter of the stage before goes on, a first stage gets a new one.
 
     With `config.lora` null every weight is trained. Trainable weights are float32 whatever the base's precision.
@@ -147,14 +147,14 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     return model
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: CausalLM) -> None:
     """Have torch.compile make kernels for the decoder layers, of any batch and length, when they first run."""
     for module in model.modules():
         if type(module).__name__ in (causal_model(model)._no_split_modules or ()):
             module.compile(dynamic=True)
 
 
-def trained_weights(model: PreTrainedModel) -> dict[str, Tensor] | None:
+def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
     """What is trained, by name and whole, asked of all processes together; None where each holds the whole model anyway."""
     if not is_sharded(model):
         return None
@@ -162,7 +162,7 @@ def trained_weights(model: PreTrainedModel) -> dict[str, Tensor] | None:
 
 
 def save_trained(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, weights: dict[str, Tensor] | None = None
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, directory: Path, weights: dict[str, Tensor] | None = None
 ) -> None:
     """Write the trained weights (`weights`, or those of the model): the adapter alone, or with full fine-tuning the whole model
     and its tokenizer."""

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from grpo_tasks.policy.batch import TokenBatch, positions
-from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.folded import CausalLM, causal_model
 from grpo_tasks.policy.sharded import forward_pass
 from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, attending
 
@@ -41,7 +41,7 @@ class TokenScores:
 
 
 def completion_logprobs(
-    model: PreTrainedModel,
+    model: CausalLM,
     batch: TokenBatch,
     *,
     temperature: float,
@@ -67,7 +67,7 @@ def completion_logprobs(
 
 
 def _scored(
-    model: PreTrainedModel, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
+    model: CausalLM, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     # A prompt of one token has no context to share.
     if layout == "plain" or not batch.context_mask.any(1).all():
@@ -92,14 +92,14 @@ def _scored(
     )
 
 
-def encode_context(model: PreTrainedModel, batch: TokenBatch) -> DynamicCache:
+def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
     """Keys and values of each prompt without its last token; what stands at padding is not to be looked at."""
     cache = DynamicCache()
     _decoder(model)(input_ids=batch.context_ids, past_key_values=cache, use_cache=True)
     return cache
 
 
-def _hidden_merged(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
+def _hidden_merged(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
     cache = encode_context(model, batch)
     keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
     shared = TrainedPrompt(keys, values, batch.context_mask, Groups(batch.prompt_of, len(batch.prompt_ids)))
@@ -111,7 +111,7 @@ def _hidden_merged(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "
     return hidden
 
 
-def _hidden_repeated(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
+def _hidden_repeated(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
     cache = encode_context(model, batch)
     cache.batch_select_indices(batch.prompt_of)
     mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
@@ -123,7 +123,7 @@ def _hidden_repeated(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor,
     return hidden
 
 
-def _hidden_plain(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N T H"]:
+def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
     ids = torch.cat([batch.context_ids[batch.prompt_of], batch.inputs], dim=1)
     mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
     out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False)
@@ -131,7 +131,7 @@ def _hidden_plain(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N
     return hidden
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def _decoder(model: CausalLM) -> nn.Module:
     causal = causal_model(model)
     return getattr(causal, causal.base_model_prefix)
 

@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from grpo_tasks.policy.chat import Message, prompt_ids
+from grpo_tasks.policy.folded import CausalLM
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
@@ -84,14 +85,14 @@ def _compare_reloaded(
     )
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
+def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     model.float()
 
 
 @torch.no_grad()
-def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> _Greedy:
+def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> _Greedy:
     prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
     ids, mask = pad(prompts, left=True)
     out = model.generate(
@@ -122,7 +123,7 @@ def _until_end(row: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, before: _Greedy) -> Float[Tensor, " tokens"]:
+def _difference(model: CausalLM, before: _Greedy) -> Float[Tensor, " tokens"]:
     now = completion_logprobs(model, before.batch, temperature=1.0, layout="plain")
     return (now.logps - before.logps)[before.batch.completion_mask].abs()
 

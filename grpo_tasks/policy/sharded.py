@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_tasks.policy.folded import FoldedPolicy, causal_model, folded_weight
+from grpo_tasks.policy.folded import CausalLM, FoldedPolicy, causal_model, folded_weight
 
 Made = TypeVar("Made")
 _METHOD = "pass_through"
 
 
-def shard(model: PreTrainedModel) -> None:
+def shard(model: CausalLM) -> None:
     """Spread the weights of a model (with or without a PEFT adapter) over all processes, in place."""
     causal: Any = causal_model(model)
     mesh = init_device_mesh(causal.device.type, (torch.distributed.get_world_size(),))
@@ -39,12 +39,12 @@ def shard(model: PreTrainedModel) -> None:
     register_fsdp_forward_method(causal, _METHOD)
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: CausalLM) -> bool:
     """Whether `shard` was here."""
     return isinstance(causal_model(model), FSDPModule)
 
 
-def forward_pass(model: PreTrainedModel, work: Callable[[], Made]) -> Made:
+def forward_pass(model: CausalLM, work: Callable[[], Made]) -> Made:
     """`work()`, which returns tensors, as one forward pass of the model."""
     if not is_sharded(model):
         return work()
@@ -64,7 +64,7 @@ def like(tensor: Tensor, spread: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(spread.device), spread.device_mesh, spread.placements, src_data_rank=None)
 
 
-def sampling_copy(policy: PreTrainedModel) -> "FoldedPolicy | GatheredPolicy":
+def sampling_copy(policy: CausalLM) -> "FoldedPolicy | GatheredPolicy":
     """What completions are sampled from: the policy with its adapter folded in."""
     return GatheredPolicy(policy) if is_sharded(policy) else FoldedPolicy(policy)
 
@@ -72,7 +72,7 @@ def sampling_copy(policy: PreTrainedModel) -> "FoldedPolicy | GatheredPolicy":
 class GatheredPolicy:
     """Holds `model`, a whole plain causal model equal to the spread policy (adapter folded in) as of the last `sync`."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: CausalLM) -> None:
         base: Any = causal_model(policy)
         settings = {"dtype": base.dtype, "attn_implementation": base.config._attn_implementation}
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(base.config, **settings).to(base.device)

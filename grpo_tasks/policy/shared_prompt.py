@@ -13,7 +13,7 @@ before; sliding windows, soft caps and sinks are refused, and the caller then ta
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +31,7 @@ class UnsupportedError(Exception):
     """This model's attention is of another kind."""
 
 
+@runtime_checkable
 class SharedPrompt(Protocol):
     """What a forward pass is given as `shared_prompt=`."""
 

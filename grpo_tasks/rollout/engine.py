@@ -8,7 +8,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from schemas.config.rollout import RolloutConfig
 
@@ -69,6 +69,7 @@ class Request:
     seed: int
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """Anything that samples."""
 

@@ -8,16 +8,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.chat import end_token_ids
-from grpo_tasks.policy.folded import causal_model
+from grpo_tasks.policy.folded import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.shared_prompt import DecodedPrompt, UnsupportedError, attending
@@ -32,7 +32,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        policy: PreTrainedModel,
+        policy: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         *,
         share_prompts: bool = True,
@@ -106,6 +106,7 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
+@runtime_checkable
 class Past(Protocol):
     """What living rows remember: prompts and the tokens so far."""
 
@@ -121,7 +122,7 @@ class SharedPrompts:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: CausalLM,
         prompts: TokenBatch,
         cache: DynamicCache,
         max_length: int,
@@ -155,7 +156,7 @@ class SharedPrompts:
 class RepeatedPrompts:
     """A copy of its prompt for every row, in transformers' own cache: for any architecture that has one."""
 
-    def __init__(self, model: PreTrainedModel, prompts: TokenBatch, cache: DynamicCache, max_length: int) -> None:  # noqa: ARG002
+    def __init__(self, model: CausalLM, prompts: TokenBatch, cache: DynamicCache, max_length: int) -> None:  # noqa: ARG002
         cache.batch_select_indices(prompts.prompt_of)
         self._model, self._cache = model, cache
         self._mask = prompts.context_mask.long()[prompts.prompt_of]
@@ -176,7 +177,7 @@ class RepeatedPrompts:
         self._mask = self._mask[rows]
 
 
-MakePast = Callable[[PreTrainedModel, TokenBatch, DynamicCache, int], Past]
+MakePast = Callable[[CausalLM, TokenBatch, DynamicCache, int], Past]
 
 
 class _Decode:
@@ -184,7 +185,7 @@ class _Decode:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: CausalLM,
         requests: Sequence[Request],
         sampling: Sampling,
         stop: StopRule,

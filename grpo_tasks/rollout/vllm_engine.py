@@ -22,10 +22,11 @@ from uuid import uuid4
 import httpx
 import tenacity
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
+from grpo_tasks.policy.folded import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
@@ -219,7 +220,7 @@ class VllmEngine(VllmSampler):
 
     def __init__(
         self,
-        policy: PreTrainedModel,
+        policy: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         config: VllmConfig,
         servers: Sequence[VllmServer],
