@@ -14,7 +14,6 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-
 CausalLM = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
 
