@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_tasks.policy.load import pick_device
 from grpo_tasks.processes.entry import ERROR, PARENT
 from grpo_tasks.processes.ports import HOST, free_port
-from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
@@ -25,14 +25,14 @@ POLL_S = 0.1
 def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmServer]]:
     """Servers that sample for the stage: those of the config, or some started here; none for engine local."""
     config, cuda = spec.rollout.vllm, pick_device(spec.resources).type == "cuda"
-    merged = hands_over_weights(config, spec.model, cuda=cuda)
+    merged = swaps_merged_weights(config, spec.model, cuda=cuda)
     if spec.rollout.engine == "local":
         yield []
     elif config.base_urls:
-        yield elsewhere(config, adapters=not merged)
+        yield existing_servers(config, adapters=not merged)
     else:
         rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        served = Served(Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda)
+        served = ServedModel(Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda)
         with serving(config, served, directory.root) as servers:
             yield servers
 

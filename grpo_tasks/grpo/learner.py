@@ -24,11 +24,11 @@ from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
 from grpo_tasks.policy.batch import TokenBatch
-from grpo_tasks.policy.folded import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
-from grpo_tasks.policy.sharded import shard, whole
-from grpo_tasks.policy.shared_prompt import UnsupportedError
+from grpo_tasks.policy.sharded import gather_shards, shard
+from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
 from schemas.config.model import ModelConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import NotFiniteError, TrainingError
@@ -266,7 +266,9 @@ class Learner:
         scaler = self.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
+        figures.grad_norm = float(
+            gather_shards(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf))
+        )
         if scaler is not None:
             self._scaled_step(scaler, figures)
         elif math.isfinite(figures.grad_norm):

@@ -74,7 +74,7 @@ class Collector:
             groups, tokens = groups + wanted, tokens + fresh.rollout.num_tokens
             scored = take_groups(join([scored, fresh]), chosen.tolist())
             gained = advantages(rewards_of(scored), stage)
-        self.engine.rest()
+        self.engine.sleep()
         self.suite.adapt(scored.scores)
         return Round(scored, gained, dropped=groups - len(gained.dead), tokens=tokens)
 
@@ -82,7 +82,7 @@ class Collector:
         """One completion for each of these rows by the policy as it is now; the draws are the same every time."""
         self.engine.sync()
         scored = self._sample(rows, completion_seed(self.seed, "look"), step, size=1)
-        self.engine.rest()
+        self.engine.sleep()
         return scored
 
     def _sample(self, rows: Sequence[PromptRow], seed: int, step: int, size: int | None = None) -> ScoredRollout:

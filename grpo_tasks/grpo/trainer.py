@@ -19,14 +19,14 @@ from grpo_tasks.grpo.microbatches import Microbatch, microbatches
 from grpo_tasks.grpo.ranks import Processes
 from grpo_tasks.grpo.rounds import Collector, OneAhead, Round
 from grpo_tasks.grpo.schedule import PromptSchedule, num_updates, prompts_per_rollout
-from grpo_tasks.policy.folded import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import VllmServer, hands_over_weights
+from grpo_tasks.rollout.vllm_server import VllmServer, swaps_merged_weights
 from grpo_tasks.stage.checkpoint import TrainingState, load_checkpoint, roll_back, save_checkpoint
 from grpo_tasks.stage.finish import (
     Ending,
@@ -111,7 +111,7 @@ class Trainer:
                 servers,
                 weights=self.dir.root / "served",
                 dtype=self.spec.model.dtype,
-                merged=hands_over_weights(config, self.spec.model, cuda=cuda),
+                merged=swaps_merged_weights(config, self.spec.model, cuda=cuda),
             )
         resources = self.spec.resources
         return LocalEngine(

@@ -78,6 +78,6 @@ def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"
     return ids, mask
 
 
-def positions(mask: Bool[Tensor, "P S"]) -> Int[Tensor, "P S"]:
+def position_ids(mask: Bool[Tensor, "P S"]) -> Int[Tensor, "P S"]:
     """Position of each token counted from its row's first real token; padding has the one before it."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.folded import CausalLM, causal_model
-from grpo_tasks.policy.sharded import is_sharded, whole
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.sharded import gather_shards, is_sharded
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
@@ -56,7 +56,7 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
-def load_faults(what: str, place: str) -> Iterator[None]:
+def load_errors(what: str, place: str) -> Iterator[None]:
     """Whatever a library raises over files that are missing, damaged or of another kind, as a `ModelError`."""
     try:
         yield
@@ -74,7 +74,7 @@ def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
     """
-    with load_faults("the tokenizer", f"model.path: {ref.path}"):
+    with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
     if tokenizer.chat_template is None:
         raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", fix="use an instruct model")
@@ -92,7 +92,7 @@ def load_base(
     Raises:
         ModelError: the weights cannot be loaded.
     """
-    with load_faults("the model", f"model.path: {ref.path}"):
+    with load_errors("the model", f"model.path: {ref.path}"):
         model = AutoModelForCausalLM.from_pretrained(
             resolve(ref.path),
             revision=ref.revision,
@@ -123,7 +123,7 @@ def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dty
     base = load_base(ref, config, device=device, dtype=dtype)
     if ref.adapter is None:
         return base
-    with load_faults("the adapter", str(ref.adapter)):
+    with load_errors("the adapter", str(ref.adapter)):
         return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
 
 
@@ -136,7 +136,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     if config.lora is None:
         model = base.float().requires_grad_(True)
     elif ref.adapter is not None:
-        with load_faults("the adapter", str(ref.adapter)):
+        with load_errors("the adapter", str(ref.adapter)):
             model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
     else:
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def trained_weights(model: CausalLM) -> dict[str, Tensor] | None:
     """What is trained, by name and whole, asked of all processes together; None where each holds the whole model anyway."""
     if not is_sharded(model):
         return None
-    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: gather_shards(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_trained(

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from grpo_tasks.policy.batch import TokenBatch, positions
-from grpo_tasks.policy.folded import CausalLM, causal_model
+from grpo_tasks.policy.batch import TokenBatch, position_ids
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, attending
+from grpo_tasks.policy.shared_prompt_attention import PromptGroups, TrainedPrompt, shared_prompt_attention
 
 Layout = Literal["merged", "repeated", "plain"]
 
@@ -102,10 +102,10 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
 def _hidden_merged(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
     cache = encode_context(model, batch)
     keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-    shared = TrainedPrompt(keys, values, batch.context_mask, Groups(batch.prompt_of, len(batch.prompt_ids)))
+    shared = TrainedPrompt(keys, values, batch.context_mask, PromptGroups(batch.prompt_of, len(batch.prompt_ids)))
     inputs, lengths = batch.inputs, batch.context_mask.sum(1)[batch.prompt_of]
     after = torch.arange(inputs.shape[1], device=inputs.device) + lengths[:, None]
-    with attending(causal_model(model)):
+    with shared_prompt_attention(causal_model(model)):
         out = _decoder(model)(input_ids=inputs, position_ids=after, use_cache=False, shared_prompt=shared)
     hidden: Tensor = out.last_hidden_state
     return hidden
@@ -115,7 +115,7 @@ def _hidden_repeated(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H
     cache = encode_context(model, batch)
     cache.batch_select_indices(batch.prompt_of)
     mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    places = positions(mask)[:, batch.context_ids.shape[1] :]
+    places = position_ids(mask)[:, batch.context_ids.shape[1] :]
     out = _decoder(model)(
         input_ids=batch.inputs, attention_mask=mask.long(), position_ids=places, past_key_values=cache, use_cache=True
     )
@@ -126,7 +126,7 @@ def _hidden_repeated(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H
 def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
     ids = torch.cat([batch.context_ids[batch.prompt_of], batch.inputs], dim=1)
     mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False)
+    out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
     hidden: Tensor = out.last_hidden_state[:, batch.context_ids.shape[1] :]
     return hidden
 

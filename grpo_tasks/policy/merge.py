@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from grpo_tasks.policy.chat import Message, prompt_ids
-from grpo_tasks.policy.folded import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError

@@ -2,7 +2,7 @@
 
     shard(model)         each decoder layer is gathered for its own passes; embeddings and head are one unit more
     forward_pass(...)    work that goes through the layers and the head by itself, with the shards of the unit around it gathered
-    whole(), like()      a tensor out of its shards, for a checkpoint, and back
+    gather_shards(), shard_like()      a tensor out of its shards, for a checkpoint, and back
     GatheredPolicy       a whole copy to sample from, taken over unit by unit
 
 All of it is collective: every process has to come here the same number of times. Without sharding everything is the identity.
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_tasks.policy.folded import CausalLM, FoldedPolicy, causal_model, folded_weight
+from grpo_tasks.policy.folded_adapter import CausalLM, FoldedPolicy, causal_model, folded_weight
 
 Made = TypeVar("Made")
 _METHOD = "pass_through"
@@ -52,12 +52,12 @@ def forward_pass(model: CausalLM, work: Callable[[], Made]) -> Made:
     return made
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_shards(tensor: Tensor) -> Tensor:
     """The tensor itself, put together when it is spread."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, spread: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, spread: Tensor) -> Tensor:
     """A whole tensor, that every process has, spread as `spread` is."""
     if not isinstance(spread, DTensor):
         return tensor

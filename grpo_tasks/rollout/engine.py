@@ -79,7 +79,7 @@ class RolloutEngine(Protocol):
     def sync(self) -> None:
         """Take over the weights of the policy as they are now."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """No completion is wanted until the next `sync`."""
 
     def close(self) -> None:

@@ -17,14 +17,14 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.chat import end_token_ids
-from grpo_tasks.policy.folded import CausalLM, causal_model
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
-from grpo_tasks.policy.shared_prompt import DecodedPrompt, UnsupportedError, attending
-from grpo_tasks.rollout.draw import draw, uniforms
+from grpo_tasks.policy.shared_prompt_attention import DecodedPrompt, UnsupportedError, shared_prompt_attention
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
-from grpo_tasks.rollout.fused import FusedDecoder, agrees
+from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
+from grpo_tasks.rollout.token_sampling import sample_tokens, uniform_numbers
 
 
 class LocalEngine:
@@ -53,7 +53,7 @@ class LocalEngine:
         if self._folded is not None:
             self._folded.sync()
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Nothing that the training could use is held."""
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Past(Protocol):
 
 
 class SharedPrompts:
-    """One copy of each prompt for all its rows (policy/shared_prompt.py)."""
+    """One copy of each prompt for all its rows (policy/shared_prompt_attention.py)."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SharedPrompts:
         return logits
 
     def _whole(self, tokens: Int[Tensor, " N"], places: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
-        with attending(causal_model(self._model)):
+        with shared_prompt_attention(causal_model(self._model)):
             out = self._model(input_ids=tokens[:, None], position_ids=places, use_cache=False, shared_prompt=self._past)
         logits: Tensor = out.logits[:, -1]
         return logits
@@ -196,7 +196,9 @@ class _Decode:
         self.ids: list[list[int]] = [[] for _ in requests]
         self.logps: list[list[float]] = [[] for _ in requests]
         self.ended = [False] * len(requests)
-        self.uniforms = uniforms([request.seed for request in requests], sampling.max_completion_length, device=model.device)
+        self.uniform_numbers = uniform_numbers(
+            [request.seed for request in requests], sampling.max_completion_length, device=model.device
+        )
         prompts = _unique_prompts(requests, model.device)
         self.past = past(model, prompts, encode_context(model, prompts), sampling.max_completion_length)
         self.logits = self.past.forward(prompts.last_ids[prompts.prompt_of])
@@ -214,10 +216,10 @@ class _Decode:
 
     def _take(self, step: int) -> Int[Tensor, " N"]:
         """Draw a token for every living row, record it, and let the rows go that have ended."""
-        uniform = self.uniforms[:, step]
+        uniform = self.uniform_numbers[:, step]
         if len(self.alive) < len(self.ids):
             uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
-        tokens, logps = draw(self.logits, uniform, self.sampling)
+        tokens, logps = sample_tokens(self.logits, uniform, self.sampling)
         drawn = tokens.tolist()
         for request, token, logp in zip(self.alive, drawn, logps.tolist(), strict=True):
             self.ids[request].append(token)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
-from grpo_tasks.policy.folded import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
@@ -85,7 +85,7 @@ class VllmSampler:
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
         return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, stop))]
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the card's memory back until the next `sync`, where configured."""
         if self._config.sleep:
             for server in self._servers:
@@ -147,23 +147,23 @@ class VllmSampler:
 
     def _take_over(self) -> bool:
         """Have every server hold the present weights; whether one did not yet."""
-        late = [server for server in self._servers if self._name is not None and self._name not in server.holds]
+        late = [server for server in self._servers if self._name is not None and self._name not in server.loaded]
         for server in late:
             if self._merged:
                 weights = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
                 self._post(server, "/collective_rpc", weights)
                 self._post(server, "/reset_prefix_cache", {})
-                server.holds.clear()
+                server.loaded.clear()
             else:
                 self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
-            server.holds.add(str(self._name))
+            server.loaded.add(str(self._name))
         return bool(late)
 
     def _forget(self, name: str) -> None:
         for server in self._servers:
-            if name in server.holds and not self._merged:
+            if name in server.loaded and not self._merged:
                 self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
-            server.holds.discard(name)
+            server.loaded.discard(name)
 
     def _lasting(self, work: Callable[[], Made]) -> Made:
         """`work`, again from its beginning when a server died meanwhile and has been started anew."""
@@ -177,7 +177,7 @@ class VllmSampler:
                 for server in self._servers:
                     if not self._healthy(server):
                         try:
-                            server.revive()
+                            server.restart()
                         except RolloutError as error:
                             raise error from gone
 

@@ -36,7 +36,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What the server is to serve."""
 
     model: Path
@@ -58,9 +58,9 @@ class VllmServer:
 
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
-        self.holds: set[str] = set()
+        self.loaded: set[str] = set()
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Start it again.
 
         Raises:
@@ -78,20 +78,20 @@ class OwnServer(VllmServer):
         RolloutError: it does not come up.
     """
 
-    def __init__(self, config: VllmConfig, served: Served, log: Path, device: str | None = None) -> None:
+    def __init__(self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None) -> None:
         self._config, self._served, self._log, self._device = config, served, log, device
         super().__init__(self._start())
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """End what is left of it and start another one."""
         self.end()
         self.address = self._start()
-        self.holds.clear()
+        self.loaded.clear()
 
     def end(self) -> None:
         """End it and all that it has started."""
-        self._keeper.terminate()
-        self._keeper.wait()
+        self._supervisor.terminate()
+        self._supervisor.wait()
 
     def _start(self) -> str:
         port = free_port()
@@ -102,7 +102,7 @@ class OwnServer(VllmServer):
             environment["CUDA_VISIBLE_DEVICES"] = self._device
         server = command(self._config, self._served, Path(self._config.python), port)
         with self._log.open("ab") as output:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *server],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -111,7 +111,7 @@ class OwnServer(VllmServer):
                 start_new_session=True,
             )
         try:
-            _wait_until_up(address, self._keeper, self._log, self._config.start_timeout_s)
+            _wait_until_up(address, self._supervisor, self._log, self._config.start_timeout_s)
         except BaseException:
             self.end()
             raise
@@ -119,7 +119,7 @@ class OwnServer(VllmServer):
 
 
 @contextmanager
-def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[VllmServer]]:
+def serving(config: VllmConfig, served: ServedModel, folder: Path) -> Iterator[list[VllmServer]]:
     """Servers that are up, started here; they are ended when the block is left, however it is left. Logs go to `folder`.
 
     Raises:
@@ -137,7 +137,7 @@ def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[V
         yield servers
 
 
-def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
+def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
     """The servers of `base_urls`, looked at.
 
     Args:
@@ -172,7 +172,7 @@ def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
     return servers
 
 
-def hands_over_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
+def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
     """Whether a swap means whole weights and not the adapter: it must where there is none, and pays on a CPU.
 
     There decoding through an adapter takes 2 to 6 times as long, and a model that a CPU trains is quickly written. Servers that
@@ -183,7 +183,7 @@ def hands_over_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) ->
     return not cuda and not config.base_urls and model.quantization == "none"
 
 
-def command(config: VllmConfig, served: Served, python: Path, port: int) -> list[str]:
+def command(config: VllmConfig, served: ServedModel, python: Path, port: int) -> list[str]:
     """The command line of the server."""
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
     flags += ["--middleware", "same_origin.SameOrigin"]
@@ -208,10 +208,10 @@ def authorization() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:
+def _wait_until_up(address: str, supervisor: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if keeper.poll() is not None:
+        if supervisor.poll() is not None:
             raise RolloutError(f"the vLLM server ended while it started; the end of its log:\n{tail(log)}", place=str(log))
         try:
             if httpx.get(f"{address}/health", timeout=2.0).status_code == httpx.codes.OK:

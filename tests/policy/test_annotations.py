@@ -7,9 +7,9 @@ import torch
 from jaxtyping import TypeCheckError
 
 from grpo_tasks.grpo.losses import mean_weights
-from grpo_tasks.policy.batch import positions
-from grpo_tasks.rollout.draw import draw
+from grpo_tasks.policy.batch import position_ids
 from grpo_tasks.rollout.engine import Sampling
+from grpo_tasks.rollout.token_sampling import sample_tokens
 from schemas.config.rollout import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
     "call",
     [
         lambda: mean_weights(torch.ones(2, 3)),  # numbers instead of truth values
-        lambda: positions(torch.ones(5, dtype=torch.bool)),  # one axis instead of two
-        lambda: draw(torch.zeros(2, 7), torch.zeros(3), Sampling.of(RolloutConfig())),  # 2 rows and 3 random numbers
+        lambda: position_ids(torch.ones(5, dtype=torch.bool)),  # one axis instead of two
+        lambda: sample_tokens(torch.zeros(2, 7), torch.zeros(3), Sampling.of(RolloutConfig())),  # 2 rows and 3 random numbers
     ],
     ids=["dtype", "axes", "sizes"],
 )

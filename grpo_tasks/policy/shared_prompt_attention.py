@@ -47,7 +47,7 @@ class SharedPrompt(Protocol):
 
 
 @contextmanager
-def attending(model: PreTrainedModel) -> Iterator[None]:
+def shared_prompt_attention(model: PreTrainedModel) -> Iterator[None]:
     """While it lasts the model attends through the `shared_prompt` that its forward is given."""
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
@@ -79,7 +79,7 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-class Groups:
+class PromptGroups:
     """N rows that belong to P prompts."""
 
     def __init__(self, prompt_of: Int[Tensor, " N"], num_prompts: int) -> None:
@@ -116,7 +116,7 @@ class TrainedPrompt:
     """Layer by layer."""
     values: Sequence[Float[Tensor, "P K S D"]]
     mask: Bool[Tensor, "P S"]
-    groups: Groups
+    groups: PromptGroups
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `SharedPrompt`. Rows are padded on the right, so that no token that counts sees padding."""
@@ -131,7 +131,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, mask: Any, groups: Groups, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, mask: Any, groups: PromptGroups, scale: float
     ) -> Tensor:
         heads, length = k.shape[1], q.shape[2]
         folded = groups.fold(q, heads)
@@ -194,7 +194,7 @@ class DecodedPrompt:
         self._keys, self._values = list(keys), list(values)
         self._bias = None if mask.all() else _bias(mask, torch.float32)
         self._prompt_of = prompt_of
-        self._groups = Groups(prompt_of, len(mask))
+        self._groups = PromptGroups(prompt_of, len(mask))
         self._own: list[tuple[Tensor, Tensor]] = []
         self._max_length = max_length
         self.length = 0
@@ -225,7 +225,7 @@ class DecodedPrompt:
             self._keys = [keys[alive] for keys in self._keys]
             self._values = [values[alive] for values in self._values]
             self._bias = None if self._bias is None else self._bias[alive]
-        self._groups = Groups(self._prompt_of, len(alive))
+        self._groups = PromptGroups(self._prompt_of, len(alive))
         self._own = [(self._kept(keys, rows), self._kept(values, rows)) for keys, values in self._own]
 
     def _remember(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

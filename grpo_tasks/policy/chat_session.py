@@ -8,11 +8,11 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from grpo_tasks.policy.load import load_faults
+from grpo_tasks.policy.load import load_errors
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ChatSettings:
     """How to answer."""
 
     temperature: float = 0.7
@@ -21,16 +21,16 @@ class Manner:
     greedy: bool = False
 
 
-class Chat:
+class ChatSession:
     """A loaded model. Safetensors only, no remote code."""
 
     def __init__(self, folder: Path) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        with load_faults("the model", str(folder)):
+        with load_errors("the model", str(folder)):
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).to(device).eval()
 
-    def answer(self, messages: Sequence[dict[str, str]], manner: Manner) -> Iterator[str]:
+    def answer(self, messages: Sequence[dict[str, str]], manner: ChatSettings) -> Iterator[str]:
         """The answer's text in pieces."""
         prompt = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -15,11 +15,11 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
-from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
 
 
-def sample(spec: SampleSpec, directory: Path) -> pl.DataFrame:
+def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
     """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`. Logs of servers go to `directory`."""
     tokenizer = load_tokenizer(spec.ref)
     with _engine(spec, tokenizer, directory) as engine:
@@ -32,11 +32,11 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
     if spec.rollout.engine == "local":
         yield LocalEngine(load_policy(spec.ref, spec.model, device=device), tokenizer)
     elif config.base_urls and spec.ref.path == spec.model.path:
-        with _sampler(spec, tokenizer, elsewhere(config, adapters=adapter is not None)) as sampler:
+        with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None)) as sampler:
             yield sampler
     else:
         rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
-        served = Served(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
+        served = ServedModel(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
         with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
             yield sampler
 
