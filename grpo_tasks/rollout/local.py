@@ -149,7 +149,7 @@ class SharedPrompts:
 
     def keep(self, rows: Int[Tensor, " M"]) -> None:
         """See `Past`."""
-        self._past.keep(rows)
+        self._past.keep_rows(rows)
         self._positions = self._positions[rows]
 
 
