@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.rollout DIRECTORY`: sample what DIRECTORY/spec.json asks for into DIRECTORY/samples.parquet."""
+"""`python -m grpo_tasks.rollout DIRECTORY`: sample completions as DIRECTORY/spec.json says, into samples.parquet."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from grpo_tasks.rollout.spec import SampleSpec
 
 
 def main(directory: Path) -> None:
-    """Sample and write the table."""
+    """Sample the completions and write the table."""
     sample_table(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / "samples.parquet")
 
 

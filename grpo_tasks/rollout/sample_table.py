@@ -1,4 +1,4 @@
-"""Completions of one model for a list of prompts, as a table: what the lab and the evaluation look at."""
+"""Sample completions of one model for a list of prompts into a table, for the reward lab and the evaluation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,19 @@ from schemas.paths import resolve
 
 
 def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
-    """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`. Logs of servers go to `directory`."""
+    """Sample as the spec says.
+
+    Args:
+        spec: model, prompts and sampling.
+        directory: receives the logs of rollout servers.
+
+    Returns:
+        The columns of schemas/tables.py Samples and `token_ids`.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        RolloutError: a server fails.
+    """
     tokenizer = load_tokenizer(spec.ref)
     with _engine(spec, tokenizer, directory) as engine:
         return _sampled(spec, tokenizer, engine)
@@ -61,6 +73,7 @@ def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: Rollo
     prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
     samples = range(spec.num_samples)
     requests = [
+        # Consecutive seeds for the samples of a prompt; see Request.
         Request(ids, completion_seed(spec.seed, "sample", row.prompt_id) + index)
         for row, ids in zip(rows, prompts, strict=True)
         for index in samples
@@ -69,14 +82,14 @@ def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: Rollo
     table = _table([row for row in rows for _ in samples], list(samples) * len(rows), drawn)
     if not spec.greedy:
         return table
-    likeliest = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
-    return pl.concat([table, _table(rows, [GREEDY] * len(rows), likeliest)])
+    greedy = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
+    return pl.concat([table, _table(rows, [GREEDY] * len(rows), greedy)])
 
 
-def _table(of: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:
+def _table(rows: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:
     return pl.DataFrame(
         {
-            "prompt_id": [row.prompt_id for row in of],
+            "prompt_id": [row.prompt_id for row in rows],
             "sample": list(samples),
             "completion": [completion.text for completion in drawn],
             "completion_tokens": [len(completion.token_ids) for completion in drawn],
