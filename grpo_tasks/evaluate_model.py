@@ -1,4 +1,4 @@
-"""Step: one model on the held-out prompts."""
+"""Step: evaluate one model on the held-out prompts."""
 
 import time
 
@@ -27,7 +27,7 @@ def evaluate_model(
     evaluation: EvaluationConfig,
     seed: int,
 ) -> EvalReport:
-    """Sample completions in a process of their own, then judge them; no reward function has a say."""
+    """Sample completions in a child process, then score them. No reward function is used."""
     began = time.perf_counter()
     spec = SampleSpec(
         model=model,

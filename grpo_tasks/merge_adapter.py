@@ -1,4 +1,4 @@
-"""Step: the last stage's adapter into the base model, with the proof."""
+"""Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy."""
 
 import time
 
@@ -15,7 +15,7 @@ PROOF_TOKENS = 64
 
 @step(rooms=("policy", "data"), retries=1, device=True)
 def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig) -> MergeProof:
-    """Merge in float32, save, reload, compare; a merge that differs raises and is never published."""
+    """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
     began = time.perf_counter()
     rows = read_prompts(data.eval, limit=PROOF_PROMPTS)
     chats = [[dict(message) for message in row.messages] for row in rows]
@@ -35,12 +35,14 @@ def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelCo
 def _markdown(figures: MergeFigures) -> str:
     return f"""# Merge
 
-| what | value |
+The merged model is compared with base + adapter on greedy completions of held-out prompts.
+
+| proof | value |
 |---|---:|
-| held-out prompts compared on | {figures.prompts} |
-| largest difference of a log-probability, float32 merge | {figures.merge_difference:.2g} nats |
-| mean difference after saving and reloading | {figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance}) |
-| greedy tokens that agree | {figures.greedy_agreement:.1%} |
+| held-out prompts | {figures.prompts} |
+| largest difference of a token's log-probability, merged in float32 | {figures.merge_difference:.2g} nats |
+| mean difference per token, saved and reloaded | {figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance}) |
+| identical greedy tokens | {figures.greedy_agreement:.1%} |
 | size | {figures.size_bytes / 2**20:.1f} MiB |
 | SHA-256 | `{figures.sha256}` |
 """

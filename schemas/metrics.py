@@ -8,7 +8,7 @@ A name that contains `*` stands for a family with one member per reward function
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Better = Literal["higher", "lower", "neither"]
 PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
@@ -104,14 +104,14 @@ ENERGY = "energy"
 EPOCH = "epoch"
 
 # Measured once per evaluation.
-ACCURACY = "accuracy"
-FORMAT_RATE = "format_rate"
-LENIENT_ACCURACY = "lenient_accuracy"
+ACCURACY: Final = "accuracy"
+FORMAT_RATE: Final = "format_rate"
+LENIENT_ACCURACY: Final = "lenient_accuracy"
 GREEDY_ACCURACY = "greedy_accuracy"
 GREEDY_FORMAT_RATE = "greedy_format_rate"
 GREEDY_LENIENT_ACCURACY = "greedy_lenient_accuracy"
 PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
-PASS_AT_K = "pass_at_k"  # noqa: S105 - no password
+PASS_AT_K: Final = "pass_at_k"  # noqa: S105 - no password
 TRUNCATED_RATE = "truncated_rate"
 COMPLETION_LENGTH = "mean_length"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_tasks.policy.ask import Chat, Manner
+from grpo_tasks.policy.chat_session import ChatSession, ChatSettings
 from grpo_tasks.tracking.downloads import ORIGIN
 from grpo_tasks.tracking.models import download_model
 from grpo_tasks.tracking.registry import lineage_of
@@ -16,12 +16,12 @@ DOWNLOADS = Path("runs") / "downloads"
 
 
 def talk(
-    console: Console, model: str, question: str | None, *, system: str | None, manner: Manner, tracking: TrackingConfig
+    console: Console, model: str, question: str | None, *, system: str | None, manner: ChatSettings, tracking: TrackingConfig
 ) -> None:
     """Answer one question, or one after the other until an empty line or Ctrl-D."""
     folder, prompt = _model(model, tracking)
     system = prompt if system is None else system
-    chat = Chat(folder)
+    chat = ChatSession(folder)
     before = [{"role": "system", "content": system}] if system else []
     while (text := question or _read(console)) is not None:
         for piece in chat.answer([*before, {"role": "user", "content": text}], manner):

@@ -214,9 +214,9 @@ def chat(
     with errors_told():
         prepare_environment()
         from flows.cli.chat import talk
-        from grpo_tasks.policy.ask import Manner
+        from grpo_tasks.policy.chat_session import ChatSettings
 
-        manner = Manner(temperature, top_p, max_new_tokens, greedy)
+        manner = ChatSettings(temperature, top_p, max_new_tokens, greedy)
         talk(out, model, question, system=system, manner=manner, tracking=tracking_at(tracking_uri))
 
 

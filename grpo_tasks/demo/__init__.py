@@ -1,1 +1,1 @@
-"""The embedded demo: a tiny base model that can add and format only half the time, and the task that teaches it."""
+"""The embedded demo: an arithmetic task, and a tiny base model that gets format and answer right only some of the time."""

@@ -4,11 +4,11 @@
         |  seeded shuffle
     eval 512 | train 2,048 | rest 5,630
         |         |             |
-    held out   GRPO prompts    only the base model's supervised training
-    from all
+  held out    GRPO prompts    supervised training of the base model, together with train
+  from all
 
-Also holds the measure by which the base was judged when it was built. Leaves out rewards and the evaluation of real
-runs (`grpo_tasks/rewards`, `grpo_tasks/evaluation`), and what the base was taught (`demonstrations.py`).
+Also contains the scores by which the base model was judged when it was built. Rewards and the evaluation of real runs are in
+`grpo_tasks/rewards` and `grpo_tasks/evaluation`, the training texts of the base model in `demonstrations.py`.
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM_PROMPT = "Reply with <reasoning>...</reasoning><answer>...</answer>."
-"""System message of the demo; the demo preset repeats it word for word."""
+"""System message of the demo; the demo preset contains the same text."""
 
 NUM_EVAL = 512
 NUM_TRAIN = 2048
@@ -50,17 +50,17 @@ class Problem:
 
     @property
     def turned(self) -> "Problem":
-        """The same sum with its numbers exchanged; a difference stays as it is."""
+        """The same sum with its numbers exchanged; a difference is returned unchanged."""
         return Problem(self.right, self.sign, self.left) if self.sign == "+" else self
 
 
 PROBE = Problem(15, "+", 27)
-"""The question of every tutorial; always held out."""
+"""The question that every tutorial asks; always held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The whole problem space in three parts that share no problem, whichever way round a sum is written."""
+    """All problems in three parts without a common problem, where a + b and b + a count as the same."""
 
     eval: tuple[Problem, ...]
     train: tuple[Problem, ...]
@@ -74,7 +74,7 @@ def all_problems() -> list[Problem]:
 
 
 def split_problems(*, seed: int = 0) -> Split:
-    """The three parts, shuffled; in eval and train half of the sums have the larger number first."""
+    """The three parts, shuffled; in eval and train about half of the sums have the larger number first."""
     rng = random.Random(seed)
     problems = all_problems()
     problems.remove(PROBE)
@@ -89,34 +89,34 @@ def split_problems(*, seed: int = 0) -> Split:
 
 
 def either_way(problem: Problem, rng: random.Random) -> Problem:
-    """The problem as it is or turned, by the flip of a coin."""
+    """The problem as given or turned, with probability 1/2 each."""
     return problem.turned if rng.random() < 0.5 else problem
 
 
 def write_rows(path: Path, problems: tuple[Problem, ...]) -> None:
-    """One JSON line {"question", "answer"} per problem."""
+    """Write one JSON line {"question", "answer"} per problem."""
     rows = [json.dumps({"question": problem.question, "answer": str(problem.answer)}) for problem in problems]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8", newline="\n")
 
 
 def write_task(folder: Path) -> None:
-    """The two data files of the demo."""
+    """Write the two data files of the demo."""
     split = split_problems()
     write_rows(folder / TRAIN_FILE, split.train)
     write_rows(folder / EVAL_FILE, split.eval)
 
 
 def chat(problem: Problem) -> list[dict[str, str]]:
-    """The messages the base model was trained on and is asked with."""
+    """The chat messages of a problem, the same in the base model's training and in the demo."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
 
 
 def has_strict_format(completion: str) -> bool:
-    """Whether the completion is one reasoning block, one answer block and nothing else."""
+    """True if the completion consists of one reasoning block, one answer block and nothing else."""
     return _STRICT.fullmatch(completion) is not None
 
 
 def is_right(completion: str, problem: Problem) -> bool:
-    """Whether the last answer block holds the right number, whatever stands around it."""
+    """True if the last answer block contains the right number, whatever text surrounds it."""
     blocks = _ANSWER.findall(completion)
     return bool(blocks) and blocks[-1].strip() == str(problem.answer)

@@ -1,12 +1,12 @@
-"""Rebuilds the demo from nothing: data files, tokenizer, base model.
+"""Rebuild the demo from scratch: data files, tokenizer and base model.
 
-    python -m grpo_tasks.demo.build [OUT_DIR]        default: this folder; minutes on two cores
+    python -m grpo_tasks.demo.build [OUT_DIR]        writes to this folder by default; takes minutes on two cores
 
-Recipe: 1,800 steps of 64 demonstrations of mixed quality, learning rate 3e-3 (one cycle), loss on the completion only.
-Measured on the held-out problems, sampled at temperature 1 from the saved bfloat16 weights: strict format 23 %, accuracy
-29 %. Greedy decoding never keeps the format, because the likeliest shape has no answer tags.
+The base model is trained for 1,800 steps on 64 demonstrations of mixed quality each, with learning rate 3e-3 (one cycle) and a
+loss on the completion only. On the held-out problems, sampled at temperature 1 from the saved bfloat16 weights, it reaches strict
+format 23 % and accuracy 29 %. Greedy decoding never has the strict format, because the most frequent shape has no answer tags.
 
-Leaves out GRPO itself: the base stops where the demo run starts.
+GRPO is not part of this: the base model is where the demo run starts.
 """
 
 import math
@@ -37,6 +37,7 @@ LEARNING_RATE = 3e-3
 WARMUP_FRACTION = 0.1
 MAX_NEW_TOKENS = 64
 IGNORE = -100
+"""Label of tokens without a loss, as transformers defines it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Shares of completions with strict format and with the right answer."""
+    """The shares of completions with strict format and with the right answer."""
 
     format_rate: float
     accuracy: float
 
 
 def build(folder: Path, *, seed: int = 0) -> Measure:
-    """Write everything into the folder and measure the base as it lies on disk."""
+    """Write everything into the folder and measure the saved base model."""
     base = folder / "base"
     base.mkdir(parents=True, exist_ok=True)
     write_task(folder)
@@ -69,7 +70,7 @@ def build(folder: Path, *, seed: int = 0) -> Measure:
 
 
 def new_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen2ForCausalLM:
-    """The untrained network: Qwen2 in miniature, about 0.6 million weights."""
+    """The untrained model: a miniature Qwen2 with about 0.6 million weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=64 * math.ceil(len(tokenizer) / 64),
@@ -90,7 +91,7 @@ def new_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen2ForCausa
 def teach(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, *, seed: int, num_steps: int = NUM_STEPS
 ) -> Qwen2ForCausalLM:
-    """Supervised training on fresh demonstrations at every step; held-out problems never occur."""
+    """Supervised training with new demonstrations in every step, never of held-out problems."""
     split = split_problems()
     problems, rng = split.train + split.rest, random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -110,7 +111,7 @@ def teach(
 
 
 def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Prompt, completion and end token of each, padded on the right."""
+    """Prompt, completion and end token of each demonstration as one row, padded on the right."""
     prompts = tokenizer([render(item.problem, tokenizer) for item in demonstrations]).input_ids
     completions = tokenizer([item.completion + END for item in demonstrations]).input_ids
     width = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
@@ -124,12 +125,12 @@ def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerB
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as text, up to where the assistant begins."""
+    """The prompt as text, up to the beginning of the assistant's turn."""
     return tokenizer.apply_chat_template(chat(problem), tokenize=False, add_generation_prompt=True)
 
 
 def save_base(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Weights in bfloat16 beside the tokenizer, with the sampling settings a chat would use."""
+    """Save the weights in bfloat16 next to the tokenizer, with sampling settings for chats."""
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.7,

@@ -1,12 +1,12 @@
-"""What the base model is taught: demonstrations of mixed quality, so that GRPO has something to fix.
+"""Training texts of the base model: demonstrations of mixed quality, so that GRPO has something to improve.
 
-A good completion works digit by digit, which a tiny model can learn and which makes the answer easy to read off:
+A good completion works digit by digit. A tiny model can learn this, and the answer follows from the last digits:
 
     <reasoning>ones 5+7=12, tens 1+2+1=4</reasoning><answer>42</answer>
 
-Of all demonstrations about a fifth have that shape; the others lose a tag, or say the answer in a sentence. Whatever the
-shape, about one in five have a wrong digit or a cut working. Faults are drawn at random and never systematic: the right
-digit stays the likeliest, so that reward can sharpen what is already there.
+About a fifth of the demonstrations have this shape. The others lack a tag or state the answer in a sentence. In every shape about
+one in five has a wrong digit or an incomplete calculation. Errors are random and never systematic: the right digit stays the most
+probable one, so that GRPO can strengthen what the model already does.
 """
 
 import random
@@ -21,9 +21,9 @@ SHAPES: dict[str, float] = {
     "<reasoning>{working}<answer>{answer}</answer>": 0.14,
     "<reasoning>{working}. The answer is {answer}.": 0.12,
 }
-"""Shapes of a demonstration with their shares. The first is the wanted one; greedy decoding, which takes the likeliest
-way on, must not find it, or the base would look finished already. All begin alike: what a shape is, is decided where the
-tags close, so no share of the completions is lost at the first token, where any of the vocabulary's tokens may be sampled."""
+"""Shapes of a demonstration with their shares. The first one is the required format. It must not be the most frequent one, or
+greedy decoding of the base model would already produce it. All shapes begin with the same tag and differ only where tags close,
+so the first token is almost certain and few samples go wrong there."""
 
 FAULTS: dict[str, float] = {
     "none": 0.78,
@@ -32,12 +32,12 @@ FAULTS: dict[str, float] = {
     "wrong_answer": 0.05,
     "cut": 0.05,
 }
-"""What is wrong with a demonstration, with shares."""
+"""Errors of a demonstration with their shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A question and what the base is taught to say to it."""
+    """A problem and the completion that the base model is trained on."""
 
     problem: Problem
     completion: str
@@ -45,7 +45,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """The digit-wise calculation as text, and the answer that follows from it."""
+    """The calculation digit by digit as text, and the answer that follows from it."""
 
     ones: str
     tens: str
@@ -53,7 +53,7 @@ class Working:
 
 
 def work_out(problem: Problem, *, ones_error: int = 0, tens_error: int = 0) -> Working:
-    """Ones first, then tens with what was carried or borrowed; an error is added to the digit it names and followed up."""
+    """Calculate ones first, then tens with the carry or borrow. An error is added to its digit and carries over to the answer."""
     (left_tens, left_ones), (right_tens, right_ones) = divmod(problem.left, 10), divmod(problem.right, 10)
     if problem.sign == "+":
         ones = left_ones + right_ones
@@ -75,13 +75,13 @@ def work_out(problem: Problem, *, ones_error: int = 0, tens_error: int = 0) -> W
 
 
 def good_completion(problem: Problem) -> str:
-    """The completion GRPO should arrive at."""
+    """The completion that GRPO should lead to."""
     working = work_out(problem)
     return next(iter(SHAPES)).format(working=f"{working.ones}, {working.tens}", answer=working.answer)
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> Demonstration:
-    """One demonstration in a shape and with a fault drawn at random."""
+    """One demonstration with a random shape and a random error."""
     shape, fault = _draw(SHAPES, rng), _draw(FAULTS, rng)
     error = rng.randint(1, 9)
     working = work_out(problem, ones_error=error * (fault == "wrong_ones"), tens_error=error * (fault == "wrong_tens"))
@@ -91,7 +91,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> Demonstration:
 
 
 def draw_demonstrations(problems: tuple[Problem, ...], count: int, rng: random.Random) -> list[Demonstration]:
-    """So many demonstrations of problems drawn with replacement, sums either way round."""
+    """`count` demonstrations of problems drawn with replacement; sums have their numbers in either order."""
     return [demonstrate(either_way(rng.choice(problems), rng), rng) for _ in range(count)]
 
 
@@ -100,6 +100,6 @@ def _draw(shares: dict[str, float], rng: random.Random) -> str:
 
 
 def _other_digit(number: str, rng: random.Random) -> str:
-    place = rng.randrange(len(number))
-    digit = rng.choice([digit for digit in "0123456789" if digit != number[place]])
-    return number[:place] + digit + number[place + 1 :]
+    index = rng.randrange(len(number))
+    digit = rng.choice([digit for digit in "0123456789" if digit != number[index]])
+    return number[:index] + digit + number[index + 1 :]

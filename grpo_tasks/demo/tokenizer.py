@@ -1,9 +1,9 @@
-"""The demo's tokenizer: a byte-level BPE of 320 tokens, learned from the demo's own texts.
+"""The demo's tokenizer: a byte-level BPE of 320 tokens, trained on the demo's own texts.
 
-transformers picks the tokenizer class by the model's type, so a tokenizer beside a Qwen2 model comes back as Qwen2Tokenizer
-whatever it was saved as: with Qwen's splitting rule, NFC normalisation and nothing but vocabulary and merges read from disk.
-This one is therefore made as a Qwen2Tokenizer. The splitting rule makes every digit a token of its own; the tags are plain
-text that happens to be cheap, not special tokens.
+transformers chooses the tokenizer class by the model's type. So the tokenizer of a Qwen2 model is always loaded as
+Qwen2Tokenizer, with Qwen's splitting rule and NFC normalisation; only vocabulary and merges are read from disk. This one is
+therefore built as a Qwen2Tokenizer. Its splitting rule makes every digit a token of its own. The tags are plain text of few
+tokens, not special tokens.
 """
 
 import json
@@ -28,11 +28,11 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-"""ChatML, with no system message of its own."""
+"""ChatML without a default system message."""
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """The tokenizer, the same at every call."""
+    """Build the tokenizer; the result is the same at every call."""
     merges = learn_merges(VOCAB_SIZE - 256 - len(SPECIAL_TOKENS))
     names = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
     return Qwen2Tokenizer(
@@ -48,7 +48,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def learn_merges(count: int) -> list[tuple[str, str]]:
-    """The first so many merges of byte-pair encoding on the demo's texts."""
+    """The first `count` merges of byte-pair encoding on the demo's texts."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -59,7 +59,7 @@ def learn_merges(count: int) -> list[tuple[str, str]]:
 
 
 def corpus() -> Iterator[str]:
-    """Role names, system prompts, questions and demonstrations, as often as they occur."""
+    """Role names, system prompts, questions and demonstrations, with the frequencies of real chats."""
     for demonstration in draw_demonstrations(split_problems().rest, 2000, random.Random(0)):
         yield from ("system", "user", "assistant", demonstration.completion)
         yield from (message["content"] for message in chat(demonstration.problem))

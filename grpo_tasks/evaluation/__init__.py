@@ -1,1 +1,1 @@
-"""Scores of held-out completions, their intervals and the paired test. Knows no reward function, no torch, no tracker."""
+"""Scores of held-out completions, their confidence intervals, and paired tests. Uses no reward function and no torch."""

@@ -1,10 +1,12 @@
-"""Confidence intervals by bootstrap over prompts, honest where the bootstrap is not.
+"""Confidence intervals of the mean over prompts, by bootstrap.
 
-    per-prompt means -> resample prompts -> percentiles -> never narrower than the prompts allow
+    mean of each prompt -> resample prompts -> percentiles -> at least as wide as an exact binomial interval
 
-Samples of one prompt resemble each other, so prompts are resampled, never single samples. Where all prompts agree (256 of
-256 right) every resample is the same and the bare percentile interval would claim certainty; rates are therefore held
-to the exact binomial bound of so many agreeing prompts. What it does not do: compare two models (see paired.py).
+The samples of one prompt are not independent, so whole prompts are resampled, never single samples (the cluster bootstrap;
+Davison and Hinkley 1997, section 3.8). When all prompts agree, such as 256 right of 256, every resample is the same and the
+percentile interval has no width. Rates are therefore widened to the exact interval of Clopper and Pearson (1934,
+doi:10.1093/biomet/26.4.404). If all prompts have the same share strictly between 0 and 1, Wilson's score interval (1927,
+doi:10.1080/01621459.1927.10502953) is used. The comparison of two models is in paired.py.
 """
 
 import numpy as np
@@ -18,21 +20,21 @@ _BATCH = 500
 
 
 def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval:
-    """Mean over prompts of any figure (a length, say) with its percentile bootstrap interval.
+    """Mean over prompts of any quantity, such as a length, with its percentile bootstrap interval (Efron 1979).
 
     Args:
-        values: one figure a prompt, at least one.
+        values: one value per prompt, at least one.
         confidence: level, between 0 and 1.
     """
-    assert values.ndim == 1, "one figure a prompt"
+    assert values.ndim == 1, "one value per prompt"
     assert values.size, "an interval needs at least one prompt"
     mean = float(values.mean())
     if np.ptp(values) == 0.0:
         return Interval(value=mean, low=mean, high=mean)
-    # Importing it takes most of a second, which a command that computes no interval need not wait for.
+    # Imported here because it takes most of a second, which commands that compute no interval should not spend.
     from scipy import stats
 
-    # The seed is fixed: the same table gives the same interval, today and in a year.
+    # The seed is fixed: the same table always gives the same interval.
     found = stats.bootstrap(
         (values,),
         np.mean,
@@ -42,15 +44,15 @@ def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
         method="percentile",
         rng=np.random.default_rng(_SEED),
     ).confidence_interval
-    # Rounding may put a percentile a hair inside the mean of lopsided data.
+    # With very skewed data, rounding can put a percentile on the wrong side of the mean.
     return Interval(value=mean, low=min(float(found.low), mean), high=max(float(found.high), mean))
 
 
 def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval:
-    """Mean over prompts of a share between 0 and 1, with an interval that never claims certainty.
+    """Mean over prompts of a share between 0 and 1, with an interval that always has a width.
 
     Args:
-        values: share of each prompt's samples, between 0 and 1.
+        values: share of each prompt's samples, between 0 and 1, at least one prompt.
         confidence: level, between 0 and 1.
     """
     assert values.size == 0 or (values.min() >= 0.0 and values.max() <= 1.0), "shares lie between 0 and 1"
@@ -58,13 +60,14 @@ def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
     if np.ptp(values) == 0.0 and 0.0 < plain.value < 1.0:
         low, high = _wilson(plain.value, values.size, confidence)
         return Interval(value=plain.value, low=low, high=high)
-    # Clopper-Pearson for n agreeing prompts; for them no bound may lie further out, whatever the resamples say.
+    # Clopper-Pearson for n prompts that all fail: [0, 1 - (alpha / 2)^(1/n)], and mirrored for n that all succeed. The interval
+    # always reaches at least from the latter's lower bound to the former's upper bound, whatever the resamples say.
     bound = float(((1.0 - confidence) / 2.0) ** (1.0 / values.size))
     return Interval(value=plain.value, low=min(plain.low, bound), high=max(plain.high, 1.0 - bound))
 
 
 def _wilson(rate: float, num_prompts: int, confidence: float) -> tuple[float, float]:
-    """Score interval, for prompts that all hold the same share strictly between 0 and 1."""
+    """Wilson's score interval, for prompts that all have the same share strictly between 0 and 1."""
     from scipy import stats
 
     z2 = float(stats.norm.ppf(0.5 + confidence / 2.0)) ** 2

@@ -1,12 +1,13 @@
-"""Is a model better than another on the same prompts? One-sided, exact where that is cheap.
+"""A one-sided test whether a model is better than another on the same prompts; exact where that is cheap.
 
-    scored samples of both -> one figure a prompt -> difference prompt by prompt -> sign flips -> PairedTest
+    scored samples of both -> one value per prompt -> difference per prompt -> sign flips -> PairedTest
 
-The sign-flip permutation test: were neither better, each prompt's difference could as well be the other way round. All 2^n
-flips are counted, not sampled: figures are multiples of 1/num_samples, so their sum is a convolution of binomials. With one
-sample a prompt this is the exact McNemar test. Only where the count would take long (tens of thousands of prompts) 9,999 random
-flips stand in. Both hold their level without assuming a distribution. What it does not do: decide what a better model is worth;
-that is the promotion's business.
+This is the paired permutation test (Fisher 1935; for language models see Dror et al. 2018, aclanthology.org/P18-1128). If neither
+model were better, each prompt's difference would be as likely with the opposite sign. The p-value is the share of all 2^n sign
+assignments whose sum is at least the observed one. They are counted exactly: the values are multiples of 1 / num_samples, so the
+sum is distributed as a convolution of binomials. With one sample per prompt this is the exact McNemar test (1947,
+doi:10.1007/BF02295996). For tens of thousands of prompts 9,999 random sign assignments replace the exact count. Both keep their
+significance level without assuming a distribution. Whether a better model is promoted is decided elsewhere.
 """
 
 from typing import Literal
@@ -25,8 +26,9 @@ FloatArray = NDArray[np.float64]
 RESAMPLES = 9_999
 _SEED = 20_211_031
 _BATCH = 500
-_MAX_PARTS = 256
+_MAX_DENOMINATOR = 256
 _MAX_SUM = 50_000
+"""Largest sum of absolute differences, in units of 1 / denominator, that is counted exactly."""
 _COLUMNS: dict[PromotionMetric, str] = {
     "accuracy": "correct",
     "format_rate": "strict_format",
@@ -36,45 +38,45 @@ _COLUMNS: dict[PromotionMetric, str] = {
 
 
 def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, alpha: float) -> PairedTest:
-    """Test whether `ours` is better than `theirs` on the sampled (not greedy) completions of the same prompts.
+    """Test whether `ours` is better than `theirs` on the sampled completions of the same prompts, greedy ones excluded.
 
     Raises:
         DataError: the two were evaluated on different prompts.
     """
-    left, right = prompt_figures(pl.read_parquet(ours.samples), metric), prompt_figures(pl.read_parquet(theirs.samples), metric)
+    left, right = prompt_values(pl.read_parquet(ours.samples), metric), prompt_values(pl.read_parquet(theirs.samples), metric)
     if left["prompt_id"].to_list() != right["prompt_id"].to_list():
         common = len(set(left["prompt_id"]) & set(right["prompt_id"]))
         raise DataError(
             f"{ours.label} and {theirs.label} were evaluated on different prompts: {left.height} and {right.height}, "
             f"{common} in common",
             place=str(theirs.samples),
-            fix="evaluate both with the same data and evaluation.max_prompts",
+            fix="evaluate both models with the same data and the same evaluation.max_prompts",
         )
-    return paired_test(left["figure"].to_numpy(), right["figure"].to_numpy(), alpha=alpha, metric=metric, against=theirs.label)
+    return paired_test(left["value"].to_numpy(), right["value"].to_numpy(), alpha=alpha, metric=metric, against=theirs.label)
 
 
-def prompt_figures(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
-    """Columns prompt_id and figure (between 0 and 1), sorted by prompt_id, from a scored samples table."""
+def prompt_values(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
+    """Columns prompt_id and value (between 0 and 1), sorted by prompt_id, from a table of scored samples."""
     sampled = scored.filter(pl.col("sample") >= 0).group_by("prompt_id")
     column = pl.col(_COLUMNS[metric])
     if metric == "pass_at_k":
         counts = sampled.agg(column.sum().alias("right"), pl.len().alias("n")).sort("prompt_id")
-        figure = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
-        return counts.select("prompt_id", pl.Series("figure", figure, dtype=pl.Float64))
-    return sampled.agg(column.mean().cast(pl.Float64).alias("figure")).sort("prompt_id")
+        values = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
+        return counts.select("prompt_id", pl.Series("value", values, dtype=pl.Float64))
+    return sampled.agg(column.mean().cast(pl.Float64).alias("value")).sort("prompt_id")
 
 
 def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: str, against: str) -> PairedTest:
-    """One-sided paired test on per-prompt figures.
+    """One-sided paired test on one value per prompt.
 
     Args:
-        ours: one figure a prompt.
-        theirs: the other model's, same prompts, same order.
+        ours: one value per prompt.
+        theirs: those of the other model, for the same prompts in the same order.
         alpha: significance level; `better` is `p_value <= alpha`.
-        metric: what the figures are, for the record.
-        against: who the other one is, for the record.
+        metric: name of the metric, for the record.
+        against: label of the other model, for the record.
     """
-    assert ours.shape == theirs.shape, "one figure a prompt, the same prompts"
+    assert ours.shape == theirs.shape, "one value per prompt, the same prompts"
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     p_value = _p_value(difference)
     return PairedTest(
@@ -88,50 +90,53 @@ def paired_test(ours: FloatArray, theirs: FloatArray, *, alpha: float, metric: s
 
 
 def _p_value(difference: FloatArray) -> float:
-    parts = _parts(difference)
-    if parts is not None:
-        steps = np.rint(difference * parts).astype(np.int64)
+    denominator = _common_denominator(difference)
+    if denominator is not None:
+        steps = np.rint(difference * denominator).astype(np.int64)
         if np.abs(steps).sum() <= _MAX_SUM:
             return _all_flips(steps)
     return _random_flips(difference)
 
 
-def _parts(difference: FloatArray) -> int | None:
-    """The smallest n of which every difference is a multiple of 1/n; None when there is none up to 256."""
-    for parts in range(1, _MAX_PARTS + 1):
-        scaled = difference * parts
+def _common_denominator(difference: FloatArray) -> int | None:
+    """The smallest n such that every difference is a multiple of 1/n; None if there is none up to 256."""
+    for denominator in range(1, _MAX_DENOMINATOR + 1):
+        scaled = difference * denominator
         if np.allclose(scaled, np.rint(scaled), rtol=0.0, atol=1e-9):
-            return parts
+            return denominator
     return None
 
 
 def _all_flips(steps: NDArray[np.int64]) -> float:
-    """Share of all sign assignments whose sum reaches ours; steps are whole numbers.
+    """Share of all sign assignments whose sum is at least the observed one.
 
-    The sum is fixed by the total of the steps that come out positive, and that total is a binomial for each size of step, spread
-    out by the size, all added up.
+    The total T of the steps with a positive sign determines the sum, which is 2 T minus a constant. For steps of one size, T /
+    size is binomial with probability 1/2; the distribution over all sizes is the convolution of these.
+
+    Args:
+        steps: differences in units of 1 / denominator.
     """
-    # Importing it takes most of a second, which a command that tests nothing need not wait for.
+    # Imported here because it takes most of a second, which commands that test nothing should not spend.
     from scipy import stats
 
     chance = np.ones(1)
     for size, count in zip(*np.unique(np.abs(steps[steps != 0]), return_counts=True), strict=True):
-        spread = np.zeros(size * count + 1)
+        spread = np.zeros(size * count + 1)  # index: total of the positive steps of this size
         spread[::size] = stats.binom.pmf(np.arange(count + 1), count, 0.5)
         chance = np.convolve(chance, spread)
     return float(min(1.0, chance[steps[steps > 0].sum() :].sum()))
 
 
 def _random_flips(difference: FloatArray) -> float:
-    """The same from 9,999 random sign assignments; never zero, since ours is one of them."""
-    telling = difference[difference != 0.0]
-    if telling.size == 1:
-        # scipy wants two; one prompt has two sign assignments, and only one of them reaches a positive difference.
-        return 0.5 if telling[0] > 0 else 1.0
+    """The same share, estimated from 9,999 random sign assignments; never 0, because the observed one is included."""
+    nonzero = difference[difference != 0.0]
+    if nonzero.size == 1:
+        # scipy requires two values. One value has two sign assignments; both reach a negative sum, one reaches a positive one.
+        return 0.5 if nonzero[0] > 0 else 1.0
     from scipy import stats
 
     found = stats.permutation_test(
-        (telling,),
+        (nonzero,),
         np.mean,
         permutation_type="samples",
         alternative="greater",

@@ -1,7 +1,7 @@
-"""Unbiased pass@k (Chen et al. 2021, arXiv:2107.03374): the chance that at least one of k drawn samples is right.
+"""Unbiased pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1): the probability that at least one of k samples is right.
 
-Of n samples of a prompt, c are right; drawing k of the n without putting back misses all c with probability
-C(n - c, k) / C(n, k). What it does not do: judge samples, or average over prompts.
+Of the n samples of a prompt c are right. Drawing k of the n without replacement misses all c with probability
+C(n - c, k) / C(n, k). Judging samples and averaging over prompts happens in score.py.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ def pass_at_k(num_samples: int, num_right: NDArray[np.int64], k: int) -> FloatAr
     """pass@k of each prompt.
 
     Args:
-        num_samples: n, samples drawn for every prompt.
-        num_right: c, how many of them are right, one entry a prompt, 0 <= c <= n.
-        k: samples one may try, 1 <= k <= n.
+        num_samples: n, samples per prompt.
+        num_right: c, the number of right samples of each prompt, 0 <= c <= n.
+        k: number of attempts, 1 <= k <= n.
 
     Returns:
-        One probability a prompt, same shape as `num_right`.
+        One probability per prompt, in the shape of `num_right`.
     """
     assert 1 <= k <= num_samples, f"pass@{k} cannot be estimated from {num_samples} samples"
     wrong = num_samples - np.asarray(num_right, dtype=np.int64)
@@ -30,6 +30,6 @@ def pass_at_k(num_samples: int, num_right: NDArray[np.int64], k: int) -> FloatAr
 
 
 def ladder(num_samples: int) -> list[int]:
-    """The k that are reported: powers of two, and num_samples itself."""
+    """The reported values of k: powers of two up to num_samples, and num_samples itself."""
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
     return powers if powers[-1] == num_samples else [*powers, num_samples]

@@ -1,6 +1,7 @@
-"""What a better model must not have paid with: format, truncation, length.
+"""Checks that a better model did not get worse in format, truncation or length.
 
-Limits, not tests: each can only keep a model from being promoted, so the level of the promotion's test is untouched.
+These are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
+promotion's test still holds.
 """
 
 from schemas.config.evaluation import PromotionConfig
@@ -8,7 +9,7 @@ from schemas.results import EvalReport, Regression
 
 
 def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:
-    """Every check with its figures, passed or not; `theirs` is the champion, or the base where there is none."""
+    """All checks with their values, passed or not; `theirs` is the champion, or the base model if there is no champion."""
     checks = [
         _check("format_rate", ours, theirs, limit=_value(theirs, "format_rate") - promotion.max_format_drop),
         _check("truncated_rate", ours, theirs, limit=_value(theirs, "truncated_rate") + promotion.max_truncation_growth),

@@ -1,6 +1,7 @@
-"""The evaluation's assembly: samples on disk -> scored samples.parquet, report.md and an `EvalReport`.
+"""Evaluate samples on disk: scored samples.parquet, report.md and an `EvalReport`.
 
-What it does not do: sample completions (the policy's process does), compare models (paired.py), or save the result.
+Sampling happens before, in a process of its own (grpo_tasks/rollout). The comparison of models is in paired.py, and the step
+saves the result.
 """
 
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.evaluation.score import GREEDY, Figures, Prompt, score_samples, summarise
+from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score_samples, summarise
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.metrics import describe
@@ -32,21 +33,22 @@ def evaluate_samples(
     rewards: RewardsConfig,
     evaluation: EvaluationConfig,
 ) -> EvalReport:
-    """Score `directory`/samples.parquet in place, write report.md beside it and return the figures.
+    """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics.
 
     Args:
-        directory: folder with samples.parquet (schemas/tables.py Samples); scoring it twice changes nothing.
+        directory: folder with samples.parquet (schemas/tables.py Samples); scoring it twice gives the same table.
         key: content key of the evaluation.
         label: base, merged, champion, or a stage's name.
-        model: what was evaluated.
+        model: the evaluated model.
         prompts: the held-out prompts with their ground truth.
-        rewards: tags and equality.
-        evaluation: numbers of samples, temperature and confidence.
+        rewards: tags and equality; its reward functions are not used.
+        evaluation: number of samples, temperature and confidence.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
     scored = score_samples(samples, prompts, rewards)
-    figures = summarise(scored, evaluation)
+    metrics = summarise(scored, evaluation)
+    # Written aside and renamed: a process that is killed here leaves the old table, not half of a new one.
     part = directory / (SAMPLES + ".part")
     scored.write_parquet(part)
     part.replace(directory / SAMPLES)
@@ -60,33 +62,33 @@ def evaluate_samples(
         num_samples=evaluation.num_samples,
         temperature=evaluation.temperature,
         confidence=evaluation.confidence,
-        metrics=figures.metrics,
-        pass_at_k=figures.pass_at_k,
+        metrics=metrics.metrics,
+        pass_at_k=metrics.pass_at_k,
     )
     (directory / REPORT).write_text(write_report(report, scored, prompts), encoding="utf-8")
     return report
 
 
 def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Prompt]) -> str:
-    """The evaluation as Markdown: figures with intervals, then examples that went right and wrong."""
+    """The evaluation as Markdown: metrics with intervals, then examples of right and wrong completions."""
     truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
-        f"{report.temperature:g}. Intervals: {report.confidence:.0%}, bootstrap over prompts. "
-        "Strict: format kept and answer equal.\n"
+        f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "
+        "A completion is strictly right when it has the required format and its answer equals the ground truth.\n"
     )
-    figures = Figures(metrics=report.metrics, pass_at_k=report.pass_at_k)
-    return "\n".join([head, figures_table(figures), *_examples(scored, truth)]) + "\n"
+    metrics = EvaluationMetrics(metrics=report.metrics, pass_at_k=report.pass_at_k)
+    return "\n".join([head, metrics_table(metrics), *_examples(scored, truth)]) + "\n"
 
 
-def figures_table(figures: Figures) -> str:
-    """Markdown table, one line a figure."""
-    lines = ["| figure | value | interval | meaning |", "|---|---:|---|---|"]
-    for name, interval in figures.metrics.items():
+def metrics_table(metrics: EvaluationMetrics) -> str:
+    """A Markdown table with one row per metric."""
+    lines = ["| metric | value | interval | meaning |", "|---|---:|---|---|"]
+    for name, interval in metrics.metrics.items():
         metric = describe(name)
         lines.append(_line(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
-    for k, interval in figures.pass_at_k.items():
-        lines.append(_line(f"pass@{k}", interval, f"chance that one of {k} samples is strictly right", share=True))
+    for k, interval in metrics.pass_at_k.items():
+        lines.append(_line(f"pass@{k}", interval, f"probability that at least one of {k} samples is strictly right", share=True))
     return "\n".join(lines) + "\n"
 
 
@@ -98,15 +100,18 @@ def _line(name: str, interval: Interval, meaning: str, *, share: bool) -> str:
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
-    """A few right and a few wrong completions, one a prompt, chosen by prompt_id so that two models show the same ones."""
+    """A few right, wrong and truncated completions, one per prompt.
+
+    They are chosen by prompt_id, so that the reports of two models mostly show the same prompts.
+    """
     sampled = scored.filter(pl.col("sample") != GREEDY).sort("prompt_id", "sample")
-    kinds = {"right": pl.col("correct"), "wrong": ~pl.col("correct"), "cut off": pl.col("truncated")}
+    kinds = {"right": pl.col("correct"), "wrong": ~pl.col("correct"), "truncated": pl.col("truncated")}
     sections: list[str] = []
     for title, mask in kinds.items():
         rows = sampled.filter(mask).unique("prompt_id", keep="first", maintain_order=True).head(_EXAMPLES)
         if rows.is_empty():
             continue
-        sections.append(f"## Completions that are {title}\n")
+        sections.append(f"## {title.capitalize()} completions\n")
         sections += [_example(row, truth) for row in rows.select("prompt_id", "completion").iter_rows()]
     return sections
 
@@ -114,6 +119,6 @@ def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
 def _example(row: tuple[str, str], truth: dict[str, str]) -> str:
     prompt_id, completion = row
     shown = completion if len(completion) <= _SHOWN_CHARS else completion[:_SHOWN_CHARS] + " ..."
-    # Indented code holds any text: a completion may contain fences, HTML or headings of its own.
+    # An indented block shows any text literally; a completion may itself contain fences, HTML or headings.
     block = "\n".join("    " + line for line in shown.splitlines()) or "    (empty)"
     return f"`{prompt_id}`, ground truth `{truth[prompt_id]}`:\n\n{block}\n"

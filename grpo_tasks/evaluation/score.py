@@ -1,9 +1,10 @@
-"""From completions to figures: every sample judged, every figure with its interval. Uses no reward function.
+"""Score completions, and summarise the scores as metrics with intervals. Uses no reward function.
 
-    samples + prompts -> strict_format, correct, lenient_correct, truncated -> one value a prompt -> mean with interval
+    samples + prompts -> strict_format, correct, lenient_correct, truncated -> one mean per prompt -> mean with interval
 
-Strict means: format kept and answer equal. Lenient takes the last thing that looks like an answer. Format and answer are defined
-in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and only there.
+A sample is strictly correct if it has the required format and its answer equals the ground truth. Lenient scoring takes the last
+text that looks like an answer, whatever the format. Format and answer are defined
+in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and nowhere else.
 """
 
 from collections.abc import Iterable
@@ -29,11 +30,11 @@ _RATES = {"accuracy": "correct", "format_rate": "strict_format", "lenient_accura
 
 
 class Prompt(Protocol):
-    """What the evaluation needs to know of a prompt (grpo_tasks/data gives more)."""
+    """What the evaluation reads of a prompt; rows of grpo_tasks/data have more fields."""
 
     @property
     def prompt_id(self) -> str:
-        """First 16 hex digits of the row's hash."""
+        """The row's identifier: the first 16 hex digits of its hash."""
         ...
 
     @property
@@ -43,24 +44,24 @@ class Prompt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What one evaluation says, by the names of schemas/metrics.py EVALUATION."""
+class EvaluationMetrics:
+    """The metrics of one evaluation, by their names in schemas/metrics.py EVALUATION, and pass@k by k."""
 
     metrics: dict[str, Interval]
     pass_at_k: dict[int, Interval]
 
 
 def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], rewards: RewardsConfig) -> pl.DataFrame:
-    """Add the columns of `SCORES` (booleans) to a samples table; scored columns already there are made anew.
+    """Add the boolean columns of `SCORES` to a samples table, replacing existing ones.
 
     Args:
         samples: columns of schemas/tables.py Samples.
-        prompts: where the ground truth comes from; every prompt_id of `samples` must be among them.
-        rewards: names of the tags and the meaning of "equal"; its functions are not looked at.
+        prompts: rows with the ground truth, for every prompt_id of `samples`.
+        rewards: names of the tags and the kind of equality; its reward functions are not used.
     """
     truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
-    assert not unknown, f"samples of prompts that were not asked: {sorted(unknown)[:3]}"
+    assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
     tags = Tags.of(rewards.tags)
     verdicts = [
         _judge(completion, truth[prompt_id], tags, rewards.equality)
@@ -71,7 +72,7 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], rewards: Rew
         pl.Series("strict_format", strict_format, dtype=pl.Boolean),
         pl.Series("correct", correct, dtype=pl.Boolean),
         pl.Series("lenient_correct", lenient, dtype=pl.Boolean),
-        # By the finish reason, never by the last token: a stop string ends a completion just as well.
+        # From the finish reason, never from the last token: a completion may also end with a stop string.
         (pl.col("finish_reason") == "length").alias("truncated"),
     )
 
@@ -83,13 +84,13 @@ def _judge(completion: str, truth: str, tags: Tags, equality: Equality) -> tuple
     return found.strict_format, right, lenient
 
 
-def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> Figures:
-    """Every figure of the evaluation with its interval over prompts, from a scored table.
+def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationMetrics:
+    """All metrics of the evaluation with their intervals over prompts, from a scored table.
 
-    Asserts that each prompt has exactly `evaluation.num_samples` samples, and one greedy completion where they were asked for.
+    Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on.
     """
     sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
-    assert_whole(scored, evaluation)
+    assert_complete(scored, evaluation)
     confidence = evaluation.confidence
     metrics = {name: rate_interval(_means(sampled, column), confidence=confidence) for name, column in _RATES.items()}
     if evaluation.greedy:
@@ -103,19 +104,19 @@ def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> Figures:
     metrics["pass_at_1"], metrics["pass_at_k"] = rungs[1], rungs[evaluation.num_samples]
     metrics["truncated_rate"] = rate_interval(_means(sampled, "truncated"), confidence=confidence)
     metrics["mean_length"] = mean_interval(_means(sampled, "completion_tokens"), confidence=confidence)
-    return Figures(metrics=metrics, pass_at_k=rungs)
+    return EvaluationMetrics(metrics=metrics, pass_at_k=rungs)
 
 
-def assert_whole(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
-    """Every prompt has each of its samples once: a missing or doubled one would tilt every figure."""
+def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
+    """Assert that every prompt has each of its samples exactly once; otherwise some prompts would count more than others."""
     wanted = {*range(evaluation.num_samples), *([GREEDY] if evaluation.greedy else [])}
     per_prompt = samples.group_by("prompt_id").agg(pl.col("sample").sort())
     odd = per_prompt.filter(pl.col("sample") != pl.lit(sorted(wanted)))
-    assert per_prompt.height, "no samples at all"
-    assert odd.is_empty(), f"prompt {odd['prompt_id'][0]} has samples {odd['sample'][0].to_list()}, wanted {sorted(wanted)}"
+    assert per_prompt.height, "there are no samples"
+    assert odd.is_empty(), f"prompt {odd['prompt_id'][0]} has samples {odd['sample'][0].to_list()}, expected {sorted(wanted)}"
 
 
 def _means(table: pl.DataFrame, column: str) -> NDArray[np.float64]:
-    """One mean a prompt, in a fixed order of prompts."""
+    """The mean of each prompt's samples, prompts sorted by id."""
     means = table.group_by("prompt_id").agg(pl.col(column).mean().cast(pl.Float64)).sort("prompt_id")
     return means[column].to_numpy()

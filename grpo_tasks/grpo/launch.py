@@ -18,7 +18,7 @@ from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, hands_over_weights, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
@@ -67,14 +67,14 @@ def start_ranks(directory: Path, num_processes: int) -> None:
 def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmServer]]:
     """Servers that sample for the stage: those of the config, or some started here; none for engine local."""
     config, cuda = spec.rollout.vllm, pick_device(spec.resources).type == "cuda"
-    merged = hands_over_weights(config, spec.model, cuda=cuda)
+    merged = swaps_merged_weights(config, spec.model, cuda=cuda)
     if spec.rollout.engine == "local":
         yield []
     elif config.base_urls:
-        yield elsewhere(config, adapters=not merged)
+        yield existing_servers(config, adapters=not merged)
     else:
         max_lora_rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        served = Served(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
+        served = ServedModel(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
         with serving(config, served, directory.root) as servers:
             yield servers
 
@@ -98,7 +98,7 @@ def rollout_engine(
             servers,
             weights=directory.root / "served",
             dtype=spec.model.dtype,
-            merged=hands_over_weights(config, spec.model, cuda=cuda),
+            merged=swaps_merged_weights(config, spec.model, cuda=cuda),
         )
     resources = spec.resources
     return LocalEngine(

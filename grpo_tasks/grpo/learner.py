@@ -15,7 +15,6 @@ from typing import NoReturn
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, policy_loss, sampling_correction
 from grpo_tasks.grpo.measure import UpdateFigures
@@ -23,8 +22,9 @@ from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import make_optimizer, make_scheduler
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.logprobs import TokenScores
-from grpo_tasks.policy.sharded import whole
+from grpo_tasks.policy.sharded import gather_shards
 from schemas.config.stage import StageConfig
 from schemas.errors import NotFiniteError, TrainingError
 
@@ -52,7 +52,7 @@ class Learner:
             self.scaler.scale(torch.zeros((), device=self._trained[0].device))
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> CausalLM:
         """The policy that is trained."""
         return self.policies.model
 
@@ -169,7 +169,8 @@ class Learner:
         if scaler is not None:
             # Before clipping: the limit is in units of the true gradient.
             scaler.unscale_(self.optimizer)
-        figures.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)))
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)
+        figures.grad_norm = float(gather_shards(norm))
         if scaler is not None:
             self._scaled_step(scaler, figures)
         elif math.isfinite(figures.grad_norm):

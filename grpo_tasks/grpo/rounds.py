@@ -72,7 +72,7 @@ class Collector:
             if not dead.any():
                 break
             current = self._refilled(current, int(dead.sum()), completion_seed(self.seed, "refill", refill, number), step)
-        self.engine.rest()
+        self.engine.sleep()
         # Adaptive weights move once per round, after all of its groups were scored with the same weights.
         self.suite.adapt(current.scored.scores)
         return current
@@ -82,7 +82,7 @@ class Collector:
         self.engine.sync()
         # The word in the seed decides the draws: another one would change the figures of every stage.
         scored = self._score(rows, completion_seed(self.seed, "look"), step, group_size=1)
-        self.engine.rest()
+        self.engine.sleep()
         return scored
 
     def _round(self, numbers: Sequence[int], seed: int, step: int) -> Round:

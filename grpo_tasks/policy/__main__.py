@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.policy DIRECTORY`: merge what DIRECTORY/spec.json names, leave DIRECTORY/model and result.json."""
+"""`python -m grpo_tasks.policy DIRECTORY`: merge the adapter of DIRECTORY/spec.json into DIRECTORY/model and result.json."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from schemas.results import MergeSpec
 
 
 def main(directory: Path) -> None:
-    """Merge and prove."""
+    """Merge the adapter and write the figures of the proof."""
     spec = MergeSpec.load(directory / SPEC)
     merge(spec, directory, device=pick_device(ResourcesConfig(device="cpu"))).save(directory / RESULT)
 

@@ -1,4 +1,4 @@
-"""Chat messages to token ids, and completions back to text. Text made here is never tokenised again."""
+"""Chat messages to token ids, and completions back to text. The text of a completion is never tokenised again."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,13 +8,14 @@ Message = Mapping[str, str]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat after the template, with the opening of the assistant's turn."""
+    """Token ids of a chat, rendered by the tokenizer's template up to the beginning of the assistant's turn."""
+    # The template writes special tokens such as BOS itself; the tokenizer must not add them a second time.
     text = tokenizer.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, special: bool = False) -> str:
-    """Text of a completion, blanks as they are; special tokens (end of turn, padding) only when asked for."""
+    """Text of a completion with its whitespace unchanged; with `special` it includes special tokens (end of turn, padding)."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 

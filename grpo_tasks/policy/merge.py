@@ -1,9 +1,10 @@
-"""Base + adapter into one model, with the proof that it is the same policy.
+"""Merge base and adapter into one model, and prove that it is the same policy.
 
-    base + adapter --float32 merge--> merged --rounded to the saved dtype--> files --reloaded--> compared
+    base + adapter --merge in float32--> merged --round to the saved dtype--> files --reload--> compare
 
-The merge itself is computed and checked in float32; then what was written is read back and compared again, so that a fault of
-the arithmetic, of tied embeddings or of the file is found before anybody downloads the model.
+The proof samples greedy completions from base + adapter and compares the log-probabilities of their tokens: first with the merged
+model in float32, then with the model reloaded from its files. So errors of the arithmetic, of tied embeddings or of the files are
+found before anybody downloads the model.
 """
 
 from dataclasses import dataclass
@@ -13,31 +14,34 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
 from grpo_tasks.policy.chat import Message, prompt_ids
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
 from schemas.results import MergeFigures, MergeSpec, ModelRef
 
 MERGE_TOLERANCE = 2e-3
-"""Largest |difference| of a token's log-probability allowed between base + adapter and the merge, both in float32."""
+"""Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
 MEAN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-"""Largest mean |difference| allowed after rounding to the saved dtype (8, 11 and 24 bits of mantissa)."""
+"""Largest allowed mean difference (nats per token) after rounding to the saved dtype (24, 8 and 11 bits of significand)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Greedy:
+class _GreedyCompletions:
+    """Greedy completions of base + adapter, and their log-probabilities."""
+
     ids: list[list[int]]
     logps: Float[Tensor, "N T"]
     batch: TokenBatch
 
 
 def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFigures:
-    """Merge, save to `directory`/model, reload and compare.
+    """Merge, save to `directory`/model, reload and compare; returns the figures of the proof.
 
     Raises:
         MergeError: the merged or the reloaded model differs from base + adapter.
@@ -49,7 +53,8 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
     merge_difference = _difference(merged, before).max().item()
     if not merge_difference <= MERGE_TOLERANCE:
         raise MergeError(
-            f"merged and base + adapter differ by {merge_difference:.2g} nats in a token's log-probability",
+            f"the merged model and base + adapter differ by {merge_difference:.2g} nats in a token's log-probability, "
+            f"the limit is {MERGE_TOLERANCE}",
             place=str(spec.ref.adapter),
             fix="check that the adapter belongs to this base model",
         )
@@ -59,7 +64,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
 
 
 def _compare_reloaded(
-    spec: MergeSpec, target: Path, before: _Greedy, *, merge_difference: float, device: torch.device
+    spec: MergeSpec, target: Path, before: _GreedyCompletions, *, merge_difference: float, device: torch.device
 ) -> MergeFigures:
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
@@ -67,8 +72,8 @@ def _compare_reloaded(
     tolerance = MEAN_TOLERANCE[spec.model.merged_dtype]
     if not difference.mean().item() <= tolerance:
         raise MergeError(
-            f"the saved model differs from base + adapter by {difference.mean().item():.2g} nats a token on average, "
-            f"more than rounding to {spec.model.merged_dtype} explains ({tolerance})",
+            f"the saved model differs from base + adapter by {difference.mean().item():.2g} nats per token on average, "
+            f"rounding to {spec.model.merged_dtype} explains at most {tolerance}",
             place=str(target),
             fix="model.merged_dtype: float32",
         )
@@ -84,15 +89,16 @@ def _compare_reloaded(
     )
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
+def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
-    model.float()
+    model.float()  # to() works in place
 
 
 @torch.no_grad()
-def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> _Greedy:
+def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> _GreedyCompletions:
     prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
+    # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(prompts, left=True)
     out = model.generate(
         input_ids=ids.to(model.device),
@@ -104,9 +110,10 @@ def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Me
         top_k=None,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
     completions = [_until_end(row, tokenizer) for row in out[:, ids.shape[1] :].tolist()]
     batch = token_batch(prompts, completions, range(len(prompts)), device=model.device)
-    return _Greedy(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
+    return _GreedyCompletions(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
 
 
 def _chat(chat: list[dict[str, str]]) -> list[Message]:
@@ -122,12 +129,13 @@ def _until_end(row: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, before: _Greedy) -> Float[Tensor, " tokens"]:
+def _difference(model: CausalLM, before: _GreedyCompletions) -> Float[Tensor, " tokens"]:
     now = completion_logprobs(model, before.batch, temperature=1.0, layout="plain")
-    return (now.logps - before.logps)[before.batch.completion_mask].abs()
+    return (now.logps - before.logps)[before.batch.completion_mask].abs()  # [N, T] -> [real tokens]
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of tokens before the first difference: after it the two continue different texts and cannot be compared."""
     same = total = 0
     for one, other in zip(ours, theirs, strict=True):
         total += max(len(one), len(other))

@@ -1,11 +1,12 @@
-"""Weights, gradients and optimizer state spread over the processes that train together (FSDP2, torch's fully_shard).
+"""Sharding of weights, gradients and optimizer state over the training processes (FSDP2, torch's fully_shard).
 
-    shard(model)         each decoder layer is gathered for its own passes; embeddings and head are one unit more
-    forward_pass(...)    work that goes through the layers and the head by itself, with the shards of the unit around it gathered
-    whole(), like()      a tensor out of its shards, for a checkpoint, and back
-    GatheredPolicy       a whole copy to sample from, taken over unit by unit
+    shard(model)                     each decoder layer is a unit that is gathered for its own passes; the rest is one more unit
+    forward_pass(model, work)        runs work that calls layers and head directly, with the outermost unit gathered
+    gather_shards(), shard_like()    a tensor from its shards, for a checkpoint, and back
+    GatheredPolicy                   a complete copy to sample from, updated unit by unit
 
-All of it is collective: every process has to come here the same number of times. Without sharding everything is the identity.
+All of these are collective: every process has to call them equally often and in the same order. On a model that is not sharded
+they change nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,60 +20,66 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_tasks.policy.folded import FoldedPolicy, causal_model, folded_weight
+from grpo_tasks.policy.folded_adapter import CausalLM, FoldedPolicy, causal_model, folded_weight
 
-Made = TypeVar("Made")
+Output = TypeVar("Output")
 _METHOD = "pass_through"
 
 
-def shard(model: PreTrainedModel) -> None:
-    """Spread the weights of a model (with or without a PEFT adapter) over all processes, in place."""
+def shard(model: CausalLM) -> None:
+    """Distribute the weights of a model (with or without a PEFT adapter) over all processes, in place."""
     causal: Any = causal_model(model)
     mesh = init_device_mesh(causal.device.type, (torch.distributed.get_world_size(),))
     layers = [module for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
     for unit in [*layers, causal]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        # Losses are sums over all completions of an update, so gradients are added up and never averaged.
+        # The loss is a sum over the completions of all processes, so their gradients are summed; FSDP would average them.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(enable=True)
+    # FSDP gathers a unit only around its registered methods. `forward_pass` calls layers and head directly and not through
+    # `forward`, so this method gives it a registered entry.
     setattr(causal, _METHOD, lambda work: work())
     register_fsdp_forward_method(causal, _METHOD)
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether `shard` was here."""
+def is_sharded(model: CausalLM) -> bool:
+    """True after `shard(model)`."""
     return isinstance(causal_model(model), FSDPModule)
 
 
-def forward_pass(model: PreTrainedModel, work: Callable[[], Made]) -> Made:
-    """`work()`, which returns tensors, as one forward pass of the model."""
+def forward_pass(model: CausalLM, work: Callable[[], Output]) -> Output:
+    """Run `work`, which returns tensors, as one forward pass of the model."""
     if not is_sharded(model):
         return work()
-    made: Made = getattr(causal_model(model), _METHOD)(work)
-    return made
+    output: Output = getattr(causal_model(model), _METHOD)(work)
+    return output
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, put together when it is spread."""
+def gather_shards(tensor: Tensor) -> Tensor:
+    """The complete tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, spread: Tensor) -> Tensor:
-    """A whole tensor, that every process has, spread as `spread` is."""
-    if not isinstance(spread, DTensor):
+def shard_like(tensor: Tensor, sharded: Tensor) -> Tensor:
+    """This process's shard of a complete tensor that every process holds, cut as `sharded` is."""
+    if not isinstance(sharded, DTensor):
         return tensor
-    return distribute_tensor(tensor.to(spread.device), spread.device_mesh, spread.placements, src_data_rank=None)
+    # src_data_rank=None: each process takes its shard of its own copy, nothing is sent.
+    return distribute_tensor(tensor.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def sampling_copy(policy: PreTrainedModel) -> "FoldedPolicy | GatheredPolicy":
-    """What completions are sampled from: the policy with its adapter folded in."""
+def sampling_copy(policy: CausalLM) -> "FoldedPolicy | GatheredPolicy":
+    """A copy of the policy to sample from, with its adapter folded in."""
     return GatheredPolicy(policy) if is_sharded(policy) else FoldedPolicy(policy)
 
 
 class GatheredPolicy:
-    """Holds `model`, a whole plain causal model equal to the spread policy (adapter folded in) as of the last `sync`."""
+    """Holds `model`, a complete plain causal model that equals the sharded policy as of the last `sync`, its adapter folded in.
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    Decoding with sharded weights would gather each layer for each token; this copy costs the memory of one model instead.
+    """
+
+    def __init__(self, policy: CausalLM) -> None:
         base: Any = causal_model(policy)
         settings = {"dtype": base.dtype, "attn_implementation": base.config._attn_implementation}
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(base.config, **settings).to(base.device)
@@ -81,32 +88,33 @@ class GatheredPolicy:
         self._pairs: dict[Any, list[tuple[nn.Module, nn.Module]]] = {}
         for unit, source, twin in _paired(base, self.model, base):
             self._pairs.setdefault(unit, []).append((source, twin))
-        self._holds_frozen = False
+        self._has_frozen = False
         self.sync()
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Take over what is trained; what is frozen only once."""
+        """Copy the trained weights; frozen weights are copied only the first time."""
         for unit, pairs in self._pairs.items():
+            # One unit at a time, so that at most one layer is gathered at a time.
             unit.unshard()
             for source, twin in pairs:
-                self._take_over(source, twin)
+                self._copy_weights(source, twin)
             unit.reshard()
-        self._holds_frozen = True
+        self._has_frozen = True
 
-    def _take_over(self, source: nn.Module, twin: Any) -> None:
+    def _copy_weights(self, source: nn.Module, twin: Any) -> None:
         if isinstance(source, LoraLinear):
             twin.weight.copy_(folded_weight(source))
-            left = {"bias": source.base_layer.bias}
+            others = {"bias": source.base_layer.bias}
         else:
-            left = dict(source.named_parameters(recurse=False))
-        for name, parameter in left.items():
-            if parameter is not None and (parameter.requires_grad or not self._holds_frozen):
+            others = dict(source.named_parameters(recurse=False))
+        for name, parameter in others.items():
+            if parameter is not None and (parameter.requires_grad or not self._has_frozen):
                 getattr(twin, name).copy_(parameter)
 
 
 def _paired(source: nn.Module, twin: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """(unit that holds the weights, module, its like in the copy)."""
+    """Yield (FSDP unit that holds the weights, module, its counterpart in the copy), module by module."""
     unit = source if isinstance(source, FSDPModule) else unit
     yield unit, source, twin
     if not isinstance(source, LoraLinear):

@@ -22,8 +22,8 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
+from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, ContractError, Fault, FunctionScores, check_result, shorten
 from grpo_tasks.rewards.registry import RewardFunction, load_function
 from schemas.config.rewards import RewardsConfig

@@ -25,8 +25,8 @@ from typing import NoReturn
 
 import psutil
 
-from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
 from grpo_tasks.processes.framing import EXIT_QUERY, READY
+from grpo_tasks.processes.lifetime import PARENT, adopt_orphans
 
 CHECK_S = 0.05
 """Seconds between two checks of the memory during a call."""

@@ -1,15 +1,15 @@
-"""`python -m grpo_tasks.rollout DIRECTORY`: sample what DIRECTORY/spec.json asks for into DIRECTORY/samples.parquet."""
+"""`python -m grpo_tasks.rollout DIRECTORY`: sample completions as DIRECTORY/spec.json says, into samples.parquet."""
 
 from pathlib import Path
 
 from grpo_tasks.processes.entry import SPEC, run_child
-from grpo_tasks.rollout.sample import sample
+from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
 
 
 def main(directory: Path) -> None:
-    """Sample and write the table."""
-    sample(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / "samples.parquet")
+    """Sample the completions and write the table."""
+    sample_table(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / "samples.parquet")
 
 
 if __name__ == "__main__":

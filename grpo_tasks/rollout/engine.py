@@ -1,14 +1,15 @@
-"""What a rollout engine is.
+"""The interface of a rollout engine and its data types.
 
-    generate(requests, sampling) -> completions        sync() takes over the policy's present weights
+    generate(requests, sampling) -> completions        sync() -> the engine samples from the policy's current weights
 
-"Truncated" is the finish reason `length`, never a guess from the last token.
+A completion is truncated when its finish reason is `length`. The last token says nothing about it: a stop string also ends a
+completion without an end-of-turn token.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from schemas.config.rollout import RolloutConfig
 
@@ -18,22 +19,23 @@ class Completion:
     """One sampled continuation of a prompt."""
 
     token_ids: list[int]
-    """All sampled tokens; the token that ended the completion (end of turn, end of a stop string) is among them."""
+    """All sampled tokens, including the one that ended the completion (end of turn, end of a stop string)."""
     logprobs: list[float]
-    """log-probability (nats) of each token under the distribution it was drawn from."""
+    """Log-probability (nats) of each token under the distribution it was drawn from, after temperature, top_k and top_p."""
     text: str
-    """Without special tokens, except those in a stop string; without the stop string when `include_stop_str_in_output` is off."""
+    """The decoded tokens without special tokens, except those that are part of a stop string. The stop string itself is included
+    only with `include_stop_str_in_output`."""
     finish_reason: Literal["stop", "length"]
 
     @property
     def truncated(self) -> bool:
-        """Cut off at the length limit."""
+        """True if the length limit ended the completion."""
         return self.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy."""
+    """How tokens are sampled and when a completion ends. Temperature 0 is greedy decoding."""
 
     temperature: float
     top_p: float
@@ -46,7 +48,7 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, *, temperature: float | None = None) -> "Sampling":
-        """From the config; `temperature` replaces the configured one, and 0 drops top_p and top_k with it."""
+        """The settings of the config; `temperature` overrides the configured one, and 0 also disables top_p and top_k."""
         greedy = temperature == 0.0
         return cls(
             temperature=rollout.temperature if temperature is None else temperature,
@@ -62,30 +64,36 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample. The seed belongs to the completion, so it comes out the same whatever the batch; those of a group
-    count upwards."""
+    """One completion to sample.
+
+    The seed belongs to the completion, so the result does not depend on the batch it is sampled in. The seeds of a group are
+    consecutive numbers, because vLLM seeds the n completions of a request so.
+    """
 
     prompt_ids: Sequence[int]
+    """Token ids of the prompt."""
     seed: int
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
-    """Anything that samples."""
+    """Anything that samples completions."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order. Requests with equal prompts should stand side by side."""
+        """One completion per request, in order. Requests with equal prompts should be neighbours: they share its computation."""
 
     def sync(self) -> None:
-        """Take over the weights of the policy as they are now."""
+        """Load the policy's current weights; `generate` samples from them until the next `sync`."""
 
-    def rest(self) -> None:
-        """No completion is wanted until the next `sync`."""
+    def sleep(self) -> None:
+        """Release device memory; nothing will be generated until the next `sync`."""
 
     def close(self) -> None:
-        """Give back what is held elsewhere; the engine is not used afterwards."""
+        """Release what the engine holds in other processes; it is not used afterwards."""
 
 
 def completion_seed(*parts: int | str) -> int:
-    """A 63-bit seed from (seed, stage, step, prompt id, index), independent of Python's hash seed."""
+    """A 63-bit seed from parts such as (seed, stage, step, prompt id), the same in every process."""
+    # Not hash(): Python salts the hash of a str differently in each process.
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

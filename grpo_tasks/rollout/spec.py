@@ -1,4 +1,4 @@
-"""What to sample and for which rows; without torch, so that the step that asks need not load it."""
+"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
 from pathlib import Path
 
@@ -13,22 +13,25 @@ GREEDY = -1
 
 
 class SampleSpec(Result):
-    """What to sample; the step writes it as spec.json."""
+    """The completions to sample; a step writes it as spec.json for the process that samples."""
 
     model: ModelConfig
     ref: ModelRef
     prompts: Path
     """Accepted rows (schemas/tables.py Prompts)."""
     max_prompts: int | None
-    """The first so many by prompt id, which is a hash; None takes all."""
+    """Largest number of rows. Those with the smallest prompt ids are taken; ids are hashes, so this is a fixed random choice.
+    None takes all."""
     num_samples: int
+    """Samples per row."""
     temperature: float
     greedy: bool
+    """Add one greedy completion per row."""
     rollout: RolloutConfig
     resources: ResourcesConfig
     seed: int
 
 
 def chosen_rows(prompts: Path, limit: int | None) -> list[PromptRow]:
-    """The rows that are sampled for, in order of their ids: the same ones whatever the order of the file."""
+    """The rows to sample for, sorted by prompt id, so that they do not depend on the order of the file."""
     return sorted(read_prompts(prompts), key=lambda row: row.prompt_id)[:limit]

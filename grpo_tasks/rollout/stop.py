@@ -1,7 +1,7 @@
-"""When a completion ends: an end token, a stop string in its decoded tail, or the length limit; and what its text is then.
+"""When a completion ends (an end token, a stop string in its decoded tail, or the length limit), and what its text is then.
 
-A stop string is searched for in the text that rewards will see, which holds no special tokens. Where a stop string contains a
-special token the search reads all tokens instead, and the special tokens before the stop string are taken out afterwards.
+Stop strings are searched for in the text that rewards will see, which has no special tokens. If a stop string contains a special
+token, the search runs on the text with special tokens instead, and those before the stop string are removed afterwards.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from grpo_tasks.rollout.engine import Sampling
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Judges a growing completion after each token."""
+    """Decides after each token whether a growing completion has ended."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
     """Tokens that end a turn, and the configured stop_token_ids."""
     sampling: Sampling
     special_ids: frozenset[int] = field(init=False)
-    """Special tokens that the search reads; empty when no stop string contains one."""
+    """Special tokens in the searched text; empty when no stop string contains one."""
 
     def __post_init__(self) -> None:
         known = special_tokens(self.tokenizer)
@@ -32,17 +32,17 @@ class StopRule:
 
     @property
     def reads_special_tokens(self) -> bool:
-        """Whether the search reads special tokens; a server that searches has to be told."""
+        """True if the searched text includes special tokens; a server that searches needs the same setting."""
         return bool(self.special_ids)
 
     def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token ends the completion."""
+        """True if the last token ends the completion."""
         if token_ids[-1] in self.end_ids:
             return True
         return bool(self.sampling.stop) and self._stop_string(self._tail(token_ids)) is not None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The completion's text, cut before the stop string when it is not to be included, after it when it is."""
+        """The completion's text up to the stop string, which `include_stop_str_in_output` includes."""
         searched = self._decoded(token_ids)
         found = self._stop_string(searched)
         if found is None:
@@ -59,7 +59,7 @@ class StopRule:
         for index, token in enumerate(token_ids):
             if token not in self.special_ids:
                 continue
-            # By where the token stands, not by what it is called: ordinary tokens may spell the same.
+            # Located by decoding up to the token, not by searching for its name: ordinary tokens may spell the same text.
             start, end = (len(self._decoded(token_ids[:count])) for count in (index, index + 1))
             if start >= len(beginning):
                 break
@@ -68,8 +68,9 @@ class StopRule:
         return "".join([*kept, beginning[at:]])
 
     def _tail(self, token_ids: Sequence[int]) -> str:
-        # A token decodes to at least one byte, so a stop string spans at most as many tokens as it has bytes; the last token may
-        # bring further characters behind it, and a few more tokens keep a split character whole.
+        # Decoding all tokens at every step takes quadratic time. A token decodes to at least one byte, so a stop string spans
+        # at most as many tokens as it has bytes. The last token may add characters behind it, and 4 more tokens complete a
+        # character that several tokens share.
         longest = max((len(stop.encode()) for stop in self.sampling.stop), default=0)
         return self._decoded(token_ids[-(longest + 4) :]) if longest else ""
 

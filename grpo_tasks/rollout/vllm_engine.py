@@ -1,12 +1,12 @@
-"""The vLLM engines: tokens in, tokens out over HTTP, one request for all completions of a group.
+"""The vLLM engines: token ids in, token ids out over HTTP, one request for all completions of a group.
 
-    VllmSampler   a model that stays as it is (evaluation, lab)
-    VllmEngine    the policy in training:  sync()  weights saved -> servers woken up, if asleep -> taken over by them -> probed
-                  -> the ones before deleted
+    VllmSampler   samples from a model that does not change (evaluation, reward lab)
+    VllmEngine    samples from the policy in training. sync(): save the weights -> wake up sleeping servers -> load the weights
+                  -> compare log-probabilities -> delete the previous weights
 
-A server that serves another policy than the trainer's would train on the wrong model without a sound: after every swap the
-log-probabilities of a few tokens are compared with the trainer's. A server that dies is started again, takes over the policy,
-and the whole batch is asked for again; with a seed for each completion nothing is lost and nothing counted twice.
+If a server kept old weights, training would continue on completions of the wrong policy without any error. So after each load the
+engine compares the log-probabilities of a few tokens with the trainer's. A server that dies is restarted and loads the policy;
+then the complete batch is requested again. Every completion has its own seed, so the repeated batch is the same.
 """
 
 import gc
@@ -22,10 +22,12 @@ from uuid import uuid4
 import httpx
 import tenacity
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from jaxtyping import Float
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
@@ -35,11 +37,12 @@ from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
 
-PROBE_IDS = [3 + 7 * place % 200 for place in range(12)]
+PROBE_IDS = [3 + 7 * index % 200 for index in range(12)]
+"""Arbitrary token ids that every vocabulary has."""
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
-"""Largest mean difference in nats between server and trainer on the probe."""
+"""Largest allowed mean difference (nats per token) between server and trainer on the probe."""
 
-Made = TypeVar("Made")
+Output = TypeVar("Output")
 
 
 class VllmSampler:
@@ -47,10 +50,10 @@ class VllmSampler:
 
     Args:
         tokenizer: the model's.
-        generation_eos: end tokens of the model's generation config.
+        generation_eos: end-of-sequence tokens of the model's generation config.
         config: limits and retries.
-        servers: requests are spread over them; they are somebody else's to end.
-        adapter: PEFT folder to put on the servers' base; none: the base itself.
+        servers: requests are distributed over them; the caller ends them.
+        adapter: folder of a PEFT adapter to load on the servers' base model; None samples from the base model.
     """
 
     def __init__(
@@ -66,41 +69,42 @@ class VllmSampler:
         self._client = httpx.Client(headers=authorization(), timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
         self._restarts = 0
         self._merged = self._asleep = False
-        # Nobody else's adapter on a shared server has this name, nor one of an earlier try of this stage.
+        # A unique name: on a shared server it collides neither with other users' adapters nor with those of an earlier attempt.
         self._run = f"policy-{uuid4().hex[:8]}"
         self._name: str | None = None if adapter is None else self._run
         self._folder = adapter
 
     def sync(self) -> None:
-        """Have the servers take over the adapter."""
-        self._lasting(self._take_over)
+        """Load the adapter into the servers."""
+        self._with_restarts(self._load_weights)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`.
 
         Raises:
-            RolloutError: a server refuses, or died more often than it is started again.
+            RolloutError: a server refuses a request, or died more often than `max_restarts`.
         """
         stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
-        return [self._completion(answer, stop) for answer in self._lasting(lambda: self._answers(requests, stop))]
+        return [self._completion(answer, stop) for answer in self._with_restarts(lambda: self._answers(requests, stop))]
 
-    def rest(self) -> None:
-        """Give the card's memory back until the next `sync`, where configured."""
+    def sleep(self) -> None:
+        """Release the GPU memory of the servers until the next `sync`, if `rollout.vllm.sleep` is on."""
         if self._config.sleep:
             for server in self._servers:
                 self._post(server, "/sleep?level=1", {})
             self._asleep = True
 
     def close(self) -> None:
-        """Unload the adapter; the servers may live on."""
-        # From a server that is gone there is nothing to unload, and the work is done.
+        """Unload the adapter; the servers may keep running."""
+        # A server that is gone has nothing to unload, and all completions have been delivered.
         with suppress(ServerGoneError):
             if self._name is not None:
-                self._forget(self._name)
+                self._unload(self._name)
         self._client.close()
 
     def _answers(self, requests: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
-        self._take_over()
+        # A restarted server has lost the weights; the others load nothing here.
+        self._load_weights()
         with ThreadPoolExecutor(self._config.concurrency) as pool:
             try:
                 answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(stop))
@@ -125,47 +129,57 @@ class VllmSampler:
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(stop.end_ids),
-            # The server searches for stop strings in the text that it decodes: it has to be the text we search.
+            # The server searches for stop strings in the text that it decodes. It must decode as `StopRule` does.
             "skip_special_tokens": not stop.reads_special_tokens,
         }
         answers: list[dict[str, Any]] = self._post(server, "/v1/completions", body)["choices"]
         if len(answers) != len(group):
-            raise RolloutError(f"a server gave {len(answers)} completions for {len(group)}", place=server.address)
+            raise RolloutError(f"the server returned {len(answers)} completions, not {len(group)}", place=server.address)
         if any(answer.get("token_ids") is None for answer in answers):
-            raise RolloutError("this vLLM returns no token ids", place=server.address, fix="vLLM 0.32 is known to work")
+            raise RolloutError(
+                "this version of vLLM returns no token ids",
+                place=server.address,
+                fix="use vLLM 0.32 or another that returns them",
+            )
         return sorted(answers, key=lambda answer: int(answer["index"]))
 
     def _completion(self, answer: dict[str, Any], stop: StopRule) -> Completion:
         ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
         if len(ids) != len(logps):
-            raise RolloutError(f"a server gave {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
+            raise RolloutError(f"the server returned {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
         return Completion(ids, logps, stop.text(ids), "length" if answer["finish_reason"] == "length" else "stop")
 
     def _model(self, server: VllmServer) -> str:
         return server.base if self._name is None or self._merged else self._name
 
-    def _take_over(self) -> bool:
-        """Have every server hold the present weights; whether one did not yet."""
-        late = [server for server in self._servers if self._name is not None and self._name not in server.holds]
-        for server in late:
+    def _load_weights(self) -> bool:
+        """Load the current weights into the servers that do not have them; True if there was one."""
+        outdated = [server for server in self._servers if self._name is not None and self._name not in server.loaded]
+        for server in outdated:
             if self._merged:
                 weights = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
                 self._post(server, "/collective_rpc", weights)
+                # Cached keys and values of prompts come from the previous weights.
                 self._post(server, "/reset_prefix_cache", {})
-                server.holds.clear()
+                server.loaded.clear()
             else:
                 self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
-            server.holds.add(str(self._name))
-        return bool(late)
+            server.loaded.add(str(self._name))
+        return bool(outdated)
 
-    def _forget(self, name: str) -> None:
+    def _unload(self, name: str) -> None:
         for server in self._servers:
-            if name in server.holds and not self._merged:
+            if name in server.loaded and not self._merged:
                 self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
-            server.holds.discard(name)
+            server.loaded.discard(name)
 
-    def _lasting(self, work: Callable[[], Made]) -> Made:
-        """`work`, again from its beginning when a server died meanwhile and has been started anew."""
+    def _with_restarts(self, work: Callable[[], Output]) -> Output:
+        """Run `work`. If a server dies meanwhile, restart it and run `work` again from the beginning.
+
+        Raises:
+            ServerGoneError: servers died more than `max_restarts` times.
+            RolloutError: a server cannot be restarted.
+        """
         while True:
             try:
                 return work()
@@ -176,7 +190,7 @@ class VllmSampler:
                 for server in self._servers:
                     if not self._healthy(server):
                         try:
-                            server.revive()
+                            server.restart()
                         except RolloutError as error:
                             raise error from gone
 
@@ -198,7 +212,7 @@ class VllmSampler:
                     answer = self._client.post(f"{server.address}{path}", json=body)
         except httpx.TransportError as error:
             raise ServerGoneError(
-                f"{path} has no answer: {error!r}", place=server.address, fix="see its log, vllm.log"
+                f"no answer to {path}: {error!r}", place=server.address, fix="see the server's log, vllm.log"
             ) from error
         if answer.is_server_error:
             raise ServerGoneError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=server.address)
@@ -212,14 +226,14 @@ class VllmEngine(VllmSampler):
 
     Args:
         policy: the trained model.
-        weights: folder for the weights of the swaps.
+        weights: folder through which weights are handed to the servers.
         dtype: precision of the servers, for the probe.
-        merged: whether whole weights are handed over, not the adapter.
+        merged: hand over complete merged weights instead of the adapter.
     """
 
     def __init__(
         self,
-        policy: PreTrainedModel,
+        policy: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         config: VllmConfig,
         servers: Sequence[VllmServer],
@@ -231,12 +245,12 @@ class VllmEngine(VllmSampler):
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._weights = weights
-        self._wanted = torch.empty(0)
+        self._expected_logps = torch.empty(0)
         embedding: Any = policy.get_input_embeddings()
         if merged and policy.device.type == "cpu" and policy.config.tie_word_embeddings and embedding.weight.requires_grad:
-            # Its output layer multiplies with a packed copy of the embeddings that a reload leaves as it was.
+            # vLLM's CPU output layer multiplies with a packed copy of the embeddings, which a reload does not update.
             raise RolloutError(
-                "vLLM on a CPU does not take over trained embeddings that are also the output layer",
+                "vLLM on a CPU cannot reload trained embeddings that are tied to the output layer",
                 place="rollout.engine",
                 fix="engine: local, or train an adapter",
             )
@@ -244,12 +258,13 @@ class VllmEngine(VllmSampler):
         shutil.rmtree(weights, ignore_errors=True)
 
     def sync(self) -> None:
-        """Have the servers take over the policy's present weights.
+        """Load the policy's current weights into the servers.
 
         Raises:
-            RolloutError: a server refuses them, or serves another policy afterwards.
+            RolloutError: a server refuses them, or its log-probabilities differ from the policy's afterwards.
         """
-        # A new name and a new folder each time: under an old name the server's prefix cache answers for the old weights.
+        # A new name and a new folder each time: vLLM's prefix cache is keyed by the adapter's name, so under an old name it would
+        # return keys and values of the old weights.
         before, self._version = self._name, self._version + 1
         self._name = f"{self._run}-{self._version:06d}"
         self._folder = (self._weights / self._name).resolve()
@@ -258,51 +273,52 @@ class VllmEngine(VllmSampler):
         else:
             self._folded.sync()
             self._folded.model.save_pretrained(str(self._folder))
-        self._wanted = self._probe_logps()
-        # Only now: what is above needs memory of the card, which the server takes when it wakes up.
+        self._expected_logps = self._probe_logps()
+        # Last, because a server that wakes up takes the GPU memory that the lines above need.
         self._wake_up()
         super().sync()
         if before is not None:
-            self._forget(before)
+            self._unload(before)
 
     def close(self) -> None:
-        """Unload the last weights; the servers may live on, and do so awake."""
+        """Unload the last weights; the servers may keep running and are left awake."""
         with suppress(ServerGoneError):
             self._wake_up()
         super().close()
         shutil.rmtree(self._weights, ignore_errors=True)
 
     def _wake_up(self) -> None:
-        """Have servers that sleep take their share of the card again.
+        """Wake up sleeping servers; they allocate their share of the GPU again.
 
-        They share it with this process, and start only when enough of it is free. So first everything goes that the next update
-        makes anew; weights and the optimizer's state stay.
+        They share the GPU with this process and wake up only if enough of its memory is free. So everything that the next update
+        recreates is freed first; weights and optimizer state stay.
         """
         if not self._asleep:
             return
         # 1. The gradients of the last update.
         self._policy.zero_grad(set_to_none=True)
-        # 2. Activations that are held by cycles of references, such as those of checkpointed layers.
+        # 2. Activations in reference cycles, such as those of checkpointed layers.
         gc.collect()
-        # 3. What both leave behind: to other processes the blocks that torch keeps for itself are taken.
+        # 3. The blocks that torch caches after both: to other processes they are still allocated.
         torch.cuda.empty_cache()
         # 4. Now there is room.
-        self._lasting(lambda: [self._post(server, "/wake_up", {}) for server in self._servers])
+        self._with_restarts(lambda: [self._post(server, "/wake_up", {}) for server in self._servers])
         self._asleep = False
 
-    def _take_over(self) -> bool:
-        late = super()._take_over()
-        if late:
-            self._probe()
-        return late
+    def _load_weights(self) -> bool:
+        loaded = super()._load_weights()
+        if loaded:
+            self._check_servers()
+        return loaded
 
-    def _forget(self, name: str) -> None:
-        super()._forget(name)
+    def _unload(self, name: str) -> None:
+        super()._unload(name)
         shutil.rmtree(self._weights / name)
 
     @torch.no_grad()
-    def _probe_logps(self) -> torch.Tensor:
-        """log-probabilities of a few fixed tokens under the present policy."""
+    def _probe_logps(self) -> Float[torch.Tensor, " T"]:
+        """Log-probabilities of a few fixed tokens under the current policy."""
+        # Without sampling: the tokens are given, so one forward pass on each side is enough. [1, T] -> [T]
         batch = token_batch([PROBE_IDS[:2]], [PROBE_IDS[2:]], [0], device=self._policy.device)
         training = self._policy.training
         self._policy.eval()
@@ -310,23 +326,30 @@ class VllmEngine(VllmSampler):
         self._policy.train(training)
         return logps
 
-    def _probe(self) -> None:
-        """Compare them with those of the servers; the policy itself may be in training meanwhile."""
+    def _check_servers(self) -> None:
+        """Compare the log-probabilities of the probe with those of the servers.
+
+        The expected ones are stored at `sync`: a server may be restarted later, when the policy has already changed.
+        """
         for server in self._servers:
             body = {"model": self._model(server), "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-            given = self._post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
-            found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in given])
-            difference = (found - self._wanted).abs().mean().item()
+            # The first entry has no log-probability, the second belongs to the prompt in `_probe_logps`.
+            entries = self._post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
+            found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
+            difference = (found - self._expected_logps).abs().mean().item()
             if not difference <= PROBE_LIMIT[self._dtype]:
                 raise RolloutError(
-                    f"the server serves another policy than the trainer's: {difference:.3g} nats a token apart after the swap",
+                    f"the server does not serve the trainer's policy: their log-probabilities differ by {difference:.3g} nats",
                     place=server.address,
-                    fix="restart the server; see that it was started with the same base weights and precision",
+                    fix="restart the server with the same base weights and precision as the trainer",
                 )
 
 
 def _groups(requests: Sequence[Request]) -> list[list[Request]]:
-    """Neighbours with one prompt and seeds that count upwards, which is how vLLM seeds the n completions of a request."""
+    """Requests that one call can serve: neighbours with equal prompts and consecutive seeds.
+
+    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
+    """
     groups: list[list[Request]] = []
     for request in requests:
         last = groups[-1][-1] if groups else None

@@ -1,6 +1,7 @@
-"""A vLLM server in an environment and a process group of its own, started here and ended with us.
+"""vLLM servers: started here in an environment and a process group of their own, or existing ones that are checked.
 
-vLLM and the trainer cannot share an environment, so nothing here imports it: it is a command, an address and a log file.
+vLLM and the trainer cannot share an environment, because their requirements exclude each other. So nothing here imports vLLM: a
+server is a command, an address and a log file.
 """
 
 import os
@@ -23,51 +24,52 @@ from schemas.errors import RolloutError
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Without the first the first log-probs take seconds; the second is in GiB."""
+"""Without the first, the first request for log-probabilities takes several seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
-"""Chunked prefill with seeded requests ends vLLM's engine on a CPU."""
+"""Chunked prefill with seeded requests crashes vLLM's CPU engine."""
 GUARD = Path(__file__).resolve().parents[1] / "web"
-"""Folder of the middleware that keeps web pages away; vLLM's own key does not cover the paths that hand over weights."""
+"""Folder of the middleware that refuses requests from web pages; vLLM's API key does not protect the paths that load weights."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
 BASE = "base"
-"""Name under which a server of ours knows the model without an adapter."""
+"""Name of the model without an adapter on the servers started here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What the server is to serve."""
+class ServedModel:
+    """The model that a server is started with."""
 
     model: Path
     """Directory with weights and tokenizer."""
     dtype: str
     max_lora_rank: int | None
-    """Rank of the adapters that will be loaded; None: no adapters."""
+    """Largest rank of the adapters that will be loaded; None: no adapters."""
     cuda: bool
+    """Run on a GPU."""
 
 
 class VllmServer:
-    """One server that runs: its address, what it knows, and how to have it again when it has died.
+    """A running server. This class stands for one that was not started here, `OwnServer` for one that was.
 
     Attributes:
         address: such as http://127.0.0.1:8000.
-        base: the name under which it knows the model without an adapter.
-        holds: policies that it has taken over since it was started.
+        base: the server's name for the model without an adapter.
+        loaded: names of the policies that it has loaded since it was started.
     """
 
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
-        self.holds: set[str] = set()
+        self.loaded: set[str] = set()
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Start it again.
 
         Raises:
-            RolloutError: it is not ours, or does not come up.
+            RolloutError: always for a server that was not started here; otherwise, if it does not come up.
         """
         raise RolloutError(
-            "the server does not answer", place=self.address, fix="start it, then the same command again: the stage goes on"
+            "the server does not answer", place=self.address, fix="restart it and repeat the command; the stage resumes"
         )
 
 
@@ -78,20 +80,20 @@ class OwnServer(VllmServer):
         RolloutError: it does not come up.
     """
 
-    def __init__(self, config: VllmConfig, served: Served, log: Path, device: str | None = None) -> None:
+    def __init__(self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None) -> None:
         self._config, self._served, self._log, self._device = config, served, log, device
         super().__init__(self._start())
 
-    def revive(self) -> None:
-        """End what is left of it and start another one."""
+    def restart(self) -> None:
+        """End what is left of the server and start a new one, at a new address."""
         self.end()
         self.address = self._start()
-        self.holds.clear()
+        self.loaded.clear()
 
     def end(self) -> None:
-        """End it and all that it has started."""
-        self._keeper.terminate()
-        self._keeper.wait()
+        """End the server and all processes that it has started."""
+        self._supervisor.terminate()
+        self._supervisor.wait()
 
     def _start(self) -> str:
         port = free_port()
@@ -102,7 +104,7 @@ class OwnServer(VllmServer):
             environment["CUDA_VISIBLE_DEVICES"] = self._device
         server = command(self._config, self._served, Path(self._config.python), port)
         with self._log.open("ab") as output:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *server],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -111,7 +113,7 @@ class OwnServer(VllmServer):
                 start_new_session=True,
             )
         try:
-            _wait_until_up(address, self._keeper, self._log, self._config.start_timeout_s)
+            _wait_until_up(address, self._supervisor, self._log, self._config.start_timeout_s)
         except BaseException:
             self.end()
             raise
@@ -119,14 +121,16 @@ class OwnServer(VllmServer):
 
 
 @contextmanager
-def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[VllmServer]]:
-    """Servers that are up, started here; they are ended when the block is left, however it is left. Logs go to `folder`.
+def serving(config: VllmConfig, served: ServedModel, folder: Path) -> Iterator[list[VllmServer]]:
+    """Start servers and yield them when all are up; they end with the block. Logs go to `folder`.
 
     Raises:
         RolloutError: there is no vLLM environment, or a server does not come up.
     """
     if not Path(config.python).exists():
-        raise RolloutError(f"there is no {config.python}", place="rollout.vllm.python", fix="make vllm, or rollout.engine: local")
+        raise RolloutError(
+            f"{config.python} does not exist", place="rollout.vllm.python", fix="make vllm, or rollout.engine: local"
+        )
     with ExitStack() as stack:
         servers: list[VllmServer] = []
         for number in range(config.replicas):
@@ -137,15 +141,15 @@ def serving(config: VllmConfig, served: Served, folder: Path) -> Iterator[list[V
         yield servers
 
 
-def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, looked at.
+def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
+    """The servers of `base_urls`, after a check that they answer and can load weights.
 
     Args:
         config: with `base_urls`.
-        adapters: whether adapters will be loaded; otherwise weights.
+        adapters: True if adapters will be loaded, False if complete weights.
 
     Raises:
-        RolloutError: one does not answer, or lacks an end point; the message names it and the server's version.
+        RolloutError: a server does not answer or lacks an endpoint; the message names the endpoint and the server's version.
     """
     wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
     servers = []
@@ -158,36 +162,40 @@ def elsewhere(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
             )
         except (httpx.HTTPError, ValueError) as error:
             raise RolloutError(
-                f"no vLLM server answers: {error}", place=url, fix="see rollout.vllm.base_urls; a key is taken from VLLM_API_KEY"
+                f"no vLLM server answers: {error}",
+                place=url,
+                fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
             ) from error
         missing = [path for path in wanted if path not in paths["paths"]]
         if missing:
             raise RolloutError(
-                f"vLLM {version['version']} offers no {', '.join(missing)}",
+                f"vLLM {version['version']} does not offer {', '.join(missing)}",
                 place=url,
                 fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
             )
+        # Adapters are listed with the model they belong to as their parent.
         server.base = next(model["id"] for model in models["data"] if not model.get("parent"))
         servers.append(server)
     return servers
 
 
-def hands_over_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
-    """Whether a swap means whole weights and not the adapter: it must where there is none, and pays on a CPU.
+def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:
+    """True if `sync` hands over complete merged weights, False if it hands over the adapter.
 
-    There decoding through an adapter takes 2 to 6 times as long, and a model that a CPU trains is quickly written. Servers that
-    run elsewhere keep their base for others.
+    Without an adapter there is no choice. `sync: auto` uses merged weights on a CPU, where models are small and decoding through
+    an adapter takes 2 to 6 times as long. Existing servers keep their base model, because others may use it.
     """
     if model.lora is None or config.sync != "auto":
         return model.lora is None or config.sync == "merged"
     return not cuda and not config.base_urls and model.quantization == "none"
 
 
-def command(config: VllmConfig, served: Served, python: Path, port: int) -> list[str]:
-    """The command line of the server."""
+def command(config: VllmConfig, served: ServedModel, python: Path, port: int) -> list[str]:
+    """The command line that starts a server."""
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
     flags += ["--middleware", "same_origin.SameOrigin"]
-    # Sampling settings in a model's generation_config would be added to ours unasked.
+    # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
+    # processed_logprobs are those of the distribution that tokens are drawn from, after temperature, top_k and top_p.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
     if config.sleep and served.cuda:
@@ -197,22 +205,23 @@ def command(config: VllmConfig, served: Served, python: Path, port: int) -> list
     if config.max_model_len is not None:
         flags += ["--max-model-len", str(config.max_model_len)]
     if served.max_lora_rank is not None:
+        # The smallest of the ranks that vLLM has kernels for.
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)
         flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
 
 
 def authorization() -> dict[str, str]:
-    """Header for servers that ask for a key. Those started here read the same variable, and ask for it too."""
+    """The header with the API key, if VLLM_API_KEY is set. Servers started here read the same variable and require the key."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:
+def _wait_until_up(address: str, supervisor: "subprocess.Popen[bytes]", log: Path, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if keeper.poll() is not None:
-            raise RolloutError(f"the vLLM server ended while it started; the end of its log:\n{tail(log)}", place=str(log))
+        if supervisor.poll() is not None:
+            raise RolloutError(f"the vLLM server stopped during its start; the end of its log:\n{tail(log)}", place=str(log))
         try:
             if httpx.get(f"{address}/health", timeout=2.0).status_code == httpx.codes.OK:
                 return
@@ -220,7 +229,7 @@ def _wait_until_up(address: str, keeper: "subprocess.Popen[bytes]", log: Path, l
             pass
         time.sleep(0.3)
     raise RolloutError(
-        f"the vLLM server did not come up within {limit_s:g} s; the end of its log:\n{tail(log)}",
+        f"the vLLM server did not start within {limit_s:g} s; the end of its log:\n{tail(log)}",
         place=str(log),
         fix="raise rollout.vllm.start_timeout_s",
     )

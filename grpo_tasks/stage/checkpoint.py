@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.policy.load import save_trained, trained_weights
-from grpo_tasks.policy.sharded import like, whole
+from grpo_tasks.policy.sharded import gather_shards, shard_like
 from schemas.errors import TrainingError
 
 MANIFEST = "manifest.json"
@@ -139,7 +139,7 @@ def _load_optimizer(checkpoint: Path, state: TrainingState) -> None:
         parameter = parameters[index]
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                entries[name] = like(value, parameter)
+                entries[name] = shard_like(value, parameter)
     state.optimizer.load_state_dict(optimizer)
 
 
@@ -152,7 +152,7 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     for name, tensor in present.items():
         # Tied weights have two names in the model and are stored under one.
         if name in weights:
-            tensor.copy_(like(weights[name], tensor))
+            tensor.copy_(shard_like(weights[name], tensor))
 
 
 def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -167,7 +167,7 @@ def _flatten(state: dict[Any, Any], prefix: str = "") -> tuple[dict[str, torch.T
             numbers |= deeper_numbers
         elif isinstance(value, torch.Tensor):
             # A copy: safetensors refuses entries that share memory, as the tables of 8-bit optimizers do.
-            tensors[name] = whole(value).contiguous().clone()
+            tensors[name] = gather_shards(value).contiguous().clone()
         else:
             numbers[name] = value
     return tensors, numbers

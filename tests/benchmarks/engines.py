@@ -17,7 +17,7 @@ from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import Served, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, serving
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -35,8 +35,8 @@ def main() -> None:
     policy, tokenizer = trainable_policy(ref, ModelConfig(), device=device, seed=1).eval(), load_tokenizer(ref)
     folder, model = Path(tempfile.mkdtemp()), Path(resolve(ref.path))
     with (
-        serving(config, Served(model, "float32", 16, cuda=False), folder) as with_adapters,
-        serving(config, Served(model, "float32", None, cuda=False), folder) as plain,
+        serving(config, ServedModel(model, "float32", 16, cuda=False), folder) as with_adapters,
+        serving(config, ServedModel(model, "float32", None, cuda=False), folder) as plain,
     ):
         engines: dict[str, RolloutEngine] = {"local": LocalEngine(policy, tokenizer)}
         for name, servers in (("vllm, adapter", with_adapters), ("vllm, merged", plain)):

@@ -52,7 +52,7 @@ def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, refere
         trainer.train()
         current = trainer._collect()
         known = load_policy(
-            first.model if reference == "stage_start" else ModelRef(path="embedded:base"), spec.model, device="cpu"
+            first.model if reference == "stage_start" else ModelRef(path="embedded:base"), spec.model, device=torch.device("cpu")
         )
         assert not current.advantages.dead.all()
         wanted = brute_force_kl(trainer.learner.model, known, current, 0.8)

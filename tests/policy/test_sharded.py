@@ -11,10 +11,10 @@ from grpo_tasks.policy.libraries import import_libraries
 import_libraries()
 import torch
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.folded import FoldedPolicy
+from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.sharded import like, sampling_copy, shard, whole
+from grpo_tasks.policy.sharded import gather_shards, sampling_copy, shard, shard_like
 from schemas.config.model import ModelConfig
 from schemas.results import ModelRef
 
@@ -42,7 +42,7 @@ for lora in ({}, None):
     completion_logprobs(half, batches[rank], temperature=1.0, layout="plain").logps.sum().backward()
     for one, other in zip(alone.parameters(), half.parameters(), strict=True):
         if one.requires_grad:
-            torch.testing.assert_close(whole(other.grad), one.grad, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(gather_shards(other.grad), one.grad, rtol=1e-3, atol=1e-4)
 
     copy = sampling_copy(half)
     ids = torch.arange(3, 30)[None]
@@ -51,7 +51,7 @@ for lora in ({}, None):
         for one, other in zip(alone.parameters(), half.parameters(), strict=True):
             if one.requires_grad:
                 one += 0.01
-                other += like(torch.full(one.shape, 0.01), other)
+                other += shard_like(torch.full(one.shape, 0.01), other)
     copy.sync()
     torch.testing.assert_close(copy.model(ids).logits, FoldedPolicy(alone).model(ids).logits, rtol=1e-4, atol=1e-4)
     weights = trained_weights(half)

@@ -25,10 +25,10 @@ from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.sample import sample
+from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine, VllmSampler
-from grpo_tasks.rollout.vllm_server import Served, authorization, elsewhere, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, authorization, existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig, VllmConfig
@@ -50,7 +50,7 @@ CONFIG = VllmConfig(python=str(PYTHON))
 
 
 def served(rank=16):
-    return Served(Path(resolve("embedded:base")), "float32", rank, cuda=False)
+    return ServedModel(Path(resolve("embedded:base")), "float32", rank, cuda=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,28 +215,28 @@ def test_a_server_that_stays_with_old_weights_is_found_out(engines, policy, tmp_
     monkeypatch.setattr(engine, "_post", stale)
     engine.sync()
     moved(policy, 0.5)
-    with pytest.raises(RolloutError, match="serves another policy than the trainer's"):
+    with pytest.raises(RolloutError, match="does not serve the trainer's policy"):
         engine.sync()
 
 
-def test_without_an_environment_the_mend_is_named(tmp_path):
+def test_without_an_environment_the_fix_is_named(tmp_path):
     with pytest.raises(RolloutError, match="make vllm"), serving(VllmConfig(python="nowhere"), served(), tmp_path):
         pass
 
 
-def test_a_server_elsewhere_is_looked_at(lora_server):
+def test_an_existing_server_is_checked(lora_server):
     config = CONFIG.model_copy(update={"base_urls": [f"{lora_server.address}/"]})
-    [found] = elsewhere(config, adapters=True)
+    [found] = existing_servers(config, adapters=True)
     assert (found.address, found.base) == (lora_server.address, "base")
 
 
-def test_a_server_elsewhere_that_asks_for_a_key_refuses_who_has_none(lora_server, monkeypatch):
+def test_an_existing_server_that_asks_for_a_key_refuses_requests_without_one(lora_server, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(RolloutError, match=r"401 Unauthorized[\s\S]*VLLM_API_KEY"):
-        elsewhere(CONFIG.model_copy(update={"base_urls": [lora_server.address]}), adapters=True)
+        existing_servers(CONFIG.model_copy(update={"base_urls": [lora_server.address]}), adapters=True)
 
 
-def test_a_server_elsewhere_that_lacks_an_end_point_is_named_with_its_version(tmp_path):
+def test_an_existing_server_that_lacks_an_end_point_is_named_with_its_version(tmp_path):
     (tmp_path / "v1").mkdir()
     for path, answer in (
         ("openapi.json", '{"paths": {"/v1/completions": {}}}'),
@@ -247,11 +247,11 @@ def test_a_server_elsewhere_that_lacks_an_end_point_is_named_with_its_version(tm
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as files:
         threading.Thread(target=files.serve_forever).start()
         config = CONFIG.model_copy(update={"base_urls": [f"http://127.0.0.1:{files.server_port}"]})
-        with pytest.raises(RolloutError, match=r"vLLM 0\.5 offers no /v1/load_lora_adapter"):
-            elsewhere(config, adapters=True)
+        with pytest.raises(RolloutError, match=r"vLLM 0\.5 does not offer /v1/load_lora_adapter"):
+            existing_servers(config, adapters=True)
         files.shutdown()
     with pytest.raises(RolloutError, match="no vLLM server answers"):
-        elsewhere(config, adapters=True)
+        existing_servers(config, adapters=True)
 
 
 class QuietFiles(http.server.SimpleHTTPRequestHandler):
@@ -269,7 +269,7 @@ def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, 
     pl.DataFrame(rows).write_parquet(tmp_path / "eval.parquet")
     config = CONFIG.model_copy(update={"base_urls": [lora_server.address]})
     tables = [
-        sample(
+        sample_table(
             SampleSpec(
                 model=ModelConfig(path="embedded:base"),
                 ref=ModelRef(path="embedded:base", adapter=tmp_path / "adapter"),
@@ -295,18 +295,18 @@ def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, 
 STARTER = """
 import sys, time
 from pathlib import Path
-from grpo_tasks.rollout.vllm_server import Served, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, serving
 from schemas.config.rollout import VllmConfig
 from schemas.paths import resolve
-served = Served(Path(resolve("embedded:base")), "float32", None, False)
+served = ServedModel(Path(resolve("embedded:base")), "float32", None, False)
 with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
     print(server.address, flush=True)
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("victim", ["starter", "keeper"])
-def test_a_server_whose_starter_or_keeper_is_killed_ends_with_everything_it_started(tmp_path, victim):
+@pytest.mark.parametrize("victim", ["starter", "supervisor"])
+def test_a_server_whose_starter_or_supervisor_is_killed_ends_with_everything_it_started(tmp_path, victim):
     with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # tmp_path is too long for sockets
         environment = os.environ | {"TMPDIR": temporary}
         starter = subprocess.Popen(
@@ -317,8 +317,8 @@ def test_a_server_whose_starter_or_keeper_is_killed_ends_with_everything_it_star
         family = psutil.Process(starter.pid).children(recursive=True)
         assert len(family) >= 2
         assert any(path.is_socket() for path in Path(temporary).rglob("*"))
-        assert "keeper" in " ".join(family[0].cmdline())
-        (family[0] if victim == "keeper" else starter).kill()
+        assert "server_supervisor" in " ".join(family[0].cmdline())
+        (family[0] if victim == "supervisor" else starter).kill()
         _, alive = psutil.wait_procs(family[1:], timeout=30)
         assert not alive
         time.sleep(0.1)
@@ -402,7 +402,7 @@ def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, w
     remote.sync()
     kill_once(mortal, remote, monkeypatch, after=1)
     requests = [Request([3, 4, 5], completion_seed(7, k)) for k in range(200)]
-    with pytest.raises(RolloutError, match="has no answer") as caught:
+    with pytest.raises(RolloutError, match="no answer to") as caught:
         remote.generate(requests, sampling())
     assert caught.value.place == mortal.address
     assert "vllm.log" in caught.value.fix

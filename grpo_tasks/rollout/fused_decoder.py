@@ -1,9 +1,9 @@
-"""A decoding step of a Llama-shaped model in few kernels.
+"""A decoding step of a Llama-shaped model with few kernel launches.
 
-Decoding one token for a few dozen rows is mostly the cost of starting kernels. Here the projections of queries, keys and values
-are one matrix product, those of the gated MLP another, the norm is one kernel, and Python walks no module tree. Qwen2, Qwen3,
-Llama, Mistral and their like have this shape; the first step is compared with the model's own forward, and what is not equal is
-not used.
+Decoding one token for a few dozen rows spends most of its time on launching kernels. Here the projections of queries, keys and
+values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
+walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine compares the first step with the model's own
+forward pass, and uses the fused step only if they agree.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from grpo_tasks.policy.shared_prompt import SharedPrompt, UnsupportedError
+from grpo_tasks.policy.shared_prompt_attention import SharedPrompt, UnsupportedError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference of logits from the model's own, as a share of the largest logit."""
+"""Largest allowed difference from the model's own logits, as a share of the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights of one layer; norms as (weight, epsilon)."""
+    """Weights of one layer; a norm is (weight, epsilon)."""
 
     attention_norm: tuple[Tensor, float]
     qkv: tuple[Tensor, Tensor | None]
@@ -32,13 +32,16 @@ class _Layer:
     gate_up: Tensor
     down: nn.Linear
     head_norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None
-    """Of queries and keys (Qwen3)."""
+    """Norms of each head's queries and keys (Qwen3)."""
     scale: float
+    """Factor of the attention scores."""
 
 
 class FusedDecoder:
-    """Takes over the weights of `model`, a plain model whose projections nobody else uses; they become views of the fused ones,
-    so what is written into the model later is seen here.
+    """Decodes with the weights of `model`, a plain model that is not being trained.
+
+    The model's projection weights become views of the fused weights. So the weights exist only once, and later writes into the
+    model, such as those of a `sync`, take effect here as well.
 
     Raises:
         UnsupportedError: the model has another shape.
@@ -53,17 +56,24 @@ class FusedDecoder:
         except AttributeError as error:
             raise UnsupportedError(str(error)) from error
         if config.hidden_act != "silu" or getattr(config, "final_logit_softcapping", None):
-            raise UnsupportedError("another activation, or capped logits")
+            raise UnsupportedError("an activation other than SiLU, or capped logits")
         self._head = model.get_output_embeddings()
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
 
     def step(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"], past: SharedPrompt) -> Float[Tensor, "N V"]:
-        """Logits of the next token."""
+        """Logits of the next token.
+
+        Args:
+            tokens: the last token of each row.
+            positions: its position.
+            past: attends to the prompt and the row's earlier tokens, and stores the new keys and values.
+        """
+        # [N, hidden size], without an axis for tokens: there is one token per row.
         hidden = self._embed(tokens)
         cos, sin = self._rotary(hidden[:, None], positions)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
-            attended = past.attend(index, query, key, value, layer.scale).reshape(len(tokens), -1)
+            attended = past.attend(index, query, key, value, layer.scale).reshape(len(tokens), -1)  # [N, H, 1, D] -> [N, H D]
             hidden = hidden + functional.linear(attended, layer.out.weight, layer.out.bias)
             gate, up = functional.linear(_normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down.weight, layer.down.bias)
@@ -72,19 +82,22 @@ class FusedDecoder:
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, 1, D] and keys [N, K, 1, D], values [N, K, 1, D]."""
+        # One product gives H query heads, K key heads and K value heads: [N, (H + 2 K) D] -> [N, H + 2 K, D].
         rows, rotated = len(hidden), self._heads + self._key_heads
         split = functional.linear(_normed(hidden, layer.attention_norm), *layer.qkv).view(rows, rotated + self._key_heads, -1)
-        both = split[:, :rotated]
+        both = split[:, :rotated]  # queries and keys are rotated together, values are not
         if layer.head_norms is not None:
             norms = zip(both.split([self._heads, self._key_heads], dim=1), layer.head_norms, strict=True)
-            both = torch.cat([_normed(part, norm) for part, norm in norms], dim=1)
+            both = torch.cat([_normed(heads, norm) for heads, norm in norms], dim=1)
+        # Rotary embedding (arXiv:2104.09864, eq. 34) in the layout of transformers: dimension i is paired with i + D / 2.
+        # cos and sin are [N, 1, D] and broadcast over the heads.
         left, right = both.chunk(2, dim=-1)
         both = both * cos + torch.cat([-right, left], dim=-1) * sin
         return both[:, : self._heads, None], both[:, self._heads :, None], split[:, rotated:, None]
 
 
 def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
-    """Whether two ways of computing the same logits differ by rounding only."""
+    """True if two computations of the same logits differ by rounding only."""
     limit = TOLERANCE.get(wanted.dtype, 0.0) * wanted.abs().max()
     return bool(((found - wanted).abs().max() <= limit).item())
 
@@ -104,20 +117,21 @@ def _layer(layer: Any) -> _Layer:
     )
 
 
-def _fuse(linears: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    parts = [_linear(linear) for linear in linears]
-    fused = torch.cat([part.weight.detach() for part in parts])
-    for part, rows in zip(parts, fused.split([len(part.weight) for part in parts]), strict=True):
-        part.weight = nn.Parameter(rows, requires_grad=False)
-    biases = [part.bias.detach() for part in parts if part.bias is not None]
-    if len(biases) not in (0, len(parts)):
-        raise UnsupportedError("some projections with a bias, some without")
+def _fuse(linears: list[nn.Module]) -> tuple[Float[Tensor, "out in"], Float[Tensor, " out"] | None]:
+    """Stack the weights of projections of one input into one weight, and make the projections views of it."""
+    layers = [_linear(linear) for linear in linears]
+    fused = torch.cat([layer.weight.detach() for layer in layers])
+    for layer, rows in zip(layers, fused.split([len(layer.weight) for layer in layers]), strict=True):
+        layer.weight = nn.Parameter(rows, requires_grad=False)
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    if len(biases) not in (0, len(layers)):
+        raise UnsupportedError("some projections have a bias and some have none")
     return fused, torch.cat(biases) if biases else None
 
 
 def _without_bias(fused: tuple[Tensor, Tensor | None]) -> Tensor:
     if fused[1] is not None:
-        raise UnsupportedError("an MLP with biases")
+        raise UnsupportedError("the MLP has biases")
     return fused[0]
 
 

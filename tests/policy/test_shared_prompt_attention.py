@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.shared_prompt import Groups, TrainedPrompt, UnsupportedError
+from grpo_tasks.policy.shared_prompt_attention import PromptGroups, TrainedPrompt, UnsupportedError
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.rollout import RolloutConfig
@@ -151,7 +151,9 @@ def test_merged_attention_equals_one_softmax_over_prompt_and_own_tokens(masked):
     mask = torch.ones(3, size, dtype=torch.bool)
     if masked:
         mask[0, 4:], mask[2, 7:] = False, False
-    merged = TrainedPrompt([prompt_key], [prompt_value], mask, Groups(prompt_of, 3)).attend(0, query, key, value, depth**-0.5)
+    merged = TrainedPrompt([prompt_key], [prompt_value], mask, PromptGroups(prompt_of, 3)).attend(
+        0, query, key, value, depth**-0.5
+    )
     keys = torch.cat([prompt_key[prompt_of], key], dim=2).repeat_interleave(2, 1)
     values = torch.cat([prompt_value[prompt_of], value], dim=2).repeat_interleave(2, 1)
     seen = mask[prompt_of][:, None, None].expand(rows, 1, length, size)

@@ -1,4 +1,4 @@
-"""Ask a model folder a question, token by token as it answers."""
+"""A chat with a model in a folder; the answer arrives in pieces while the model generates it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from grpo_tasks.policy.load import load_faults
+from grpo_tasks.policy.load import load_errors
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How to answer."""
+class ChatSettings:
+    """How answers are sampled."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -21,24 +21,29 @@ class Manner:
     greedy: bool = False
 
 
-class Chat:
-    """A loaded model. Safetensors only, no remote code."""
+class ChatSession:
+    """A loaded model and its tokenizer. Safetensors only, no remote code.
+
+    Raises:
+        ModelError: the folder cannot be loaded.
+    """
 
     def __init__(self, folder: Path) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        with load_faults("the model", str(folder)):
+        with load_errors("the model", str(folder)):
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             self._model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).to(device).eval()
 
-    def answer(self, messages: Sequence[dict[str, str]], manner: Manner) -> Iterator[str]:
-        """The answer's text in pieces."""
+    def answer(self, messages: Sequence[dict[str, str]], settings: ChatSettings) -> Iterator[str]:
+        """Yield the answer's text piece by piece."""
         prompt = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self._model.device)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        sampling = {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
-        how = {"do_sample": False} if manner.greedy else sampling
-        options = {**prompt, **how, "max_new_tokens": manner.max_new_tokens, "streamer": streamer}
+        sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
+        mode = {"do_sample": False} if settings.greedy else sampling
+        options = {**prompt, **mode, "max_new_tokens": settings.max_new_tokens, "streamer": streamer}
+        # generate() blocks until the answer is complete, so it runs beside this generator, which reads the streamer.
         worker = Thread(target=self._model.generate, kwargs=options)
         worker.start()
         yield from streamer

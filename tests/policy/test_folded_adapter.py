@@ -2,7 +2,7 @@ import copy
 
 import torch
 
-from grpo_tasks.policy.folded import FoldedPolicy
+from grpo_tasks.policy.folded_adapter import FoldedPolicy
 
 
 def base_weights(policy):

@@ -108,7 +108,7 @@ def held(policy, activation):
 def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(server, policy, tokenizer, tmp_path, monkeypatch):
     engine, freed = engine_on(server, policy, tokenizer, tmp_path), []
     engine.sync()
-    engine.rest()
+    engine.sleep()
     gc.disable()
     try:
         activation = update(policy)
@@ -130,7 +130,7 @@ def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(server, poli
 def test_a_server_is_left_awake(server, policy, tokenizer, tmp_path):
     engine = engine_on(server, policy, tokenizer, tmp_path)
     engine.sync()
-    engine.rest()
+    engine.sleep()
     engine.close()
     assert server.paths == [LOAD, PROBE, "/sleep?level=1", WAKE, UNLOAD]
 
@@ -138,11 +138,11 @@ def test_a_server_is_left_awake(server, policy, tokenizer, tmp_path):
 def test_waking_up_is_tried_again_as_often_as_servers_are_started_again(server, policy, tokenizer, tmp_path):
     engine = engine_on(server, policy, tokenizer, tmp_path)
     engine.sync()
-    engine.rest()
+    engine.sleep()
     server.faults = 1
     engine.sync()
     assert server.paths.count(WAKE) == 2
-    engine.rest()
+    engine.sleep()
     server.faults = 1
     with pytest.raises(ServerGoneError, match="out of memory"):
         engine.sync()
@@ -153,7 +153,7 @@ def test_without_sleep_no_server_is_told_to_sleep_or_wake_up(server, policy, tok
     engine = engine_on(server, policy, tokenizer, tmp_path, sleep=False)
     for _ in range(2):
         engine.sync()
-        engine.rest()
+        engine.sleep()
     policy(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
     engine.sync()
     assert any(parameter.grad is not None for parameter in policy.parameters())

@@ -1,4 +1,4 @@
-"""Completions of one model for a list of prompts, as a table: what the lab and the evaluation look at."""
+"""Sample completions of one model for a list of prompts into a table, for the reward lab and the evaluation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,24 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
-from grpo_tasks.rollout.vllm_server import Served, VllmServer, elsewhere, serving
+from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
 
 
-def sample(spec: SampleSpec, directory: Path) -> pl.DataFrame:
-    """Sample as the spec says; columns of schemas/tables.py Samples and `token_ids`. Logs of servers go to `directory`."""
+def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
+    """Sample as the spec says.
+
+    Args:
+        spec: model, prompts and sampling.
+        directory: receives the logs of rollout servers.
+
+    Returns:
+        The columns of schemas/tables.py Samples and `token_ids`.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        RolloutError: a server fails.
+    """
     tokenizer = load_tokenizer(spec.ref)
     with _engine(spec, tokenizer, directory) as engine:
         return _sampled(spec, tokenizer, engine)
@@ -32,11 +44,11 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
     if spec.rollout.engine == "local":
         yield LocalEngine(load_policy(spec.ref, spec.model, device=device), tokenizer)
     elif config.base_urls and spec.ref.path == spec.model.path:
-        with _sampler(spec, tokenizer, elsewhere(config, adapters=adapter is not None)) as sampler:
+        with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None)) as sampler:
             yield sampler
     else:
         rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
-        served = Served(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
+        served = ServedModel(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
         with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
             yield sampler
 
@@ -61,6 +73,7 @@ def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: Rollo
     prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
     samples = range(spec.num_samples)
     requests = [
+        # Consecutive seeds for the samples of a prompt; see Request.
         Request(ids, completion_seed(spec.seed, "sample", row.prompt_id) + index)
         for row, ids in zip(rows, prompts, strict=True)
         for index in samples
@@ -69,14 +82,14 @@ def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: Rollo
     table = _table([row for row in rows for _ in samples], list(samples) * len(rows), drawn)
     if not spec.greedy:
         return table
-    likeliest = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
-    return pl.concat([table, _table(rows, [GREEDY] * len(rows), likeliest)])
+    greedy = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
+    return pl.concat([table, _table(rows, [GREEDY] * len(rows), greedy)])
 
 
-def _table(of: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:
+def _table(rows: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Completion]) -> pl.DataFrame:
     return pl.DataFrame(
         {
-            "prompt_id": [row.prompt_id for row in of],
+            "prompt_id": [row.prompt_id for row in rows],
             "sample": list(samples),
             "completion": [completion.text for completion in drawn],
             "completion_tokens": [len(completion.token_ids) for completion in drawn],

@@ -1,0 +1,74 @@
+"""A copy of the policy for sampling, with the adapter folded into the weights.
+
+Decoding through an unmerged adapter takes 1.3 to 1.5 times as long. Merging the adapter in place and unmerging it again would
+leave a rounding error in the base weights each time. Here only the adapted layers get weights of their own, computed afresh from
+the untouched base at each `sync`. All other weights are shared with the trained model, and no base weight ever changes.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+CausalLM = PreTrainedModel | PeftModel
+"""A causal language model, with or without an adapter on top."""
+
+
+def causal_model(model: CausalLM) -> PreTrainedModel:
+    """The causal language model itself, without PEFT's wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def folded_weight(layer: LoraLinear) -> Float[Tensor, "out in"]:
+    """W + scale * B A of an adapted layer (LoRA, arXiv:2106.09685, eq. 3), in float32."""
+    # float32, so that a small B A is not lost before the sum is rounded once to the layer's precision.
+    folded: Tensor = layer.base_layer.weight.float()
+    for adapter in layer.active_adapters:
+        folded = folded + layer.get_delta_weight(adapter).float()
+    return folded
+
+
+class FoldedPolicy:
+    """Holds `model`, a plain causal model that equals base + adapter as of the last `sync`.
+
+    A policy without an adapter needs no copy: `model` is the policy itself.
+    """
+
+    def __init__(self, policy: CausalLM) -> None:
+        self.model: PreTrainedModel
+        self._pairs: list[tuple[LoraLinear, nn.Linear]] = []
+        """Adapted layers and their counterparts in the copy."""
+        if isinstance(policy, PeftModel):
+            self.model = self._copy_without_adapter(policy.get_base_model())
+        else:
+            self.model = policy
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Recompute the weights of the adapted layers; `copy_` rounds them once to the copy's precision."""
+        for lora, plain in self._pairs:
+            plain.weight.copy_(folded_weight(lora))
+
+    def _copy_without_adapter(self, base: PreTrainedModel) -> PreTrainedModel:
+        # deepcopy takes every tensor in `memo` for already copied: the copy has modules of its own and shares all tensors.
+        shared = {id(tensor): tensor for tensor in [*base.parameters(), *base.buffers()]}
+        twin = copy.deepcopy(base, memo=shared)
+        for name, module in list(twin.named_modules()):
+            if not isinstance(module, LoraLinear):
+                continue
+            original: Any = base.get_submodule(name)
+            layer: Any = original.base_layer
+            # On the meta device: the constructor then allocates no weights, which the next lines replace anyway.
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
+            plain.bias = layer.bias
+            parent, _, leaf = name.rpartition(".")
+            setattr(twin.get_submodule(parent), leaf, plain)
+            self._pairs.append((original, plain))
+        return twin.eval()
