@@ -2,6 +2,7 @@
 
 import time
 
+from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import RESULT, SPEC
@@ -33,14 +34,15 @@ def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelCo
 
 
 def _markdown(figures: MergeFigures) -> str:
-    return f"""# Merge
-
-| what | value |
-|---|---:|
-| held-out prompts compared on | {figures.prompts} |
-| largest difference of a log-probability, float32 merge | {figures.merge_difference:.2g} nats |
-| mean difference after saving and reloading | {figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance}) |
-| greedy tokens that agree | {figures.greedy_agreement:.1%} |
-| size | {figures.size_bytes / 2**20:.1f} MiB |
-| SHA-256 | `{figures.sha256}` |
-"""
+    rows = [
+        ["held-out prompts compared on", str(figures.prompts)],
+        ["largest difference of a log-probability, float32 merge", f"{figures.merge_difference:.2g} nats"],
+        [
+            "mean difference after saving and reloading",
+            f"{figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance})",
+        ],
+        ["greedy tokens that agree", f"{figures.greedy_agreement:.1%}"],
+        ["size", f"{figures.size_bytes / 2**20:.1f} MiB"],
+        ["SHA-256", code(figures.sha256)],
+    ]
+    return "# Merge\n\n" + table(["what", "value"], rows, right=["value"]) + "\n"

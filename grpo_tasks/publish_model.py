@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.paired import compare
 from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.processes.child import run_module
@@ -71,22 +72,30 @@ def _markdown(
     regressions: Sequence[Regression],
     promotion: PromotionConfig,
 ) -> str:
-    lines = [
-        f"# {name} version {decision.version}",
-        "",
-        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
-        "",
-    ]
-    lines += [f"| paired test, alpha {promotion.alpha:g} | metric | difference | p | better |", "|---|---|---:|---:|---|"]
-    lines += [
-        f"| against {test.against} | {test.metric} | {test.difference:+.4f} | {test.p_value:.4g} "
-        f"| {'yes' if test.better else 'no'} |"
+    paired = [
+        [f"against {test.against}", test.metric, f"{test.difference:+.4f}", f"{test.p_value:.4g}", _yes(test.better)]
         for test in tests
     ]
-    lines += ["", "| must not be worse in | ours | theirs | limit | passed |", "|---|---:|---:|---:|---|"]
-    lines += [
-        f"| {check.metric} against {check.against} | {check.ours:.4g} | {check.theirs:.4g} | {check.limit:.4g} "
-        f"| {'yes' if check.passed else 'no'} |"
+    limits = [
+        [
+            f"{check.metric} against {check.against}",
+            f"{check.ours:.4g}",
+            f"{check.theirs:.4g}",
+            f"{check.limit:.4g}",
+            _yes(check.passed),
+        ]
         for check in regressions
     ]
-    return "\n".join([*lines, ""])
+    sections = [
+        f"# {name} version {decision.version}",
+        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
+        table(
+            [f"paired test, alpha {promotion.alpha:g}", "metric", "difference", "p", "better"], paired, right=["difference", "p"]
+        ),
+        table(["must not be worse in", "ours", "theirs", "limit", "passed"], limits, right=["ours", "theirs", "limit"]),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -7,7 +7,6 @@ count by their versions, which every run records.
 """
 
 import ast
-import hashlib
 import importlib.util
 import site
 import sysconfig
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.content.hashes import digest_of, file_sha256
 
 _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = {"flows", "grpo_tasks", "schemas"}
@@ -32,10 +31,7 @@ def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
         Empty when there is no such module: whoever imports it says so.
     """
     files = own_modules(module, [Path.cwd()] if search is None else search)
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        digest.update(f"{name}\0{file_sha256(path)}\0".encode())
-    return digest.hexdigest() if files else ""
+    return digest_of((name, file_sha256(path)) for name, path in files.items()) if files else ""
 
 
 def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:

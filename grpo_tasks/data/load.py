@@ -17,6 +17,7 @@ from typing import Literal
 import orjson
 import pyarrow.parquet as pq
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.data.columnar import read_hub, read_parquet
 from grpo_tasks.data.delimited import read_csv
 from grpo_tasks.data.jsonl import read_jsonl
@@ -94,18 +95,13 @@ def _load(source: DataSource, side: Side, *, data: DataConfig, writer: pq.Parque
     columns = Columns(data.question_column, data.prompt_column, data.answer_column)
     seen, rows_digest = Seen(), hashlib.sha256()
     with ThreadPoolExecutor(1) as pool:
-        file_digest = None if source_kind(source) == "hub" else pool.submit(_digest, source)
+        file_digest = None if source_kind(source) == "hub" else pool.submit(file_sha256, Path(resolve(source.path)))
         for part in _parts(source, side, columns=columns, rows_digest=rows_digest):
             writer.write_table(part.table)
             seen.add(part.seen)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
     seen.check(source.path, columns)
     return SourceFile(path=source.path, side=side, rows=seen.rows, sha256=sha256)
-
-
-def _digest(source: DataSource) -> str:
-    with Path(resolve(source.path)).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parts(source: DataSource, side: Side, *, columns: Columns, rows_digest: "hashlib._Hash") -> Iterator[Part]:

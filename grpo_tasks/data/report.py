@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
 from grpo_tasks.data.quarantine import write_tables
 from schemas.config.rollout import RolloutConfig
@@ -80,22 +81,23 @@ def _summary(verdict: Verdict, digest: str) -> str:
 
 
 def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [f"| {_cell(source.path)} | {source.side} | {source.rows:,} | `{source.sha256[:16]}` |" for source in sources]
-    return "\n".join(["## Sources", "", "| source | side | rows | SHA-256 |", "|---|---|---:|---|", *rows])
+    rows = [[code(source.path), source.side, f"{source.rows:,}", code(source.sha256[:16])] for source in sources]
+    return "## Sources\n\n" + table(["source", "side", "rows", "SHA-256"], rows, right=["rows"])
 
 
 def _broken(verdict: Verdict) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
         return "## Rules\n\nEvery row keeps every rule."
-    counts = [f"| {count.rule} | {count.rows:,} | {count.meaning} |" for count in broken]
+    counts = table(
+        ["rule", "rows", "meaning"], [[count.rule, f"{count.rows:,}", count.meaning] for count in broken], right=["rows"]
+    )
     examples = [
-        f"| {_cell(row['source'])}:{row['line']} | {row['rule']} | {_cell(row['value'])} |"
+        [code(f"{row['source']}:{row['line']}"), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.refused.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
-    head = ["## Rules broken", "", "| rule | rows | meaning |", "|---|---:|---|"]
-    return "\n".join([*head, *counts, "", "First rows of each:", "", "| row | rule | found |", "|---|---|---|", *examples])
+    return "\n\n".join(["## Rules broken", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
 
 
 def _lengths(verdict: Verdict) -> str:
@@ -103,14 +105,14 @@ def _lengths(verdict: Verdict) -> str:
     note = ""
     if verdict.rows > EXACT_ROWS:
         note = "\n\nPrompts that are provably within the limit were not counted; upper bounds stand for them."
+    lengths = {
+        "mean": f"{tokens.mean:.1f}",
+        "median": str(tokens.p50),
+        "95 %": str(tokens.p95),
+        "longest": str(tokens.max),
+        "limit": str(tokens.limit),
+    }
+    columns = list(lengths)
     return (
-        "## Prompt lengths in tokens, after the chat template\n\n"
-        "| mean | median | 95 % | longest | limit |\n|---:|---:|---:|---:|---:|\n"
-        f"| {tokens.mean:.1f} | {tokens.p50} | {tokens.p95} | {tokens.max} | {tokens.limit} |{note}"
+        f"## Prompt lengths in tokens, after the chat template\n\n{table(columns, [list(lengths.values())], right=columns)}{note}"
     )
-
-
-def _cell(text: str) -> str:
-    """Text that breaks neither the table nor the page: a code span on one line."""
-    flat = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
-    return f"`{flat}`" if flat else "(blank)"

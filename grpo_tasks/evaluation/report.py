@@ -9,6 +9,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import GREEDY, Figures, Prompt, score_samples, summarise
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import RewardsConfig
@@ -81,20 +82,20 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
 
 def figures_table(figures: Figures) -> str:
     """Markdown table, one line a figure."""
-    lines = ["| figure | value | interval | meaning |", "|---|---:|---|---|"]
+    rows: list[list[str]] = []
     for name, interval in figures.metrics.items():
         metric = describe(name)
-        lines.append(_line(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
+        rows.append(_row(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
     for k, interval in figures.pass_at_k.items():
-        lines.append(_line(f"pass@{k}", interval, f"chance that one of {k} samples is strictly right", share=True))
-    return "\n".join(lines) + "\n"
+        rows.append(_row(f"pass@{k}", interval, f"chance that one of {k} samples is strictly right", share=True))
+    return table(["figure", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
 
 
-def _line(name: str, interval: Interval, meaning: str, *, share: bool) -> str:
+def _row(name: str, interval: Interval, meaning: str, *, share: bool) -> list[str]:
     def show(value: float) -> str:
         return f"{100 * value:.1f} %" if share else f"{value:.1f}"
 
-    return f"| {name} | {show(interval.value)} | {show(interval.low)} to {show(interval.high)} | {meaning} |"
+    return [name, show(interval.value), f"{show(interval.low)} to {show(interval.high)}", meaning]
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import polars as pl
 import yaml
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.data.quarantine import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
@@ -94,26 +95,28 @@ def write_html(parts: Parts, directory: Path) -> Path:
 def markdown(parts: Parts) -> str:
     """The main figures for the Prefect UI; the HTML in MLflow has the rest."""
     decision = parts.decision
-    lines = [
+    figures = [name.replace("_", " ") for name in FIGURES]
+    models = [[report.label, *(_shown(report, name) for name in FIGURES)] for report in parts.evaluations]
+    costs = ["seconds", "tokens", "GPU hours", "energy"]
+    sections = [
         f"# {parts.config.name}",
-        "",
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
-        "",
-        f"| model | {' | '.join(name.replace('_', ' ') for name in FIGURES)} |",
-        f"|---|{'---:|' * len(FIGURES)}",
+        table(["model", *figures], models, right=figures),
+        f"{parts.data.rows} rows read, {parts.data.quarantined} rejected.",
+        table(["step", *costs], [_cost_row(cost) for cost in costs_of(parts)], right=costs),
+        f"Full report: `report/report.html` in the artifacts of the MLflow run {parts.run_id}.",
     ]
-    for report in parts.evaluations:
-        values = [_shown(report, name) for name in FIGURES]
-        lines.append(f"| {report.label} | {' | '.join(values)} |")
-    lines += ["", f"{parts.data.rows} rows read, {parts.data.quarantined} rejected.", ""]
-    lines += ["| step | seconds | tokens | GPU hours | energy |", "|---|---:|---:|---:|---:|"]
-    for cost in costs_of(parts):
-        tokens = "" if cost.tokens is None else f"{cost.tokens:,.0f}"
-        hours = "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}"
-        energy = "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f} Wh"
-        lines.append(f"| {cost.step} | {cost.seconds:.1f} | {tokens} | {hours} | {energy} |")
-    lines += ["", f"The whole report: `report/report.html` of the MLflow run {parts.run_id}.", ""]
-    return "\n".join(lines)
+    return "\n\n".join(sections) + "\n"
+
+
+def _cost_row(cost: Cost) -> list[str]:
+    return [
+        cost.step,
+        f"{cost.seconds:.1f}",
+        "" if cost.tokens is None else f"{cost.tokens:,.0f}",
+        "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}",
+        "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f} Wh",
+    ]
 
 
 def _shown(report: EvalReport, name: str) -> str:

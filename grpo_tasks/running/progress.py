@@ -17,6 +17,7 @@ from prefect.context import TaskRunContext
 from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, read_lines
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config.stage import StageConfig
@@ -67,9 +68,10 @@ class StageProgress:
         """The stage as Markdown: first, middle and last updates."""
         names = [name for name in WATCHED if any(name in metrics for metrics in journal.steps.values()) or name == "reward"]
         steps = sorted({1, *(round(journal.last_step * part / 8) for part in range(1, 9))} & journal.steps.keys())
-        lines = [f"# Stage {self._stage.name}", "", f"| update | {' | '.join(names)} |", f"|---:|{'---:|' * len(names)}"]
-        lines += [f"| {step} | {' | '.join(_number(_latest(journal, name, step)) for name in names)} |" for step in steps]
-        return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model gets better: watch the reward."])
+        rows = [[str(step), *(_number(_latest(journal, name, step)) for name in names)] for step in steps]
+        updates = table(["update", *names], rows, right=["update", *names])
+        advice = "The loss starts near 0 and may rise while the model gets better: watch the reward."
+        return "\n\n".join([f"# Stage {self._stage.name}", updates, advice])
 
     def _look(self, *, final: bool) -> None:
         self._looked = time.monotonic()
