@@ -1,4 +1,4 @@
-"""Step: the merged model into the registry; the alias `champion` moves only if the paired tests say better."""
+"""Step: register the merged model; the alias `champion` moves only if the paired tests find it better."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
-from grpo_tasks.tracking.models import Champion, Decision, publish
+from grpo_tasks.tracking.models import Champion
+from grpo_tasks.tracking.publishing import Decision, publish
 from schemas.config.evaluation import PromotionConfig
 from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
@@ -27,14 +28,14 @@ def publish_model(
     champion: Champion | None,
     promotion: PromotionConfig,
 ) -> Publication:
-    """Register the version (once for the same bytes), test it against `rivals`, decide."""
+    """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
     began = time.perf_counter()
     tests = [compare(final, rival, metric=promotion.metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = find_regressions(final, standard, promotion)
-    # Whoever is the champion when the alias moves must be the one that `publish` has just looked at.
-    with work.run.tracked.store.alone(f"publish-{name}", who=f"the run {work.run.config.name}"):
+    # `publish` reads the current champion and then moves the alias. The lock keeps another run from moving it in between.
+    with work.run.tracked.store.lock(f"publish-{name}", who=f"the run {work.run.config.name}"):
         decision = publish(
             work.run.tracked,
             proof,

@@ -1,127 +1,276 @@
-"""One table of metric names: what each means, its unit, which way is better, and when it is an alarm.
+"""The one table of metric names: what each measures, its unit, which way is better, and when it is an alarm.
 
-The journal, MLflow, the progress bar, the plots and the docs all read it. Names are TRL's where TRL has one.
-A name that ends in `/*` stands for a family, one member per reward function.
+The trainer writes these names into the journal; MLflow, the progress bar, the plots, the guards, the reports and the docs read
+them. Each name is a constant here and a literal nowhere else. Names are TRL's where TRL has one.
+
+A name that contains `*` stands for a family with one member per reward function: `member(REWARD_MEAN, "format")` is
+`rewards/format/mean`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Better = Literal["higher", "lower", "neither"]
+PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
+"""Evaluation metrics that can decide about the alias `champion`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One thing that is measured once per update."""
+    """One measured quantity."""
 
     name: str
     meaning: str
     unit: str = ""
     better: Better = "neither"
     alarm: str = ""
+    """Which values are a warning sign, and what to do."""
     plot: str = ""
-    """Title of the plot it is drawn in; metrics with the same title share axes; empty: not drawn."""
+    """File name of the plot it is drawn in. Metrics with the same plot share its axes. Empty: not drawn."""
+    short: str = ""
+    """Label in the progress bar. Empty: not shown there."""
+    compared: bool = False
+    """Whether `grpo compare` draws its curve."""
+    column: str = ""
+    """Column of the evaluation samples that it is the mean of."""
+    headline: bool = False
+    """Whether the summary tables of an evaluation show it."""
 
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of a stage."""
+
+    name: str
+    title: str
+    overview: bool = False
+    """Whether the overview of all stages shows it."""
+
+
+PLOTS: tuple[Plot, ...] = (
+    Plot("reward", "Reward", overview=True),
+    Plot("rewards", "Each reward function", overview=True),
+    Plot("reward_std", "Reward std within groups", overview=True),
+    Plot("kl", "KL from the reference", overview=True),
+    Plot("completion_length", "Completion length", overview=True),
+    Plot("dead_groups", "Dead groups", overview=True),
+    Plot("reward_weights", "Reward weights"),
+    Plot("truncated", "Truncated completions"),
+    Plot("learning_rate", "Learning rate"),
+    Plot("tokens_per_s", "Tokens per second"),
+    Plot("loss", "Loss (may rise while the model gets better)"),
+    Plot("entropy", "Entropy"),
+    Plot("grad_norm", "Gradient norm"),
+)
+
+# Measured once per update.
+REWARD = "reward"
+REWARD_STD = "reward_std"
+DEAD_GROUPS = "frac_reward_zero_std"
+KL = "kl"
+EVAL_REWARD = "eval_reward"
+EVAL_REWARD_MEAN = "eval_rewards/*/mean"
+EVAL_REWARD_SUCCESS = "eval_rewards/*/success"
+LOSS = "loss"
+ENTROPY = "entropy"
+GRAD_NORM = "grad_norm"
+LOSS_SCALE = "loss_scale"
+SKIPPED_STEP = "skipped_step"
+LEARNING_RATE = "learning_rate"
+REWARD_MEAN = "rewards/*/mean"
+REWARD_FUNCTION_STD = "rewards/*/std"
+REWARD_SUCCESS = "rewards/*/success"
+REWARD_WEIGHT = "rewards/*/weight"
+MEAN_LENGTH = "completions/mean_length"
+MIN_LENGTH = "completions/min_length"
+MAX_LENGTH = "completions/max_length"
+CLIPPED_RATIO = "completions/clipped_ratio"
+CLIP_LOW = "clip_ratio/low_mean"
+CLIP_HIGH = "clip_ratio/high_mean"
+CLIP_REGION = "clip_ratio/region_mean"
+SAMPLER_DIFFERENCE_MEAN = "sampling/sampling_logp_difference/mean"
+SAMPLER_DIFFERENCE_MAX = "sampling/sampling_logp_difference/max"
+SAMPLER_KL = "sampling/kl"
+IMPORTANCE_RATIO_MEAN = "sampling/importance_sampling_ratio/mean"
+IMPORTANCE_RATIO_MAX = "sampling/importance_sampling_ratio/max"
+DROPPED_GROUPS = "dynamic_sampling/dropped_groups"
+NUM_TOKENS = "num_tokens"
+TOKENS_PER_S = "tokens_per_s"
+STEP_TIME = "step_time"
+ROLLOUT_TIME = "rollout_time"
+REWARD_TIME = "reward_time"
+GPU_MEMORY = "gpu_memory"
+ENERGY = "energy"
+EPOCH = "epoch"
+
+# Measured once per evaluation.
+ACCURACY = "accuracy"
+FORMAT_RATE = "format_rate"
+LENIENT_ACCURACY = "lenient_accuracy"
+GREEDY_ACCURACY = "greedy_accuracy"
+GREEDY_FORMAT_RATE = "greedy_format_rate"
+GREEDY_LENIENT_ACCURACY = "greedy_lenient_accuracy"
+PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
+PASS_AT_K = "pass_at_k"  # noqa: S105 - no password
+TRUNCATED_RATE = "truncated_rate"
+COMPLETION_LENGTH = "mean_length"
 
 TRAINING: tuple[Metric, ...] = (
-    Metric("reward", "mean weighted reward of all completions of the update", "", "higher", "flat", "reward"),
     Metric(
-        "reward_std",
-        "standard deviation of the reward inside a group, mean over groups",
-        "",
-        "higher",
-        "towards 0: every completion of a group earns the same, nothing can be learnt",
-        "reward_std",
+        REWARD,
+        "mean weighted reward of all completions of the update",
+        better="higher",
+        alarm="flat: the policy does not learn",
+        plot="reward",
+        short="reward",
+        compared=True,
     ),
     Metric(
-        "frac_reward_zero_std",
-        "share of dead groups: all completions earn the same",
+        REWARD_STD,
+        "standard deviation of the reward within a group, averaged over groups",
+        better="higher",
+        alarm="near 0: all completions of a group earn the same, so there is no advantage to learn from",
+        plot="reward_std",
+        short="std",
+        compared=True,
+    ),
+    Metric(
+        DEAD_GROUPS,
+        "share of dead groups, whose completions all earn the same",
         "share",
         "lower",
-        "",
-        "dead_groups",
+        plot="dead_groups",
+        compared=True,
     ),
     Metric(
-        "kl",
-        "mean KL divergence from the reference policy (k3 estimator); at beta 0 measured every kl_every_steps updates",
+        KL,
+        "mean KL divergence from the reference policy (k3 estimator); with beta 0 it is measured every kl_every_steps updates",
         "nats/token",
         "lower",
-        "above 0.5: the policy has moved too far, lower the learning rate",
-        "kl",
+        "above 0.5: the policy has moved far from the reference, lower the learning rate",
+        plot="kl",
+        short="kl",
+        compared=True,
     ),
-    Metric("eval_reward", "mean weighted reward of completions of held-out prompts", "", "higher", "", "reward"),
-    Metric("eval_rewards/*/mean", "mean raw score of one reward function on held-out prompts", "", "higher"),
-    Metric("eval_rewards/*/success", "share of held-out completions with the function's full score", "share", "higher"),
-    Metric("loss", "policy loss; starts near 0 and may RISE while the model gets better: watch reward", plot="loss"),
-    Metric("entropy", "mean entropy of the sampled tokens' distributions", "nats/token", plot="entropy"),
-    Metric("grad_norm", "norm of the gradient before clipping", plot="grad_norm"),
-    Metric("loss_scale", "factor of the loss in float16; it halves when a gradient overflows and doubles after 2,000 updates"),
-    Metric("skipped_step", "1 for an update in float16 whose gradient overflowed: no weight was moved", "", "lower"),
-    Metric("learning_rate", "learning rate of the update", plot="learning_rate"),
-    Metric("rewards/*/mean", "mean raw score of one reward function, before its weight", "", "higher", "", "rewards"),
-    Metric("rewards/*/std", "standard deviation of the raw score over the update"),
-    Metric("rewards/*/success", "share of completions with the function's full score", "share", "higher"),
-    Metric("rewards/*/weight", "weight of the function in the sum (moves when adaptive)", plot="reward_weights"),
-    Metric("completions/mean_length", "mean completion length", "tokens", plot="completion_length"),
-    Metric("completions/min_length", "shortest completion", "tokens"),
-    Metric("completions/max_length", "longest completion", "tokens", plot="completion_length"),
+    Metric(EVAL_REWARD, "mean weighted reward of completions of held-out prompts", better="higher", plot="reward"),
+    Metric(EVAL_REWARD_MEAN, "mean raw score of one reward function on held-out prompts", better="higher"),
+    Metric(EVAL_REWARD_SUCCESS, "share of held-out completions that earn the function's full score", "share", "higher"),
+    Metric(LOSS, "policy loss; it starts near 0 and may rise while the model improves, so watch the reward", plot="loss"),
+    Metric(ENTROPY, "mean entropy of the distributions that tokens were sampled from", "nats/token", plot="entropy"),
+    Metric(GRAD_NORM, "norm of the gradient before clipping", plot="grad_norm"),
+    Metric(LOSS_SCALE, "loss scale in float16; it halves when a gradient overflows and doubles after 2,000 updates"),
+    Metric(SKIPPED_STEP, "1 for a float16 update whose gradient overflowed: it changed no weight", better="lower"),
+    Metric(LEARNING_RATE, "learning rate of the update", plot="learning_rate"),
+    Metric(REWARD_MEAN, "mean raw score of one reward function, before its weight", better="higher", plot="rewards"),
+    Metric(REWARD_FUNCTION_STD, "standard deviation of the raw score over the update"),
+    Metric(REWARD_SUCCESS, "share of completions that earn the function's full score", "share", "higher"),
+    Metric(REWARD_WEIGHT, "weight of the function in the sum; it changes when it is adaptive", plot="reward_weights"),
+    Metric(MEAN_LENGTH, "mean completion length", "tokens", plot="completion_length", short="length", compared=True),
+    Metric(MIN_LENGTH, "shortest completion", "tokens"),
+    Metric(MAX_LENGTH, "longest completion", "tokens", plot="completion_length"),
     Metric(
-        "completions/clipped_ratio",
-        "share of completions cut off at max_completion_length (finish reason 'length')",
+        CLIPPED_RATIO,
+        "share of completions that were cut off at max_completion_length (finish reason 'length')",
         "share",
         "lower",
         "high: raise max_completion_length",
-        "truncated",
+        plot="truncated",
     ),
-    Metric("clip_ratio/low_mean", "share of tokens clipped from below", "share"),
-    Metric("clip_ratio/high_mean", "share of tokens clipped from above", "share"),
-    Metric("clip_ratio/region_mean", "share of tokens clipped either way", "share"),
+    Metric(CLIP_LOW, "share of tokens whose ratio is clipped from below", "share"),
+    Metric(CLIP_HIGH, "share of tokens whose ratio is clipped from above", "share"),
+    Metric(CLIP_REGION, "share of tokens whose ratio is clipped either way", "share"),
     Metric(
-        "sampling/sampling_logp_difference/mean",
+        SAMPLER_DIFFERENCE_MEAN,
         "mean |log p(sampler) - log p(trainer)| of the sampled tokens",
         "nats",
         "lower",
     ),
-    Metric("sampling/sampling_logp_difference/max", "largest such difference", "nats", "lower"),
-    Metric("sampling/kl", "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
-    Metric("sampling/importance_sampling_ratio/mean", "mean factor the policy term is multiplied by to correct for the sampler"),
-    Metric("sampling/importance_sampling_ratio/max", "largest ratio between the two probabilities of a token", "", "lower"),
-    Metric("dynamic_sampling/dropped_groups", "groups sampled for the update and not trained on", "groups", "lower"),
-    Metric("num_tokens", "tokens of prompts and completions seen since the stage began", "tokens"),
+    Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
+    Metric(SAMPLER_KL, "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
+    Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
+    Metric(IMPORTANCE_RATIO_MAX, "largest ratio between the trainer's and the sampler's probability of a token", better="lower"),
+    Metric(DROPPED_GROUPS, "groups that were sampled for the update and not trained on", "groups", "lower"),
+    Metric(NUM_TOKENS, "prompt and completion tokens processed since the stage began", "tokens"),
     Metric(
-        "tokens_per_s",
+        TOKENS_PER_S,
         "completion tokens sampled and trained on per second of the update",
         "tokens/s",
         "higher",
-        "",
-        "tokens_per_s",
+        plot="tokens_per_s",
     ),
-    Metric("step_time", "duration of the update", "s", "lower"),
-    Metric("rollout_time", "part of the update spent sampling", "s", "lower"),
-    Metric("reward_time", "part of the update spent in reward functions", "s", "lower"),
-    Metric("gpu_memory", "peak memory of the card during the update", "GiB", "lower"),
-    Metric("energy", "energy the card took during the update (NVML)", "J", "lower"),
-    Metric("epoch", "passes over the training prompts", "epochs"),
+    Metric(STEP_TIME, "duration of the update", "s", "lower"),
+    Metric(ROLLOUT_TIME, "time the update spent sampling", "s", "lower"),
+    Metric(REWARD_TIME, "time the update spent in reward functions", "s", "lower"),
+    Metric(GPU_MEMORY, "peak GPU memory during the update", "GiB", "lower"),
+    Metric(ENERGY, "energy the GPU used during the update (NVML)", "J", "lower"),
+    Metric(EPOCH, "passes over the training prompts", "epochs"),
 )
 
 EVALUATION: tuple[Metric, ...] = (
-    Metric("accuracy", "share of sampled completions that are strictly right: format kept and answer equal", "share", "higher"),
-    Metric("format_rate", "share of sampled completions that keep the strict format", "share", "higher"),
-    Metric("lenient_accuracy", "share whose last number or answer is right, whatever the format", "share", "higher"),
-    Metric("greedy_accuracy", "strict accuracy of greedy completions", "share", "higher"),
-    Metric("greedy_format_rate", "format rate of greedy completions", "share", "higher"),
-    Metric("greedy_lenient_accuracy", "lenient accuracy of greedy completions", "share", "higher"),
-    Metric("pass_at_1", "unbiased pass@1 of the sampled completions (strict)", "share", "higher"),
-    Metric("pass_at_k", "unbiased pass@k, k = evaluation.num_samples (strict)", "share", "higher"),
-    Metric("truncated_rate", "share of sampled completions cut off at the length limit", "share", "lower"),
-    Metric("mean_length", "mean length of sampled completions", "tokens"),
+    Metric(
+        FORMAT_RATE,
+        "share of sampled completions in the strict format",
+        "share",
+        "higher",
+        column="strict_format",
+        headline=True,
+    ),
+    Metric(
+        ACCURACY,
+        "share of sampled completions that are strictly right: strict format and the right answer",
+        "share",
+        "higher",
+        column="correct",
+        headline=True,
+    ),
+    Metric(GREEDY_ACCURACY, "strict accuracy of greedy completions", "share", "higher", column="correct", headline=True),
+    Metric(
+        LENIENT_ACCURACY,
+        "share of sampled completions with the right answer in any format",
+        "share",
+        "higher",
+        column="lenient_correct",
+        headline=True,
+    ),
+    Metric(GREEDY_FORMAT_RATE, "format rate of greedy completions", "share", "higher", column="strict_format"),
+    Metric(GREEDY_LENIENT_ACCURACY, "lenient accuracy of greedy completions", "share", "higher", column="lenient_correct"),
+    Metric(PASS_AT_1, "unbiased pass@1 of the sampled completions (strict)", "share", "higher", column="correct"),
+    Metric(
+        PASS_AT_K,
+        "unbiased pass@k of the sampled completions (strict), k = evaluation.num_samples",
+        "share",
+        "higher",
+        column="correct",
+        headline=True,
+    ),
+    Metric(
+        TRUNCATED_RATE,
+        "share of sampled completions that were cut off at the length limit",
+        "share",
+        "lower",
+        column="truncated",
+        headline=True,
+    ),
+    Metric(COMPLETION_LENGTH, "mean length of sampled completions", "tokens", column="completion_tokens", headline=True),
 )
+
+HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metric.headline)
+"""Evaluation metrics that summary tables show, in this order."""
+CURVES: tuple[str, ...] = tuple(metric.name for metric in TRAINING if metric.compared)
+"""Training metrics whose curves `grpo compare` draws."""
+PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if metric.short}
+"""Training metrics of the progress bar with their labels."""
 
 _BY_NAME = {metric.name: metric for metric in TRAINING + EVALUATION}
 
 
+def member(family: str, function: str) -> str:
+    """The name of a family's metric for one reward function."""
+    return family.replace("*", function)
+
+
 def describe(name: str) -> Metric | None:
-    """The table's entry for a concrete name, family members included; None for a name the table does not know."""
+    """The table's entry for a concrete name, family members included; None for a name that the table does not know."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     head, _, rest = name.partition("/")

@@ -12,7 +12,7 @@ from grpo_tasks.data.quarantine import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 

@@ -91,7 +91,7 @@ def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported)
     reported.grpo("download", "small/1", "mine")
     assert json.loads((reported.root / "mine" / "grpo.json").read_text())["version"] == "1"
     assert "<reasoning>" in reported.grpo("chat", "mine", "What is 15 + 27?", "--greedy")
-    assert "something else" in reported.grpo("download", "small/2", "mine", expect=1)
+    assert "other files" in reported.grpo("download", "small/2", "mine", expect=1)
     made = reported.grpo("reproduce", "small/1")
     assert "the adapter came out the same bytes" in made
     assert "not empty" in reported.grpo("reproduce", "small/1", expect=2)

@@ -11,10 +11,10 @@ import pytest
 from mlflow import MlflowClient
 
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.tracking import models
-from grpo_tasks.tracking.downloads import fetch_version
+from grpo_tasks.tracking import publishing
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, check_champion, decide, fetch_champion, find_champion, publish
+from grpo_tasks.tracking.models import Champion, check_champion, fetch_champion, fetch_version, find_champion
+from grpo_tasks.tracking.publishing import SHA_TAG, decide, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
 from schemas.errors import DamagedError, ModelError, TrackingError
@@ -119,7 +119,7 @@ def test_killed_between_logging_and_registering_stores_the_model_once(
             return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "_create_model", killed)
+        patch.setattr(publishing, "_create_model", killed)
         with pytest.raises(KeyboardInterrupt):
             attempt()
     run, decision = attempt()
@@ -133,14 +133,14 @@ def test_an_upload_that_breaks_off_is_begun_anew_and_stored_once(server, make_co
 
     def breaks_off(spec):
         tried.append(spec.model_id)
-        if len(tried) < models.UPLOADS:
+        if len(tried) < publishing.UPLOADS:
             raise TrackingError("the connection was cut")
         log_model(spec)
 
     with open_run(config, key="broken-off") as run:
         tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
         assert publish(run, make_merge(), tests=tests, champion=None, evaluation=evaluation, log=breaks_off).champion
-    assert len(set(tried)) == models.UPLOADS
+    assert len(set(tried)) == publishing.UPLOADS
     assert [model.model_id for model in client.search_logged_models([run.experiment_id])] == tried[-1:]
 
 
@@ -225,7 +225,7 @@ def test_a_model_with_one_flipped_byte_is_not_published_and_the_good_version_sta
     assert published(config, make_evaluation, proof).version == "1"
     flip_byte(Path(proof.model.path) / "model.safetensors")
     for key in ("run", "another run"):
-        with pytest.raises(DamagedError, match="not what the merge proof saw"):
+        with pytest.raises(DamagedError, match="differs from the one that the merge proof covers"):
             published(config, make_evaluation, proof, key)
     assert [version.version for version in client.search_model_versions(f"name = '{config.registered_model}'")] == [1]
     folder = fetch_version(find_version(config.registered_model, config.tracking), config.tracking, tmp_path / "mine")
@@ -268,7 +268,7 @@ def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     if changed == "tag":
         # Another model's hash, whose manifest exists too.
         published(config, make_evaluation, other, "other")
-        client.set_model_version_tag(config.registered_model, "1", models.SHA_TAG, other.sha256)
+        client.set_model_version_tag(config.registered_model, "1", SHA_TAG, other.sha256)
     elif changed == "manifest":
         [stored] = tmp_path.glob("mlruns/**/publication/manifest-*.json")
         content = json.loads(stored.read_text())
@@ -277,7 +277,7 @@ def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     else:
         [stored] = tmp_path.glob("mlruns/**/letter.txt")
         stored.write_text("8")
-    with pytest.raises(ModelError, match=r"does not agree|not what was published|no manifest"):
+    with pytest.raises(ModelError, match=r"does not agree|differs from what was published|no manifest"):
         fetch_version(find_version(f"{config.registered_model}/1", config.tracking), config.tracking, tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from grpo_tasks.tracking.params import MAX_KEY, MAX_VALUE, flatten
+from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, flatten
 from schemas.config.load import PRESETS, load_config
 from schemas.config.run import RunConfig
 

@@ -1,4 +1,4 @@
-"""The registry day after day: promotion with its limits, rollback, downloads that are whole or not there, lineage."""
+"""The registry day after day: promotion with its limits, rollback, downloads that are complete or not there, lineage."""
 
 import json
 
@@ -8,10 +8,10 @@ from mlflow import MlflowClient
 
 from grpo_tasks.evaluation.paired import paired_test
 from grpo_tasks.evaluation.regressions import find_regressions
-from grpo_tasks.tracking import downloads
-from grpo_tasks.tracking.downloads import fetch_version, manifest_of
+from grpo_tasks.tracking import models
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, decide, find_champion, publish
+from grpo_tasks.tracking.models import Champion, fetch_version, find_champion, manifest_of
+from grpo_tasks.tracking.publishing import decide, publish
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback
 from grpo_tasks.tracking.runs import open_run
 from schemas.config.evaluation import PromotionConfig
@@ -157,7 +157,7 @@ def test_a_download_is_whole_verified_and_refuses_a_folder_of_something_else(any
     assert fetch_version(version, config.tracking, tmp_path / "mine") == folder
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("mine")
-    with pytest.raises(ModelError, match="something else"):
+    with pytest.raises(ModelError, match="other files"):
         fetch_version(version, config.tracking, tmp_path / "other")
     assert (tmp_path / "other" / "thesis.tex").exists()
 
@@ -165,7 +165,7 @@ def test_a_download_is_whole_verified_and_refuses_a_folder_of_something_else(any
 def test_a_download_that_broke_off_goes_on_with_what_is_left(server, publish_one, tmp_path, monkeypatch):
     config = publish_one(server, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
-    fetch, fetched = downloads._fetch, []
+    fetch, fetched = models._fetch, []
 
     def break_off(store, of, name, part):
         if len(fetched) == 2:
@@ -176,12 +176,12 @@ def test_a_download_that_broke_off_goes_on_with_what_is_left(server, publish_one
         fetch(store, of, name, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(downloads, "_fetch", break_off)
+        patch.setattr(models, "_fetch", break_off)
         with pytest.raises(KeyboardInterrupt):
             fetch_version(version, config.tracking, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     again = []
-    monkeypatch.setattr(downloads, "_fetch", lambda store, of, name, part: (again.append(name), fetch(store, of, name, part)))
+    monkeypatch.setattr(models, "_fetch", lambda store, of, name, part: (again.append(name), fetch(store, of, name, part)))
     folder = fetch_version(version, config.tracking, tmp_path / "model")
     assert not set(again) & set(fetched)
     wanted = manifest_of(folder)
@@ -193,7 +193,7 @@ def test_a_file_that_was_changed_in_the_store_is_refused(database, publish_one, 
     version = find_version(f"{config.registered_model}@champion", config.tracking)
     [stored] = list(tmp_path.glob("mlruns/**/artifacts/model/model.safetensors"))
     stored.write_bytes(stored.read_bytes()[:-1] + b"x")
-    with pytest.raises(ModelError, match=r"model\.safetensors is not what was published"):
+    with pytest.raises(ModelError, match=r"model\.safetensors differs from what was published"):
         fetch_version(version, config.tracking, tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 
@@ -202,7 +202,7 @@ def test_a_manifest_cannot_write_outside_the_folder(database, publish_one, tmp_p
     config = publish_one(database, "1")
     version = find_version(f"{config.registered_model}@champion", config.tracking)
     evil = json.dumps({"../evil": {"sha256": "00" * 32, "size": 1}})
-    path = downloads.manifest_path(version.tags["grpo.sha256"])
+    path = models.manifest_path(version.tags["grpo.sha256"])
     MlflowClient(database).log_text(version.run_id, evil, path)
     with pytest.raises(ModelError, match="outside the model"):
         fetch_version(version, config.tracking, tmp_path / "mine")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
