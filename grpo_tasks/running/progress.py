@@ -6,8 +6,7 @@ The trainer knows none of them; all is read from its journal.
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 from uuid import NAMESPACE_URL, uuid5
@@ -18,8 +17,9 @@ from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, read_lines
+from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
 
 LOOK_S = 0.5
@@ -35,7 +35,7 @@ class StageProgress:
     def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = get_run_logger()
-        self._journal, self._events = _Tail(directory.journal, JOURNAL_KEYS), _Tail(directory.events, EVENT_KEYS)
+        self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
         self._looked = self._shipped = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -108,17 +108,6 @@ class StageProgress:
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""
-
-
-class _Tail:
-    """Whole lines of a growing file of JSON lines, each once."""
-
-    def __init__(self, path: Path, keys: Mapping[str, type]) -> None:
-        self._path, self._keys, self._at = path, keys, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        lines, self._at = read_lines(self._path, self._keys, self._at)
-        return lines
 
 
 def _figures(line: dict[str, Any]) -> str:

@@ -11,16 +11,17 @@ journal.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tenacity
 from mlflow.entities import Metric, RunTag
 
-from grpo_tasks.stage.journal import JOURNAL_KEYS, read_events, read_lines
+from grpo_tasks.stage.journal import JOURNAL_KEYS, read_events
 from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.store import FAULTS, Store, is_conflict, is_temporary
 from schemas.errors import TrackingError
@@ -43,21 +44,11 @@ class JournalLine:
     timestamp_ms: int
     metrics: dict[str, float]
 
-
-def read_journal(path: Path, offset: int = 0) -> tuple[list[JournalLine], int]:
-    """The complete lines after `offset` bytes, and the offset after them; no lines when there is no file yet.
-
-    A journal shorter than the offset is a new journal (the stage began again) and is read from its start.
-    """
-    if path.exists() and path.stat().st_size < offset:
-        offset = 0
-    lines, end = read_lines(path, JOURNAL_KEYS | {"timestamp_ms": int}, offset)
-    return [_journal_line(fields) for fields in lines], end
-
-
-def _journal_line(fields: dict[str, Any]) -> JournalLine:
-    metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
-    return JournalLine(step=fields["step"], timestamp_ms=fields["timestamp_ms"], metrics=metrics)
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        """From an object of the journal; a metric without a value is left out."""
+        metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
+        return cls(step=fields["step"], timestamp_ms=fields["timestamp_ms"], metrics=metrics)
 
 
 @dataclass(slots=True)
@@ -71,10 +62,13 @@ class JournalShipper:
     flush_interval_s: float = 5.0
     """Seconds between two calls of `ship` by the step that follows the stage."""
     _run: RunHandle | None = None
-    _offset: int = 0
+    _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
     _waiting: list[JournalLine] = field(default_factory=list)
     _sent_events: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tail = JsonLinesTail(StageDir(self.stage_dir).journal, JOURNAL_KEYS | {"timestamp_ms": int})
 
     def ship(self) -> bool:
         """Send the complete lines written since the last call; False when the store could not be reached (no line is lost).
@@ -82,8 +76,7 @@ class JournalShipper:
         Raises:
             TrackingError: the store replied and refused.
         """
-        lines, self._offset = read_journal(StageDir(self.stage_dir).journal, self._offset)
-        self._waiting += lines
+        self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
         try:
             self._send()
         except (*FAULTS, TrackingError) as fault:

@@ -1,5 +1,6 @@
 """Every update of the journal arrives exactly once, whatever is interrupted."""
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from mlflow.entities import Metric
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking import journal as journal_module
 from grpo_tasks.tracking.handle import RunHandle
-from grpo_tasks.tracking.journal import JournalShipper, read_journal
+from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import TrackingError, TrainingError
@@ -63,7 +64,8 @@ def test_a_journal_is_shipped_as_it_grows_with_its_own_times(child, stage):
     write_journal(stage.journal, range(4, 130))
     assert shipper.ship()
     assert shipper.last_step == 129
-    expected = [(line.step, line.metrics["reward"], line.timestamp_ms) for line in read_journal(stage.journal)[0]]
+    lines = map(json.loads, stage.journal.read_text().splitlines())
+    expected = [(line["step"], line["metrics"]["reward"], line["timestamp_ms"]) for line in lines]
     assert history(child.store.client, child.run_id, "reward") == expected
     assert steps_of(child, "rewards/format/mean") == list(range(1, 130))
 
@@ -196,12 +198,12 @@ def test_a_refusal_by_the_server_is_an_error_not_a_delay(child, stage):
     assert store.uri in str(caught.value)
 
 
-def test_a_broken_line_is_named(stage):
+def test_a_damaged_line_is_named(child, stage):
     write_journal(stage.journal, [1])
     with stage.journal.open("a") as file:
         file.write('{"step": 2, "metr\n')
     with pytest.raises(TrainingError, match="damaged") as caught:
-        read_journal(stage.journal)
+        shipper_of(child, stage).ship()
     assert caught.value.place == f"{stage.journal}:2"
 
 
