@@ -9,17 +9,15 @@ flips stand in. Both hold their level without assuming a distribution. What it d
 that is the promotion's business.
 """
 
-from typing import Literal
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.evaluation.passk import pass_at_k
 from schemas.errors import DataError
+from schemas.metrics import COLUMNS, PASS_AT_K, PromotionMetric
 from schemas.results import EvalReport, PairedTest
 
-PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
 FloatArray = NDArray[np.float64]
 
 RESAMPLES = 9_999
@@ -27,12 +25,6 @@ _SEED = 20_211_031
 _BATCH = 500
 _MAX_PARTS = 256
 _MAX_SUM = 50_000
-_COLUMNS: dict[PromotionMetric, str] = {
-    "accuracy": "correct",
-    "format_rate": "strict_format",
-    "lenient_accuracy": "lenient_correct",
-    "pass_at_k": "correct",
-}
 
 
 def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, alpha: float) -> PairedTest:
@@ -56,8 +48,8 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, al
 def prompt_figures(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
     """Columns prompt_id and figure (between 0 and 1), sorted by prompt_id, from a scored samples table."""
     sampled = scored.filter(pl.col("sample") >= 0).group_by("prompt_id")
-    column = pl.col(_COLUMNS[metric])
-    if metric == "pass_at_k":
+    column = pl.col(COLUMNS[metric])
+    if metric == PASS_AT_K:
         counts = sampled.agg(column.sum().alias("right"), pl.len().alias("n")).sort("prompt_id")
         figure = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
         return counts.select("prompt_id", pl.Series("figure", figure, dtype=pl.Float64))
