@@ -1,37 +1,16 @@
 """Report and comparison as the commands leave them: whole, self-contained, and safe to open whatever a model wrote."""
 
 import json
-import re
-from html.parser import HTMLParser
 
 import pytest
 import yaml
 
 from tests.flows.place import SMALL
+from tests.reporting.pages import assert_self_contained
 
 pytestmark = [pytest.mark.xdist_group("reported"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 HOSTILE = "<script>alert('x')</script> What is {n} + 4?"
-
-
-class Page(HTMLParser):
-    """Tags and addresses of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.addresses = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
-
-
-def assert_self_contained(text):
-    page = Page(text)
-    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
-    assert not re.search(r"@import|url\(", text)
 
 
 @pytest.fixture(scope="module")
