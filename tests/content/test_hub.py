@@ -67,5 +67,5 @@ def test_a_flipped_byte_in_the_hub_cache_is_refused_by_name(hub, size):
     [blob] = [path for path in blobs.iterdir() if path.stat().st_size == size]
     blob.write_bytes(b"x" * size)
     said = contents()
-    assert "is not what was fetched" in said
+    assert "is damaged (its hash differs)" in said
     assert blob.name in said
