@@ -6,7 +6,7 @@
     |---|---:|
     | `a\\|b.jsonl` | 1,200 |
 
-Whoever calls formats numbers. What it does not do: headings, lists, or tables for the terminal (rich draws those).
+Callers format numbers. What this module does not do: headings, lists, or tables for the terminal (rich draws those).
 """
 
 import re
@@ -31,7 +31,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Colle
 
     Args:
         columns: the headings.
-        rows: one cell a column each. Line breaks, bars and `<` are made harmless; `code()` also stops emphasis, links and images.
+        rows: one cell per column. Line breaks, pipes and `<` are escaped. `code()` also disables emphasis, links and images.
         right: headings of the columns to align right (numbers).
     """
     rule = "|".join("---:" if column in right else "---" for column in columns)
@@ -44,7 +44,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    # Renderers count the backslashes before a bar: an even number would end the cell.
+    # Renderers count the backslashes before a pipe: an even number of them would end the cell.
     line = re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(text.split()))
     # Inside a code span an entity would be shown as it is written.
     return line if isinstance(text, Code) else line.replace("<", "&lt;")

@@ -121,9 +121,9 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         second_colour=SECOND_COLOUR,
     )
     curves.unlink()
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(path)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
     return path
 
 

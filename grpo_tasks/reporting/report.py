@@ -17,10 +17,10 @@ from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
-from schemas.metrics import ENERGY, GPU_MEMORY, HEADLINES, KL, NUM_TOKENS, REWARD, REWARD_STD, describe
+from schemas.metrics import ENERGY, GPU_MEMORY, HEADLINES, KL, NUM_TOKENS, PROGRESS, REWARD, REWARD_STD, describe
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 
-STAGE_METRICS = ((REWARD, "reward"), (REWARD_STD, "std"), (KL, "KL"))
+STAGE_METRICS = tuple((name, PROGRESS[name]) for name in (REWARD, REWARD_STD, KL))
 """Metrics of a stage in the report, with the headings of their columns."""
 _SHARES = {name for name in HEADLINES if (metric := describe(name)) is not None and metric.unit == "share"}
 """Headline metrics that are shown in percent."""
@@ -107,7 +107,7 @@ def markdown(run: RunResults) -> str:
     decision = run.decision
     figures = [name.replace("_", " ") for name in HEADLINES]
     models = [[report.label, *(_shown(report, name) for name in HEADLINES)] for report in run.evaluations]
-    costs = ["seconds", "tokens", "GPU hours", "energy"]
+    costs = ["seconds", "tokens", "GPU hours", "energy (Wh)"]
     sections = [
         f"# {run.config.name}",
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
@@ -125,7 +125,7 @@ def _cost_row(cost: Cost) -> list[str]:
         f"{cost.seconds:.1f}",
         "" if cost.tokens is None else f"{cost.tokens:,.0f}",
         "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}",
-        "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f} Wh",
+        "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f}",
     ]
 
 

@@ -179,7 +179,7 @@ def _try_migrate(file: Path, expected: dict[str, int]) -> Exception | None:
         with closing(sqlite3.connect(file)) as connection:
             lost = [table for table, rows in expected.items() if rows > _count_user_rows(connection)[table]]
             return sqlite3.DatabaseError(f"rows of {', '.join(lost)} are missing afterwards") if lost else None
-    except Exception as fault:  # any error of somebody else's migration means that this copy is not used
+    except Exception as fault:  # mlflow's migrations can raise anything; this copy is then not used
         return fault
 
 

@@ -1,4 +1,4 @@
-"""`python -m grpo_tasks.tracking.log_model DIRECTORY`: upload the files of a merged model to MLflow, as DIRECTORY/spec.json says.
+"""`python -m grpo_tasks.tracking.log_model DIRECTORY`: upload the files of a merged model to MLflow; spec.json names it.
 
 A separate process, forked from one that has transformers loaded: mlflow imports all of transformers only to copy a folder.
 """

@@ -85,7 +85,7 @@ def publish(
     version = _register(run, name, proof, log)
     current = current_champion(run.store, name)
     if ROLLED_BACK_TAG in version.tags:
-        # Somebody took it out of use on purpose. Running the same run again must not restore it.
+        # A user rolled it back on purpose. Running the same run again must not restore it.
         return Decision(str(version.version), proof.sha256, False, f"version {version.version} was rolled back before")
     decision = decide(
         str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
@@ -110,7 +110,7 @@ def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
         raise TrackingError(
             "the manifest in the store is not the one that this model was published with",
             place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
-            fix="somebody changed it: restore it from a backup, or publish in a new run with --fresh",
+            fix="it was changed: restore it from a backup, or publish in a new run with --fresh",
         )
     # There is none, or a kill interrupted the write. The version comes after the manifest, so no version refers to a broken one.
     run.handle.text(json.dumps(manifest, indent=2), manifest_path(proof.sha256))
@@ -149,7 +149,7 @@ def decide(
         sha256: SHA-256 of the new model.
         tests: against the base, and against the champion where the model was compared with one.
         compared: the champion of the comparison.
-        current: the champion now. If it is not `compared`, somebody moved the alias in the meantime.
+        current: the champion now. If it is not `compared`, the alias moved in the meantime.
         regressions: checks that can stop a promotion, never cause one.
     """
 
