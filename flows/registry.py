@@ -6,7 +6,7 @@ from prefect import flow, get_run_logger
 
 from flows.parts import checked_data, first_model, trained
 from flows.session import session
-from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
 from schemas.config.load import check_config, tracking_at
 from schemas.config.operations import TrackingConfig

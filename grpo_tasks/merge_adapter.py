@@ -2,6 +2,7 @@
 
 import time
 
+from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import RESULT, SPEC
@@ -33,16 +34,16 @@ def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelCo
 
 
 def _markdown(figures: MergeFigures) -> str:
-    return f"""# Merge
-
-The merged model is compared with base + adapter on greedy completions of held-out prompts.
-
-| proof | value |
-|---|---:|
-| held-out prompts | {figures.prompts} |
-| largest difference of a token's log-probability, merged in float32 | {figures.merge_difference:.2g} nats |
-| mean difference per token, saved and reloaded | {figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance}) |
-| identical greedy tokens | {figures.greedy_agreement:.1%} |
-| size | {figures.size_bytes / 2**20:.1f} MiB |
-| SHA-256 | `{figures.sha256}` |
-"""
+    rows = [
+        ["held-out prompts", str(figures.prompts)],
+        ["largest difference of a token's log-probability, merged in float32", f"{figures.merge_difference:.2g} nats"],
+        [
+            "mean difference per token, saved and reloaded",
+            f"{figures.mean_logprob_difference:.2g} nats (limit {figures.tolerance})",
+        ],
+        ["identical greedy tokens", f"{figures.greedy_agreement:.1%}"],
+        ["size", f"{figures.size_bytes / 2**20:.1f} MiB"],
+        ["SHA-256", code(figures.sha256)],
+    ]
+    intro = "The merged model is compared with base + adapter on greedy completions of held-out prompts."
+    return f"# Merge\n\n{intro}\n\n" + table(["proof", "value"], rows, right=["value"]) + "\n"

@@ -1,17 +1,19 @@
-"""Step: the merged model into the registry; the alias `champion` moves only if the paired tests say better."""
+"""Step: register the merged model; the alias `champion` moves only if the paired tests find it better."""
 
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.paired import compare
 from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
-from grpo_tasks.tracking.models import Champion, Decision, publish
+from grpo_tasks.tracking.models import Champion
+from grpo_tasks.tracking.publishing import Decision, publish
 from schemas.config.evaluation import PromotionConfig
 from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
 
@@ -26,14 +28,14 @@ def publish_model(
     champion: Champion | None,
     promotion: PromotionConfig,
 ) -> Publication:
-    """Register the version (once for the same bytes), test it against `rivals`, decide."""
+    """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
     began = time.perf_counter()
     tests = [compare(final, rival, metric=promotion.metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = find_regressions(final, standard, promotion)
-    # Whoever is the champion when the alias moves must be the one that `publish` has just looked at.
-    with work.run.tracked.store.alone(f"publish-{name}", who=f"the run {work.run.config.name}"):
+    # `publish` reads the current champion and then moves the alias. The lock keeps another run from moving it in between.
+    with work.run.tracked.store.lock(f"publish-{name}", who=f"the run {work.run.config.name}"):
         decision = publish(
             work.run.tracked,
             proof,
@@ -71,22 +73,30 @@ def _markdown(
     regressions: Sequence[Regression],
     promotion: PromotionConfig,
 ) -> str:
-    lines = [
-        f"# {name} version {decision.version}",
-        "",
-        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
-        "",
-    ]
-    lines += [f"| paired test, alpha {promotion.alpha:g} | metric | difference | p | better |", "|---|---|---:|---:|---|"]
-    lines += [
-        f"| against {test.against} | {test.metric} | {test.difference:+.4f} | {test.p_value:.4g} "
-        f"| {'yes' if test.better else 'no'} |"
+    paired = [
+        [f"against {test.against}", test.metric, f"{test.difference:+.4f}", f"{test.p_value:.4g}", _yes(test.better)]
         for test in tests
     ]
-    lines += ["", "| must not be worse in | ours | theirs | limit | passed |", "|---|---:|---:|---:|---|"]
-    lines += [
-        f"| {check.metric} against {check.against} | {check.ours:.4g} | {check.theirs:.4g} | {check.limit:.4g} "
-        f"| {'yes' if check.passed else 'no'} |"
+    limits = [
+        [
+            f"{check.metric} against {check.against}",
+            f"{check.ours:.4g}",
+            f"{check.theirs:.4g}",
+            f"{check.limit:.4g}",
+            _yes(check.passed),
+        ]
         for check in regressions
     ]
-    return "\n".join([*lines, ""])
+    sections = [
+        f"# {name} version {decision.version}",
+        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
+        table(
+            [f"paired test, alpha {promotion.alpha:g}", "metric", "difference", "p", "better"], paired, right=["difference", "p"]
+        ),
+        table(["must not be worse in", "ours", "theirs", "limit", "passed"], limits, right=["ours", "theirs", "limit"]),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,9 +1,9 @@
-"""Step: the run as one self-contained page."""
+"""Step: write the report of the run as one self-contained HTML page."""
 
 import time
 from collections.abc import Sequence
 
-from grpo_tasks.reporting.report import Parts, markdown, write_html
+from grpo_tasks.reporting.report import RunResults, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
 from schemas.results import (
@@ -29,9 +29,9 @@ def write_report(
     decision: PublishedFacts,
     config: RunConfig,
 ) -> ReportResult:
-    """Data, rewards, curves, before and after, evaluation, proof, costs and decision."""
+    """Report data, rewards, curves, answers before and after, evaluation, merge proof, costs and the decision."""
     began = time.perf_counter()
-    parts = Parts(
+    results = RunResults(
         config=config,
         run_id=work.run.tracked.run_id,
         flow_run_id=work.run.flow_run_id,
@@ -42,8 +42,8 @@ def write_report(
         proof=proof,
         decision=decision,
     )
-    html = write_html(parts, work.directory)
-    text = markdown(parts)
+    html = write_html(results, work.directory)
+    text = markdown(results)
     (work.directory / "report.md").write_text(text, encoding="utf-8")
     work.artifact("report", text)
     return ReportResult(key=work.key, directory=work.directory, seconds=time.perf_counter() - began, html=html)

@@ -258,6 +258,8 @@ HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metri
 """Evaluation metrics that summary tables show, in this order."""
 CURVES: tuple[str, ...] = tuple(metric.name for metric in TRAINING if metric.compared)
 """Training metrics whose curves `grpo compare` draws."""
+COLUMNS: dict[str, str] = {metric.name: metric.column for metric in EVALUATION}
+"""Evaluation metrics with the column of the evaluation samples that each is the mean of."""
 PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if metric.short}
 """Training metrics of the progress bar with their labels."""
 

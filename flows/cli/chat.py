@@ -6,8 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_tasks.policy.chat_session import ChatSession, ChatSettings
-from grpo_tasks.tracking.downloads import ORIGIN
-from grpo_tasks.tracking.models import download_model
+from grpo_tasks.tracking.models import ORIGIN, download_model
 from grpo_tasks.tracking.registry import lineage_of
 from schemas.config.operations import TrackingConfig
 from schemas.results import Lineage

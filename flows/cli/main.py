@@ -187,7 +187,7 @@ def download(
     """Fetch a registered model and check every file; after an interruption only the missing files are fetched."""
     with errors_told():
         prepare_environment()
-        from grpo_tasks.tracking.downloads import ORIGIN, fetch_version
+        from grpo_tasks.tracking.models import ORIGIN, fetch_version
         from grpo_tasks.tracking.registry import find_version, lineage_of
 
         tracking = tracking_at(tracking_uri)

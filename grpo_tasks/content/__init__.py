@@ -1,1 +1,1 @@
-"""Files known by their content: SHA-256 of files and folders, manifests of a step's outputs, modules. Knows no step."""
+"""Files and code identified by content: SHA-256 of files, folders and modules, manifests of outputs; tables in Markdown."""

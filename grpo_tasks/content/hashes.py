@@ -1,11 +1,11 @@
-"""SHA-256 of files and folders. A large file that has not changed is hashed once, not once a run.
+"""SHA-256 of files and folders. An unchanged large file is read once, not once per run.
 
-    file_sha256(path)        small file: always read      large file: read, unless (path, size, mtime, ctime, inode) is known
-    folder_sha256(folder)    names and contents of all its files, in order of their names
+    file_sha256(path)        small file: always read      large file: read unless (path, size, mtime, ctime, inode) is known
+    folder_sha256(folder)    names and contents of all its files, sorted by name
 
-What is known of large files is kept in a small database in the user's cache folder, shared by all processes. Writing to a file in
-place changes its ctime even when its mtime is put back, so a changed file is always read again. Where the cache cannot be
-written, every file is read each time.
+The hashes of large files are cached in a small database in the user's cache folder, which all processes share. A write to a file
+changes its ctime even if somebody restores its mtime, so a changed file is always read again. If the cache cannot be written,
+every file is read each time.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from contextlib import closing
 from pathlib import Path
 
 REMEMBERED_BYTES = 1 << 20
-"""Size from which the hash of a file is remembered; smaller files are read every time."""
+"""Size from which the hash of a file is cached. Smaller files are read every time."""
 _SETTLED_NS = 2_000_000_000
-"""A file written to more recently than this may change again within one tick of its clock, so its hash is not remembered."""
+"""A file changed more recently than this could change again without a new timestamp, so its hash is not cached."""
 _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL)"
 
 
@@ -37,7 +37,7 @@ def file_sha256(path: Path) -> str:
     if known is not None:
         return known
     sha256 = _read(path)
-    # Only what was the same before and after it was read is the hash of that stamp.
+    # If the stamp changed while the file was read, the hash may belong to neither stamp.
     if _stamp(path) == stamp and _settled(path):
         _remember(path, stamp, sha256)
     return sha256
@@ -49,7 +49,7 @@ def folder_sha256(folder: Path) -> str:
 
 
 def digest_of(files: Iterable[tuple[str, str]]) -> str:
-    """The same from the files' names (relative, with slashes) and hashes alone; in order of the names."""
+    """`folder_sha256` from relative names (with slashes) and hashes alone; sorted by name."""
     digest = hashlib.sha256()
     for name, sha256 in sorted(files):
         digest.update(name.encode() + b"\0")
@@ -58,7 +58,7 @@ def digest_of(files: Iterable[tuple[str, str]]) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files below a folder, links to files included."""
+    """All files below a folder, sorted; links to files included."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
 
 
 def _stamp(path: Path) -> str | None:
-    """What changes whenever a large file does; None for a small one."""
+    """A text that changes whenever a large file changes; None for a small file."""
     status = path.stat()
     if status.st_size < REMEMBERED_BYTES:
         return None
@@ -83,7 +83,7 @@ def _settled(path: Path) -> bool:
 def _database() -> sqlite3.Connection:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-pipeline"
     folder.mkdir(parents=True, exist_ok=True)
-    # Every statement is a transaction of its own.
+    # isolation_level=None: every statement is a transaction of its own, so no process holds the lock for long.
     connection = sqlite3.connect(folder / "hashes.db", timeout=5.0, isolation_level=None)
     connection.execute(_TABLE)
     return connection
@@ -104,5 +104,5 @@ def _remember(path: Path, stamp: str, sha256: str) -> None:
         with closing(_database()) as connection:
             connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", (str(path), stamp, sha256))
     except (OSError, RuntimeError, sqlite3.Error):
-        # A cache that cannot be written costs time, nothing else.
+        # Without a cache the file is read again the next time; nothing else is lost.
         return

@@ -1,8 +1,8 @@
-"""A model of a hub by its content: the commit that its revision points to, and cached files that are what was fetched.
+"""Identifies a model of the Hugging Face hub by content: the commit behind its revision, and a check of its cached files.
 
-A commit is a hash over its files. A branch like `main` moves, so the hub is asked where it stands; without a network the cache
-says what was fetched last. Nothing is downloaded here. In the cache each file is named after its own hash (SHA-256 of large
-files, git's SHA-1 of small ones), so that a damaged one is found before it is used.
+A commit is a hash over its files. A branch such as `main` moves, so the hub is asked for its current commit; without a network
+the commit that was fetched last counts. Nothing is downloaded here. The cache names each file after its own hash (SHA-256 for
+large files, git's SHA-1 for small ones), so a damaged file is found before it is used.
 """
 
 import hashlib
@@ -13,17 +13,17 @@ from pathlib import Path
 from grpo_tasks.content.hashes import file_sha256, files_below
 from schemas.errors import DamagedError
 
-ANSWER_LIMIT_S = 10.0
+REPLY_TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256_CHARS = 64
 
 
 @cache
 def hub_commit(repository: str, revision: str | None) -> str:
-    """The commit of a hub model's revision; empty when neither hub nor cache know it, which loading the model will explain.
+    """The commit behind a revision of a hub model; empty when neither hub nor cache knows it (loading the model explains why).
 
     Raises:
-        DamagedError: a file of it in the hub cache is not what was fetched.
+        DamagedError: a cached file of the model differs from what was downloaded.
     """
     folder = _cache_folder(repository)
     commit = _commit(repository, revision or "main", folder)
@@ -39,8 +39,8 @@ def _commit(repository: str, revision: str, folder: Path) -> str:
 
     if not constants.HF_HUB_OFFLINE:
         try:
-            return HfApi().model_info(repository, revision=revision, timeout=ANSWER_LIMIT_S).sha or ""
-        except Exception:  # noqa: S110 - no network, no such model, no permission: the library has a class for each
+            return HfApi().model_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S).sha or ""
+        except Exception:  # noqa: S110 - no network, no such model, no permission: huggingface_hub has a class for each
             pass
     known = folder / "refs" / revision
     return known.read_text(encoding="utf-8").strip() if known.is_file() else ""
@@ -59,9 +59,9 @@ def _check_files(snapshot: Path) -> None:
         right = name == (file_sha256(path) if len(name) == _SHA256_CHARS else _git_sha1(path)) if _is_hash(name) else True
         if not right:
             raise DamagedError(
-                f"{path.name} in the hub cache is not what was fetched (its hash differs)",
+                f"{path.name} in the hub cache is damaged (its hash differs)",
                 place=str(path),
-                fix=f"delete {path.resolve()} and run the same command again: it is fetched anew",
+                fix=f"delete {path.resolve()} and run the same command again: the file is downloaded again",
             )
 
 

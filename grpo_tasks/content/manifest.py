@@ -1,8 +1,8 @@
-"""The manifest of a folder: path, size and SHA-256 of every output file; and what has become of them since.
+"""The manifest of a step's folder: path, size and SHA-256 of every output file, and the files that changed since.
 
     folder --take_manifest--> (OutputFile, ...) --find_changes--> [Change("final/adapter_model.safetensors", "changed")]
 
-Logs, plots and the result itself are no outputs: no later step reads them, and some are written after the step has ended.
+Logs, plots and the result itself are not outputs: no later step reads them, and some are written after the step has ended.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from grpo_tasks.processes.entry import ERROR, RESULT
 from schemas.results import OutputFile
 
 NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})
-"""First parts of paths that a manifest leaves out."""
+"""Files and folders directly in the step's folder that a manifest leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file that is not what the manifest says."""
+    """A file that differs from the manifest."""
 
     path: str
     what: Literal["missing", "changed"]
@@ -30,7 +30,7 @@ class Change:
 
 
 def take_manifest(folder: Path) -> tuple[OutputFile, ...]:
-    """Every output file of a step's folder, in order of the paths."""
+    """Every output file of a step's folder, sorted by path."""
     found = ((path, path.relative_to(folder)) for path in files_below(folder))
     return tuple(
         OutputFile(path=name.as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
@@ -40,19 +40,20 @@ def take_manifest(folder: Path) -> tuple[OutputFile, ...]:
 
 
 def find_changes(folder: Path, manifest: Iterable[OutputFile]) -> list[Change]:
-    """The files of the manifest that are missing or differ; files that came later do not count."""
+    """The files of the manifest that are missing or differ. Files that the manifest does not list are ignored."""
     changes = []
     for file in manifest:
         path = folder / file.path
         if not path.is_file():
             changes.append(Change(file.path, "missing"))
+        # The size first: most damage changes it, and it costs no reading.
         elif path.stat().st_size != file.bytes or file_sha256(path) != file.sha256:
             changes.append(Change(file.path, "changed"))
     return changes
 
 
 def outputs_sha256(manifest: Iterable[OutputFile], names: tuple[str, ...]) -> str:
-    """SHA-256 (hex) over those files of a manifest that are, or lie below, one of `names`."""
+    """SHA-256 (hex) over the files of a manifest that are, or lie below, one of `names`."""
     return digest_of((file.path, file.sha256) for file in manifest if any(_covers(name, file.path) for name in names))
 
 

@@ -1,13 +1,12 @@
-"""A user's own module and all that it imports of the user's own, as one hash.
+"""One hash over a user's own module and every module of the user's that it imports.
 
     my_rewards.py --import helper--> helper.py --from . import tables--> ...      (installed packages are not read)
 
-Imports are read from the source, nothing is executed; what a module imports by a computed name is not seen. Installed packages
-count by their versions, which every run records.
+Imports are read from the source; nothing is executed. Imports by a computed name are not found. Installed packages are left out:
+every run records their versions.
 """
 
 import ast
-import hashlib
 import importlib.util
 import site
 import sysconfig
@@ -15,31 +14,28 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.content.hashes import digest_of, file_sha256
 
 _OURS = Path(__file__).resolve().parents[2]
 _OUR_PACKAGES = {"flows", "grpo_tasks", "schemas"}
 
 
 def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
-    """SHA-256 (hex) over the file of a module and of every module that it reaches and that is no installed distribution.
+    """SHA-256 (hex) over the files of a module and of every module that it reaches, except installed ones.
 
     Args:
         module: dotted name.
-        search: folders that modules are looked for in after the installed ones; the working directory when not given.
+        search: folders that are searched for modules after the installed ones; default: the working directory.
 
     Returns:
-        Empty when there is no such module: whoever imports it says so.
+        Empty when there is no such module. Importing it raises the error.
     """
     files = own_modules(module, [Path.cwd()] if search is None else search)
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        digest.update(f"{name}\0{file_sha256(path)}\0".encode())
-    return digest.hexdigest() if files else ""
+    return digest_of((name, file_sha256(path)) for name, path in files.items()) if files else ""
 
 
 def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
-    """Dotted name and file of a module and of the user's own modules behind it."""
+    """Dotted name and file of a module and of the user's own modules that it imports, directly or not."""
     found: dict[str, Path] = {}
     waiting = [module]
     seen: set[str] = set()
@@ -61,7 +57,7 @@ def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
 
 
 def _file_of(name: str, search: Sequence[Path]) -> Path | None:
-    """The file of a module; None for installed ones, our own, and those that are not there."""
+    """The file of a module; None if it is installed, part of this project, or does not exist."""
     top, *rest = name.split(".")
     if top in _OUR_PACKAGES:
         return None
@@ -78,7 +74,7 @@ def _file_of(name: str, search: Sequence[Path]) -> Path | None:
 
 
 def _installed(top: str) -> ModuleSpec | None:
-    """What an import finds without the user's folders; the import path has those at its end."""
+    """What an import finds outside the user's folders, which come last on the import path."""
     try:
         return importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -92,11 +88,11 @@ def _is_installed(path: Path) -> bool:
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
-    """Names that a module's source imports, relative ones made absolute; for `from a import b` both a and a.b."""
+    """Absolute names that a module's source imports; `from a import b` gives both a and a.b, because b may be a module."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        # Whoever imports it says so.
+        # Importing it raises the error.
         return
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import QUARANTINE
@@ -129,22 +130,25 @@ def _summary(verdict: Verdict, digest: str) -> str:
 
 
 def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [f"| {_cell(source.path)} | {source.split} | {source.rows:,} | `{source.sha256[:16]}` |" for source in sources]
-    return "\n".join(["## Sources", "", "| source | split | rows | SHA-256 |", "|---|---|---:|---|", *rows])
+    rows = [[code(source.path), source.split, f"{source.rows:,}", code(source.sha256[:16])] for source in sources]
+    return "## Sources\n\n" + table(["source", "split", "rows", "SHA-256"], rows, right=["rows"])
 
 
 def _broken_rules(verdict: Verdict) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
         return "## Rules\n\nNo row breaks a rule."
-    counts = [f"| {count.rule} | {count.rows:,} | {count.meaning} | {BY_NAME[count.rule].fix} |" for count in broken]
+    counts = table(
+        ["rule", "rows", "meaning", "fix"],
+        [[count.rule, f"{count.rows:,}", count.meaning, BY_NAME[count.rule].fix] for count in broken],
+        right=["rows"],
+    )
     examples = [
-        f"| {_cell(row['source'])}:{row['line']} | {row['rule']} | {_cell(row['value'])} |"
+        [code(f"{row['source']}:{row['line']}"), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
-    head = ["## Broken rules", "", "| rule | rows | meaning | fix |", "|---|---:|---|---|"]
-    return "\n".join([*head, *counts, "", "First rows of each:", "", "| row | rule | found |", "|---|---|---|", *examples])
+    return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
 
 
 def _lengths(verdict: Verdict) -> str:
@@ -152,17 +156,17 @@ def _lengths(verdict: Verdict) -> str:
     note = ""
     if verdict.rows > EXACT_ROWS:
         note = "\n\nPrompts that are provably within the limit were not counted; the figures use upper bounds for them."
+    lengths = {
+        "mean": f"{tokens.mean:.1f}",
+        "median": str(tokens.p50),
+        "95 %": str(tokens.p95),
+        "longest": str(tokens.max),
+        "limit": str(tokens.limit),
+    }
+    columns = list(lengths)
     return (
-        "## Prompt lengths in tokens, after the chat template\n\n"
-        "| mean | median | 95 % | longest | limit |\n|---:|---:|---:|---:|---:|\n"
-        f"| {tokens.mean:.1f} | {tokens.p50} | {tokens.p95} | {tokens.max} | {tokens.limit} |{note}"
+        f"## Prompt lengths in tokens, after the chat template\n\n{table(columns, [list(lengths.values())], right=columns)}{note}"
     )
-
-
-def _cell(text: str) -> str:
-    """Text as a code span on one line, so that hostile text breaks neither the table nor the page."""
-    flat = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
-    return f"`{flat}`" if flat else "(blank)"
 
 
 def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:

@@ -10,17 +10,15 @@ doi:10.1007/BF02295996). For tens of thousands of prompts 9,999 random sign assi
 significance level without assuming a distribution. Whether a better model is promoted is decided elsewhere.
 """
 
-from typing import Literal
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.evaluation.passk import pass_at_k
 from schemas.errors import DataError
+from schemas.metrics import COLUMNS, PASS_AT_K, PromotionMetric
 from schemas.results import EvalReport, PairedTest
 
-PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
 FloatArray = NDArray[np.float64]
 
 RESAMPLES = 9_999
@@ -29,12 +27,6 @@ _BATCH = 500
 _MAX_DENOMINATOR = 256
 _MAX_SUM = 50_000
 """Largest sum of absolute differences, in units of 1 / denominator, that is counted exactly."""
-_COLUMNS: dict[PromotionMetric, str] = {
-    "accuracy": "correct",
-    "format_rate": "strict_format",
-    "lenient_accuracy": "lenient_correct",
-    "pass_at_k": "correct",
-}
 
 
 def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, alpha: float) -> PairedTest:
@@ -58,8 +50,8 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, al
 def prompt_values(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
     """Columns prompt_id and value (between 0 and 1), sorted by prompt_id, from a table of scored samples."""
     sampled = scored.filter(pl.col("sample") >= 0).group_by("prompt_id")
-    column = pl.col(_COLUMNS[metric])
-    if metric == "pass_at_k":
+    column = pl.col(COLUMNS[metric])
+    if metric == PASS_AT_K:
         counts = sampled.agg(column.sum().alias("right"), pl.len().alias("n")).sort("prompt_id")
         values = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
         return counts.select("prompt_id", pl.Series("value", values, dtype=pl.Float64))

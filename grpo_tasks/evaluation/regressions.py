@@ -5,24 +5,25 @@ promotion's test still holds.
 """
 
 from schemas.config.evaluation import PromotionConfig
+from schemas.metrics import COMPLETION_LENGTH, FORMAT_RATE, TRUNCATED_RATE
 from schemas.results import EvalReport, Regression
 
 
 def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:
     """All checks with their values, passed or not; `theirs` is the champion, or the base model if there is no champion."""
     checks = [
-        _check("format_rate", ours, theirs, limit=_value(theirs, "format_rate") - promotion.max_format_drop),
-        _check("truncated_rate", ours, theirs, limit=_value(theirs, "truncated_rate") + promotion.max_truncation_growth),
+        _check(FORMAT_RATE, ours, theirs, limit=_value(theirs, FORMAT_RATE) - promotion.max_format_drop),
+        _check(TRUNCATED_RATE, ours, theirs, limit=_value(theirs, TRUNCATED_RATE) + promotion.max_truncation_growth),
     ]
     if theirs.label == "champion":
-        longest = _value(theirs, "mean_length") * (1 + promotion.max_length_growth)
-        checks.append(_check("mean_length", ours, theirs, limit=longest))
+        longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
+        checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))
     return checks
 
 
 def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: float) -> Regression:
     value = _value(ours, metric)
-    passed = value >= limit if metric == "format_rate" else value <= limit
+    passed = value >= limit if metric == FORMAT_RATE else value <= limit
     return Regression(metric=metric, against=theirs.label, ours=value, theirs=_value(theirs, metric), limit=limit, passed=passed)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score_samples, summarise
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import RewardsConfig
@@ -83,20 +84,20 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
 
 def metrics_table(metrics: EvaluationMetrics) -> str:
     """A Markdown table with one row per metric."""
-    lines = ["| metric | value | interval | meaning |", "|---|---:|---|---|"]
+    rows: list[list[str]] = []
     for name, interval in metrics.metrics.items():
         metric = describe(name)
-        lines.append(_line(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
+        rows.append(_row(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
     for k, interval in metrics.pass_at_k.items():
-        lines.append(_line(f"pass@{k}", interval, f"probability that at least one of {k} samples is strictly right", share=True))
-    return "\n".join(lines) + "\n"
+        rows.append(_row(f"pass@{k}", interval, f"probability that at least one of {k} samples is strictly right", share=True))
+    return table(["metric", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
 
 
-def _line(name: str, interval: Interval, meaning: str, *, share: bool) -> str:
+def _row(name: str, interval: Interval, meaning: str, *, share: bool) -> list[str]:
     def show(value: float) -> str:
         return f"{100 * value:.1f} %" if share else f"{value:.1f}"
 
-    return f"| {name} | {show(interval.value)} | {show(interval.low)} to {show(interval.high)} | {meaning} |"
+    return [name, show(interval.value), f"{show(interval.low)} to {show(interval.high)}", meaning]
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:

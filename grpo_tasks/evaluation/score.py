@@ -21,12 +21,26 @@ from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import RewardsConfig
+from schemas.metrics import (
+    ACCURACY,
+    COLUMNS,
+    COMPLETION_LENGTH,
+    FORMAT_RATE,
+    GREEDY_ACCURACY,
+    GREEDY_FORMAT_RATE,
+    GREEDY_LENIENT_ACCURACY,
+    LENIENT_ACCURACY,
+    PASS_AT_1,
+    PASS_AT_K,
+    TRUNCATED_RATE,
+)
 from schemas.results import Interval
 
 GREEDY = -1
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
 
-_RATES = {"accuracy": "correct", "format_rate": "strict_format", "lenient_accuracy": "lenient_correct"}
+_RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)
+_GREEDY_RATES = (GREEDY_ACCURACY, GREEDY_FORMAT_RATE, GREEDY_LENIENT_ACCURACY)
 
 
 class Prompt(Protocol):
@@ -92,18 +106,17 @@ def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationM
     sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
     assert_complete(scored, evaluation)
     confidence = evaluation.confidence
-    metrics = {name: rate_interval(_means(sampled, column), confidence=confidence) for name, column in _RATES.items()}
+    metrics = {name: rate_interval(_means(sampled, COLUMNS[name]), confidence=confidence) for name in _RATES}
     if evaluation.greedy:
-        for name, column in _RATES.items():
-            metrics[f"greedy_{name}"] = rate_interval(_means(greedy, column), confidence=confidence)
+        metrics |= {name: rate_interval(_means(greedy, COLUMNS[name]), confidence=confidence) for name in _GREEDY_RATES}
     right = _means(sampled, "correct") * evaluation.num_samples
     rungs = {
         k: rate_interval(pass_at_k(evaluation.num_samples, right.round().astype(np.int64), k), confidence=confidence)
         for k in ladder(evaluation.num_samples)
     }
-    metrics["pass_at_1"], metrics["pass_at_k"] = rungs[1], rungs[evaluation.num_samples]
-    metrics["truncated_rate"] = rate_interval(_means(sampled, "truncated"), confidence=confidence)
-    metrics["mean_length"] = mean_interval(_means(sampled, "completion_tokens"), confidence=confidence)
+    metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
+    metrics[TRUNCATED_RATE] = rate_interval(_means(sampled, COLUMNS[TRUNCATED_RATE]), confidence=confidence)
+    metrics[COMPLETION_LENGTH] = mean_interval(_means(sampled, COLUMNS[COMPLETION_LENGTH]), confidence=confidence)
     return EvaluationMetrics(metrics=metrics, pass_at_k=rungs)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from grpo_tasks.content.markdown import table
 from schemas.results import LabCheck, SignalForecast
 
 _MARKS = {"passed": "passed", "warned": "**warned**", "failed": "**FAILED**"}
@@ -36,7 +37,7 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
 
 def _example(check: LabCheck) -> Iterable[str]:
     yield f"## First failure: {check.function} / {check.check}"
-    yield _cell(check.detail)
+    yield " ".join(check.detail.replace("<", "&lt;").split())
     if check.probe:
         yield f"Row {check.place} (prompt_id {check.prompt_id}), probe `{check.probe}`:"
     if check.completion:
@@ -47,11 +48,9 @@ def _example(check: LabCheck) -> Iterable[str]:
 def _function(name: str, checks: Sequence[LabCheck]) -> Iterable[str]:
     yield f"## {name}"
     rows = [
-        f"| {check.check} | {_MARKS[check.outcome]} | {_cell(check.detail)} | {check.probe} | {check.place} |"
-        for check in checks
-        if check.function == name
+        [check.check, _MARKS[check.outcome], check.detail, check.probe, check.place] for check in checks if check.function == name
     ]
-    yield "\n".join(["| check | outcome | found | probe | row |", "|---|---|---|---|---|", *rows])
+    yield table(["check", "outcome", "found", "probe", "row"], rows)
 
 
 def _fixes(checks: Sequence[LabCheck]) -> Iterable[str]:
@@ -67,13 +66,8 @@ def _forecasts(forecasts: Sequence[SignalForecast]) -> Iterable[str]:
         yield "No samples of the base model were scored."
         return
     rows = [
-        f"| {one.stage} | {one.groups} | {one.share_with_signal:.0%} | {one.mean_reward:.3f} | {one.mean_reward_std:.3f} |"
+        [one.stage, str(one.groups), f"{one.share_with_signal:.0%}", f"{one.mean_reward:.3f}", f"{one.mean_reward_std:.3f}"]
         for one in forecasts
     ]
-    yield "\n".join(
-        ["| stage | groups | groups with signal | mean reward | mean std in a group |", "|---|---|---|---|---|", *rows]
-    )
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    columns = ["stage", "groups", "groups with signal", "mean reward", "mean std in a group"]
+    yield table(columns, rows, right=columns[1:])

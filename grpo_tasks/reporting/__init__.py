@@ -1,1 +1,1 @@
-"""Pages for people: the report of a run and the comparison of two, each one self-contained HTML file."""
+"""The report of a run and the comparison of two runs, each as one self-contained HTML file."""

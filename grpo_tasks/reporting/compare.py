@@ -1,31 +1,34 @@
-"""Two runs side by side: settings that differ, paired differences of the evaluation, curves, completions where they disagree."""
+"""Compares two past runs: settings that differ, paired differences of the evaluation, curves, completions that disagree.
+
+    PastRun, PastRun --compare_runs--> Comparison --write_comparison--> one HTML page
+
+The runs come from MLflow (tracking/past_runs.py). What this module does not do: test which run is better; the intervals only
+describe the difference.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import polars as pl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from grpo_tasks.reporting.page import picture, render
-from grpo_tasks.tracking.past_runs import CURVES, PastRun
+from grpo_tasks.tracking.past_runs import PastRun
+from grpo_tasks.tracking.plots import COLOURS, new_panels, save_figure, style_axes
+from schemas.metrics import ACCURACY, COLUMNS, CURVES, FORMAT_RATE, LENIENT_ACCURACY, TRUNCATED_RATE
 
-FIGURES = {
-    "format_rate": "strict_format",
-    "accuracy": "correct",
-    "lenient_accuracy": "lenient_correct",
-    "truncated_rate": "truncated",
-}
+FIGURES = (FORMAT_RATE, ACCURACY, LENIENT_ACCURACY, TRUNCATED_RATE)
+"""Compared metrics; each is the mean of one column of the sampled completions."""
 CONFIDENCE = 0.95
 RESAMPLES = 4_000
-_SHOWN = 20
+FIRST_COLOUR, SECOND_COLOUR = COLOURS[:2]
+_MAX_DISAGREEMENTS = 20
 _SEED = 20_211_031
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure of both runs and the second minus the first, with its interval over the common prompts."""
+    """One metric of both runs, and second minus first with its interval over the common prompts."""
 
     name: str
     first: float
@@ -37,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A prompt that one model gets right and the other does not (first sample of each)."""
+    """A prompt that one model answers right and the other wrong, judged by the first sample of each."""
 
     prompt_id: str
     question: str
@@ -49,20 +52,20 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is different between two runs."""
+    """The differences between two runs."""
 
     first: PastRun
     second: PastRun
     settings: list[tuple[str, str, str]]
     """Fields that differ: name, value of the first, value of the second."""
     prompts: int
-    """Held-out prompts that both were evaluated on."""
+    """Number of held-out prompts that both runs were evaluated on."""
     figures: list[Difference]
     disagreements: list[Disagreement]
 
 
 def compare_runs(first: PastRun, second: PastRun) -> Comparison:
-    """Everything that is computed; deterministic."""
+    """Compute the comparison. The same runs give the same result: the bootstrap has a fixed seed."""
     names = sorted(first.settings.keys() | second.settings.keys())
     pairs = [(name, first.settings.get(name, "-"), second.settings.get(name, "-")) for name in names]
     left, right = _by_prompt(first.samples), _by_prompt(second.samples)
@@ -78,15 +81,17 @@ def compare_runs(first: PastRun, second: PastRun) -> Comparison:
 
 
 def _by_prompt(samples: pl.DataFrame) -> pl.DataFrame:
+    """One row per prompt with the mean of each metric; greedy completions (sample -1) do not count."""
     sampled = samples.filter(pl.col("sample") >= 0)
-    return sampled.group_by("prompt_id").agg(pl.col(column).mean().alias(name) for name, column in FIGURES.items())
+    return sampled.group_by("prompt_id").agg(pl.col(COLUMNS[name]).mean().alias(name) for name in FIGURES)
 
 
 def _difference(name: str, both: pl.DataFrame) -> Difference:
-    """The mean difference over prompts; interval by bootstrap over prompts (percentile)."""
+    """Mean difference over prompts, with a percentile bootstrap interval over prompts."""
     first, second = both[name].to_numpy(), both[f"{name}_second"].to_numpy()
     change = second - first
     rng = np.random.default_rng(_SEED)
+    # [resample, prompt] -> mean over prompts -> [resample]
     means = change[rng.integers(0, len(change), (RESAMPLES, len(change)))].mean(axis=1)
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Difference(name, float(first.mean()), float(second.mean()), float(change.mean()), float(low), float(high))
@@ -99,34 +104,37 @@ def _disagreements(first: PastRun, second: PastRun) -> list[Disagreement]:
     questions = first.prompts | second.prompts
     return [
         Disagreement(prompt_id, questions.get(prompt_id, ""), *rest)
-        for prompt_id, *rest in both.sort("prompt_id").head(_SHOWN).iter_rows()
+        for prompt_id, *rest in both.sort("prompt_id").head(_MAX_DISAGREEMENTS).iter_rows()
     ]
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
-    """The page, written in one move."""
+    """Write the page. The file at `path` is complete or does not exist, because it is renamed into place."""
     curves = draw_curves(comparison, path.with_suffix(".png"))
-    page = render("compare.html", comparison=comparison, first=comparison.first, second=comparison.second, curves=picture(curves))
+    page = render(
+        "compare.html",
+        comparison=comparison,
+        first=comparison.first,
+        second=comparison.second,
+        curves=picture(curves),
+        first_colour=FIRST_COLOUR,
+        second_colour=SECOND_COLOUR,
+    )
     curves.unlink()
-    part = path.with_name(path.name + ".part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(path)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
     return path
 
 
 def draw_curves(comparison: Comparison, path: Path) -> Path:
-    """The curves of both runs over each other: a row a stage, a column a metric."""
+    """The curves of both runs in the same axes: one row per stage, one column per metric."""
     stages = list(dict.fromkeys([*comparison.first.curves, *comparison.second.curves]))
-    figure = Figure(figsize=(3.4 * len(CURVES), 2.6 * max(len(stages), 1)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(max(len(stages), 1), len(CURVES), squeeze=False)
-    for row, stage in zip(panels, stages, strict=False):
-        for axes, metric in zip(row, CURVES, strict=True):
-            for run, colour in ((comparison.first, "#0072b2"), (comparison.second, "#d55e00")):
-                curve = run.curves.get(stage, {}).get(metric, [])
-                axes.plot([step for step, _ in curve], [value for _, value in curve], color=colour, linewidth=1.2)
-            axes.set_title(f"{stage}: {metric}", fontsize=9, loc="left")
-            axes.grid(alpha=0.25)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return path
+    figure, panels = new_panels(max(len(stages), 1), len(CURVES), size=(3.4, 2.6))
+    panels_of = [(stage, metric) for stage in stages for metric in CURVES]
+    for axes, (stage, metric) in zip(panels, panels_of, strict=False):
+        for run, colour in ((comparison.first, FIRST_COLOUR), (comparison.second, SECOND_COLOUR)):
+            curve = run.curves.get(stage, {}).get(metric, [])
+            axes.plot([step for step, _ in curve], [value for _, value in curve], color=colour, linewidth=1.2)
+        style_axes(axes, f"{stage}: {metric}")
+    return save_figure(figure, path)

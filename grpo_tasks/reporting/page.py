@@ -1,6 +1,6 @@
-"""From figures and texts to one HTML file that needs nothing else: pictures inside, no scripts, nothing fetched.
+"""Self-contained HTML pages: images are embedded, there are no scripts, and the browser fetches nothing.
 
-Everything a model, a data file or a user wrote is untrusted; jinja2 escapes whatever is not made here.
+Text from a model, a data file or a user is untrusted. jinja2 escapes every value that a template shows.
 """
 
 import base64
@@ -13,7 +13,7 @@ _SHOWN_CHARS = 1_500
 
 
 def render(template: str, **context: object) -> str:
-    """The page of a template in templates/."""
+    """Render a template of templates/. A name that the template uses and `context` lacks is an error."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -22,7 +22,7 @@ def render(template: str, **context: object) -> str:
 
 
 def picture(path: Path) -> str:
-    """A PNG as a data: address."""
+    """A PNG as a data: URL."""
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
 
 

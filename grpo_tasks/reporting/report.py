@@ -1,4 +1,7 @@
-"""The report of one run, from the folders its steps left: HTML for people who look, Markdown for the Prefect UI."""
+"""The report of one run: an HTML page, and a Markdown summary for the Prefect UI.
+
+It reads the results and the folders of the steps only. What this module does not do: upload the page (tracking/records.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,22 +10,27 @@ from pathlib import Path
 import polars as pl
 import yaml
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.reporting.page import percent, picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
+from schemas.metrics import ENERGY, GPU_MEMORY, HEADLINES, KL, NUM_TOKENS, PROGRESS, REWARD, REWARD_STD, describe
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
 
-FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "pass_at_k", "truncated_rate", "mean_length")
-_REJECTED = 20
-_SAMPLES = 4
+STAGE_METRICS = tuple((name, PROGRESS[name]) for name in (REWARD, REWARD_STD, KL))
+"""Metrics of a stage in the report, with the headings of their columns."""
+_SHARES = {name for name in HEADLINES if (metric := describe(name)) is not None and metric.unit == "share"}
+"""Headline metrics that are shown in percent."""
+_MAX_REJECTED = 20
+_MAX_SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The results a report is made of."""
+class RunResults:
+    """The results that a report shows."""
 
     config: RunConfig
     run_id: str
@@ -37,7 +45,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One line of the ledger; None where nothing was measured."""
+    """What a step cost; None where nothing was measured."""
 
     step: str
     seconds: float
@@ -48,7 +56,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What base and merged model said to the same prompt."""
+    """The answers of the base and the merged model to the same prompt."""
 
     prompt_id: str
     question: str
@@ -59,82 +67,90 @@ class Pair:
     after_right: bool
 
 
-def write_html(parts: Parts, directory: Path) -> Path:
-    """`directory`/report.html."""
+def write_html(run: RunResults, directory: Path) -> Path:
+    """Write `directory`/report.html and the figure of the curves."""
+    # Imported here: importing a step must not import matplotlib.
     from grpo_tasks.tracking.plots import plot_overview
 
-    journals = [(stage.stage, StageDir(stage.directory).journal) for stage in parts.stages]
+    journals = [(stage.stage, StageDir(stage.directory).journal) for stage in run.stages]
     curves = picture(plot_overview(journals, directory / "curves.png"))
     page = render(
         "report.html",
-        config=parts.config,
-        config_yaml=yaml.safe_dump(parts.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
-        run_id=parts.run_id,
-        flow_run_id=parts.flow_run_id,
+        config=run.config,
+        config_yaml=yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        run_id=run.run_id,
+        flow_run_id=run.flow_run_id,
         commit=describe_environment().git_commit or "unknown",
-        decision=parts.decision,
-        evaluations=parts.evaluations,
-        figures=FIGURES,
-        stages=parts.stages,
-        events=[event for stage in parts.stages for event in events_of(stage)],
+        decision=run.decision,
+        evaluations=run.evaluations,
+        figures=HEADLINES,
+        shares=_SHARES,
+        stage_metrics=STAGE_METRICS,
+        stages=run.stages,
+        events=[event for stage in run.stages for event in events_of(stage)],
         curves=curves,
-        samples=samples_of(parts),
-        data=parts.data,
-        sources=parts.data.sources,
-        rejected=pl.read_parquet(parts.data.directory / QUARANTINE).head(_REJECTED).to_dicts(),
-        lab=parts.lab,
-        proof=parts.proof,
-        costs=costs_of(parts),
+        samples=samples_of(run),
+        data=run.data,
+        sources=run.data.sources,
+        rejected=pl.read_parquet(run.data.directory / QUARANTINE).head(_MAX_REJECTED).to_dicts(),
+        lab=run.lab,
+        proof=run.proof,
+        costs=costs_of(run),
     )
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def markdown(parts: Parts) -> str:
-    """The main figures for the Prefect UI; the HTML in MLflow has the rest."""
-    decision = parts.decision
-    lines = [
-        f"# {parts.config.name}",
-        "",
+def markdown(run: RunResults) -> str:
+    """The main figures for the Prefect UI; the HTML page in MLflow has the rest."""
+    decision = run.decision
+    figures = [name.replace("_", " ") for name in HEADLINES]
+    models = [[report.label, *(_shown(report, name) for name in HEADLINES)] for report in run.evaluations]
+    costs = ["seconds", "tokens", "GPU hours", "energy (Wh)"]
+    sections = [
+        f"# {run.config.name}",
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
-        "",
-        f"| model | {' | '.join(name.replace('_', ' ') for name in FIGURES)} |",
-        f"|---|{'---:|' * len(FIGURES)}",
+        table(["model", *figures], models, right=figures),
+        f"{run.data.rows} rows read, {run.data.quarantined} rejected.",
+        table(["step", *costs], [_cost_row(cost) for cost in costs_of(run)], right=costs),
+        f"Full report: `report/report.html` in the artifacts of the MLflow run {run.run_id}.",
     ]
-    for report in parts.evaluations:
-        values = [_shown(report, name) for name in FIGURES]
-        lines.append(f"| {report.label} | {' | '.join(values)} |")
-    lines += ["", f"{parts.data.rows} rows read, {parts.data.quarantined} rejected.", ""]
-    lines += ["| step | seconds | tokens | GPU hours | energy |", "|---|---:|---:|---:|---:|"]
-    for cost in costs_of(parts):
-        tokens = "" if cost.tokens is None else f"{cost.tokens:,.0f}"
-        hours = "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}"
-        energy = "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f} Wh"
-        lines.append(f"| {cost.step} | {cost.seconds:.1f} | {tokens} | {hours} | {energy} |")
-    lines += ["", f"The whole report: `report/report.html` of the MLflow run {parts.run_id}.", ""]
-    return "\n".join(lines)
+    return "\n\n".join(sections) + "\n"
+
+
+def _cost_row(cost: Cost) -> list[str]:
+    return [
+        cost.step,
+        f"{cost.seconds:.1f}",
+        "" if cost.tokens is None else f"{cost.tokens:,.0f}",
+        "no GPU" if cost.gpu_hours is None else f"{cost.gpu_hours:.3f}",
+        "not measured" if cost.energy_wh is None else f"{cost.energy_wh:.1f}",
+    ]
 
 
 def _shown(report: EvalReport, name: str) -> str:
     found = report.metrics.get(name)
     if found is None:
         return ""
-    return f"{found.value:.1f}" if name == "mean_length" else percent(found.value)
+    return percent(found.value) if name in _SHARES else f"{found.value:.1f}"
 
 
-def costs_of(parts: Parts) -> list[Cost]:
-    """Seconds of every step; tokens, GPU hours and energy of the stages, which are what costs."""
+_MEASURED = ("tokens", "gpu_hours", "energy_wh")
+
+
+def costs_of(run: RunResults) -> list[Cost]:
+    """Seconds of every step; tokens, GPU hours and energy of the stages; the total last."""
     steps = [
-        Cost("validate_data", parts.data.seconds),
-        Cost("probe_rewards", parts.lab.seconds),
-        *(Cost(f"evaluate_model {report.label}", report.seconds) for report in parts.evaluations),
-        *(_stage_cost(stage) for stage in parts.stages),
-        Cost("merge_adapter", parts.proof.seconds),
+        Cost("validate_data", run.data.seconds),
+        Cost("probe_rewards", run.lab.seconds),
+        *(Cost(f"evaluate_model {report.label}", report.seconds) for report in run.evaluations),
+        *(_stage_cost(stage) for stage in run.stages),
+        Cost("merge_adapter", run.proof.seconds),
     ]
     return [
         *steps,
-        Cost("all", sum(cost.seconds for cost in steps), *(_total(steps, name) for name in ("tokens", "gpu_hours", "energy_wh"))),
+        Cost("total", sum(cost.seconds for cost in steps), *(_total(steps, name) for name in _MEASURED)),
     ]
 
 
@@ -145,39 +161,40 @@ def _total(costs: Sequence[Cost], name: str) -> float | None:
 
 def _stage_cost(stage: StageResult) -> Cost:
     lines = list(Journal(StageDir(stage.directory).journal, writes=False).steps.values())
-    tokens = lines[-1].get("num_tokens") if lines else None
-    energy = [line["energy"] for line in lines if "energy" in line]
-    on_gpu = any("gpu_memory" in line for line in lines)
+    tokens = lines[-1].get(NUM_TOKENS) if lines else None
+    energy = [line[ENERGY] for line in lines if ENERGY in line]
+    on_gpu = any(GPU_MEMORY in line for line in lines)
     return Cost(
         f"train_stage {stage.stage}",
         stage.seconds,
         tokens,
         stage.seconds / 3600 if on_gpu else None,
+        # Joules to watt-hours.
         sum(energy) / 3600 if energy else None,
     )
 
 
 def events_of(stage: StageResult) -> list[dict[str, object]]:
-    """Alarms and other events of a stage."""
+    """The events of a stage: alarms of its guards, and what it did about them."""
     return [event | {"stage": stage.stage} for event in read_events(StageDir(stage.directory).events)]
 
 
-def samples_of(parts: Parts) -> dict[str, list[Pair]]:
-    """The same prompts before and after: fixed, still wrong, spoilt; the first sample of each prompt."""
-    by_label = {report.label: report for report in parts.evaluations}
+def samples_of(run: RunResults) -> dict[str, list[Pair]]:
+    """Answers of the base and the merged model to the same prompts, by what training changed; the first sample of each prompt."""
+    by_label = {report.label: report for report in run.evaluations}
     truth = {
         prompt_id: (messages[-1]["content"], answer)
-        for prompt_id, messages, answer in pl.read_parquet(parts.data.eval).select("prompt_id", "prompt", "answer").iter_rows()
+        for prompt_id, messages, answer in pl.read_parquet(run.data.eval).select("prompt_id", "prompt", "answer").iter_rows()
     }
     before, after = (_first(by_label[label]) for label in ("base", "merged"))
     both = before.join(after, on="prompt_id", suffix="_after").sort("prompt_id")
     kinds = {
-        "Mended: wrong before, right after": ~pl.col("correct") & pl.col("correct_after"),
-        "Spoilt: right before, wrong after": pl.col("correct") & ~pl.col("correct_after"),
+        "Fixed: wrong before, right after": ~pl.col("correct") & pl.col("correct_after"),
+        "Broken: right before, wrong after": pl.col("correct") & ~pl.col("correct_after"),
         "Still wrong": ~pl.col("correct") & ~pl.col("correct_after"),
     }
     return {
-        kind: [_pair(row, truth) for row in both.filter(mask).head(_SAMPLES).iter_rows(named=True)]
+        kind: [_pair(row, truth) for row in both.filter(mask).head(_MAX_SAMPLES).iter_rows(named=True)]
         for kind, mask in kinds.items()
     }
 

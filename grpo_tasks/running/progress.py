@@ -19,13 +19,14 @@ from prefect.context import TaskRunContext
 from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
+from schemas.metrics import PROGRESS, REWARD
 
 POLL_S = 0.5
-SHOWN = {"reward": "reward", "reward_std": "std", "kl": "kl", "completions/mean_length": "length"}
 """Metrics in the bar, the log lines and the summary, with the short names that they have there."""
 
 
@@ -73,11 +74,12 @@ class StageProgress:
 
     def summary(self, journal: Journal) -> str:
         """A table of the first, the last and seven updates between them, in Markdown."""
-        names = [name for name in SHOWN if any(name in metrics for metrics in journal.steps.values()) or name == "reward"]
+        names = [name for name in PROGRESS if any(name in metrics for metrics in journal.steps.values()) or name == REWARD]
         steps = sorted({1, *(round(journal.last_step * eighth / 8) for eighth in range(1, 9))} & journal.steps.keys())
-        lines = [f"# Stage {self._stage.name}", "", f"| update | {' | '.join(names)} |", f"|---:|{'---:|' * len(names)}"]
-        lines += [f"| {step} | {' | '.join(_number(_latest(journal, name, step)) for name in names)} |" for step in steps]
-        return "\n".join([*lines, "", "The loss starts near 0 and may rise while the model improves: watch the reward."])
+        rows = [[str(step), *(_number(_latest(journal, name, step)) for name in names)] for step in steps]
+        updates = table(["update", *names], rows, right=["update", *names])
+        advice = "The loss starts near 0 and may rise while the model improves: watch the reward."
+        return "\n\n".join([f"# Stage {self._stage.name}", updates, advice])
 
     def _poll(self, *, final: bool) -> None:
         self._polled = time.monotonic()
@@ -118,7 +120,7 @@ class StageProgress:
 
 def _figures(line: dict[str, Any]) -> str:
     metrics = line["metrics"]
-    return " ".join(f"{short} {_number(metrics[name])}" for name, short in SHOWN.items() if name in metrics)
+    return " ".join(f"{short} {_number(metrics[name])}" for name, short in PROGRESS.items() if name in metrics)
 
 
 def _latest(journal: Journal, metric: str, step: int) -> float | None:

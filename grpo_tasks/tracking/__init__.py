@@ -1,1 +1,1 @@
-"""The only room that says mlflow: runs, shipping the journal, plots, models."""
+"""The only room that imports mlflow: runs and their records, the shipping of journals, plots, the model registry."""

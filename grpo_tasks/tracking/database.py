@@ -1,12 +1,13 @@
-"""MLflow's SQLite database as a whole file or not at all.
+"""MLflow's SQLite database: a complete file or none, even when the process that creates or migrates it is killed.
 
-    no file          ->  made aside, moved into place
-    an older schema  ->  a copy is migrated, then moved into place; the file from before stays beside it
-    a half-made one  ->  the same; one that cannot be migrated and holds nothing is set aside, one that holds runs is refused
+    no file                ->  created under another name, then renamed
+    an older schema        ->  a copy is migrated, then renamed; the old file is kept under another name
+    a partial migration    ->  the same. If the copy cannot be migrated: a file without runs is replaced, one with runs is refused
 
-MLflow migrates a database in place and SQLite commits in between: a kill leaves tables `_alembic_tmp_*` that stop every later
-start, and two first openings run into each other. Here all of it happens to a file of another name, under a lock. This module
-knows some of mlflow's private functions, which is why it is one. What it does not do: other databases; theirs roll back.
+MLflow migrates a database in place, and SQLite commits in between. A kill leaves tables `_alembic_tmp_*` that stop every later
+start, and two processes that open a new database at once disturb each other. So all of it happens here to a file with another
+name, under a lock. All uses of mlflow's private migration functions are in this module. What it does not do: other databases,
+whose migrations are transactions.
 """
 
 import logging
@@ -28,19 +29,19 @@ from sqlalchemy.engine import make_url
 from grpo_tasks.processes.lock import alone
 from schemas.errors import TrackingError
 
-HALF = "_alembic_tmp_"
-"""Prefix of the tables that a migration fills before they take another's place."""
-CONTENT = ("runs", "logged_models", "registered_models", "trace_info")
-"""Tables of which a row is somebody's work."""
-USED_LIMIT_S = 20.0
+TEMPORARY = "_alembic_tmp_"
+"""Prefix of the tables that a migration fills before it renames them to the tables they replace."""
+USER_TABLES = ("runs", "logged_models", "registered_models", "trace_info")
+"""Tables whose rows are a user's work."""
+LOCK_TIMEOUT_S = 20.0
 REPAIRS = 50
-"""Attempts at a migration that was killed; each takes back one thing that is there already."""
+"""Attempts at an interrupted migration. Each removes one thing that the interrupted attempt had already created."""
 
 _log = logging.getLogger(__name__)
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file behind an SQLite address; None for any other address, and for a database in memory."""
+    """The file behind an SQLite address; None for any other address and for a database in memory."""
     if not uri.startswith("sqlite"):
         return None
     name = make_url(uri).database
@@ -48,71 +49,73 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def lock_file(file: Path, what: str) -> Path:
-    """The file of a lock on a database."""
+    """The file of the lock `what` on a database."""
     return file.with_name(f".{file.name}.locks") / what
 
 
 def make_ready(file: Path) -> None:
-    """Leave a whole database of this MLflow's schema at `file`. Killed anywhere, the next call does.
+    """Make sure that a complete database with the schema of the installed MLflow is at `file`. After a kill, call it again.
 
     Raises:
         TrackingError: the file is no database, is in use, was made by a newer MLflow, or is broken and holds runs.
     """
-    with _faults_of(file):
+    with _tracking_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         if _is_ready(file):
             return
         with alone(lock_file(file, "create"), who="a run that creates the store"):
+            # Another process may have created it while this one waited for the lock.
             if not _is_ready(file):
                 _make_ready(file)
 
 
 def _make_ready(file: Path) -> None:
-    aside = file.with_name(f".{file.name}.new")
-    _remove(aside)
+    new = file.with_name(f".{file.name}.new")
+    # A killed attempt may have left one.
+    _remove(new)
     if not _tables(file):
-        _migrate(aside)
-        _move(aside, file)
+        _migrate(new)
+        _move(new, file)
         return
-    with _nobody_else_writes(file) as connection:
+    with _write_lock(file) as connection:
         _refuse_newer(file, connection)
-        with closing(sqlite3.connect(aside)) as copy, closing(sqlite3.connect(file)) as source:
-            # A connection that holds the lock cannot be copied from.
+        # A second connection: SQLite cannot copy from the one that holds the write lock.
+        with closing(sqlite3.connect(new)) as copy, closing(sqlite3.connect(file)) as source:
             source.backup(copy)
-        content = _content(connection)
-        fault = _try_migrate(aside, content)
-        if fault is not None and any(content.values()):
-            raise _beyond_repair(file, fault) from fault
+        rows = _count_user_rows(connection)
+        fault = _try_migrate(new, rows)
+        if fault is not None and any(rows.values()):
+            raise _irreparable(file, fault) from fault
         if fault is not None:
-            _remove(aside)
-            _migrate(aside)
+            _remove(new)
+            _migrate(new)
             kept = _keep(file, "half-made")
-            _log.warning("%s was half made and held no run; a new store takes its place, the old file is %s", file, kept)
-        elif any(content.values()):
+            _log.warning("%s was incomplete and held no run; a new store replaces it, the old file is %s", file, kept)
+        elif any(rows.values()):
             kept = _keep(file, "before-migration")
-            _log.warning("%s was migrated to the schema of this MLflow; the file from before is %s", file, kept)
-        _move(aside, file)
+            _log.warning("%s was migrated to the schema of the installed MLflow; the old file is %s", file, kept)
+        _move(new, file)
 
 
-def _beyond_repair(file: Path, fault: Exception) -> TrackingError:
-    said = str(fault).strip().splitlines()[0][:300]
+def _irreparable(file: Path, fault: Exception) -> TrackingError:
+    message = str(fault).strip().splitlines()[0][:300]
     return TrackingError(
-        f"the store is half migrated (a migration was killed) and cannot be repaired: {said}",
+        f"the store is half migrated (a migration was killed) and cannot be repaired: {message}",
         place=str(file),
-        fix=f"restore a copy from before; or move the file away (mv {file} {file}.broken), and the next run makes a new store",
+        fix=f"restore a backup; or move the file away (mv {file} {file}.broken), and the next run creates a new store",
     )
 
 
 def _is_ready(file: Path) -> bool:
-    # Whoever asks for the tables of a file that is not there makes an empty one, which is nobody's store.
+    # Connecting to a missing file would create an empty one.
     if not file.exists():
         return False
     with closing(sqlite3.connect(file)) as connection:
-        return _is_whole(connection)
+        return _is_complete(connection)
 
 
-def _is_whole(connection: sqlite3.Connection) -> bool:
-    # The version is written last.
+def _is_complete(connection: sqlite3.Connection) -> bool:
+    # A migration writes the version last, so the current version means that every table is final.
     return _version(connection) == _head() and set(Base.metadata.tables) <= _names(connection)
 
 
@@ -144,28 +147,28 @@ def _refuse_newer(file: Path, connection: sqlite3.Connection) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(utils._get_alembic_config("")).walk_revisions()}
     if version is not None and version not in known:
         raise TrackingError(
-            f"another MLflow made this store: its schema {version} is not known here",
+            f"another MLflow version made this store: the installed one does not know its schema {version}",
             place=str(file),
-            fix="install the MLflow that made it, or name another store with tracking.tracking_uri",
+            fix="install the MLflow version that made it, or name another store with tracking.tracking_uri",
         )
 
 
-def _content(connection: sqlite3.Connection) -> dict[str, int]:
-    """Rows of the tables that hold somebody's work, wherever a killed migration left them."""
+def _count_user_rows(connection: sqlite3.Connection) -> dict[str, int]:
+    """Rows of each user table; a killed migration may have left them in the table or in its temporary copy."""
     names = _names(connection)
-    places = {table: [name for name in (table, HALF + table) if name in names] for table in CONTENT}
-    return {table: max((_rows(connection, name) for name in found), default=0) for table, found in places.items()}
+    copies = {table: [name for name in (table, TEMPORARY + table) if name in names] for table in USER_TABLES}
+    return {table: max((_rows(connection, name) for name in found), default=0) for table, found in copies.items()}
 
 
 def _rows(connection: sqlite3.Connection, table: str) -> int:
     return int(connection.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0])  # noqa: S608 - one of our own names
 
 
-def _try_migrate(file: Path, content: dict[str, int]) -> Exception | None:
-    """Bring a copy to this MLflow's schema; what went wrong, if anything did."""
+def _try_migrate(file: Path, expected: dict[str, int]) -> Exception | None:
+    """Migrate a copy to the installed MLflow's schema and check that no user row is lost; the error, if there was one."""
     try:
         with closing(sqlite3.connect(file)) as connection:
-            _put_back(connection)
+            _restore_tables(connection)
         for _ in range(REPAIRS):
             try:
                 _migrate(file)
@@ -174,28 +177,29 @@ def _try_migrate(file: Path, content: dict[str, int]) -> Exception | None:
                 if not _undo(file, fault):
                     raise
         with closing(sqlite3.connect(file)) as connection:
-            lost = [table for table, rows in content.items() if rows > _content(connection)[table]]
+            lost = [table for table, rows in expected.items() if rows > _count_user_rows(connection)[table]]
             return sqlite3.DatabaseError(f"rows of {', '.join(lost)} are missing afterwards") if lost else None
-    except Exception as fault:  # a migration is somebody else's program on data that may be anything
+    except Exception as fault:  # mlflow's migrations can raise anything; this copy is then not used
         return fault
 
 
-def _put_back(connection: sqlite3.Connection) -> None:
-    """Undo a table that was being rebuilt: its new form goes, unless the old one has gone already."""
+def _restore_tables(connection: sqlite3.Connection) -> None:
+    """Undo the rebuilding of a table: drop its temporary copy, or rename the copy if the original is already dropped."""
     names = _names(connection)
-    for table in sorted(name for name in names if name.startswith(HALF)):
-        whole = table.removeprefix(HALF)
-        connection.execute(f'DROP TABLE "{table}"' if whole in names else f'ALTER TABLE "{table}" RENAME TO "{whole}"')
+    for copy in sorted(name for name in names if name.startswith(TEMPORARY)):
+        original = copy.removeprefix(TEMPORARY)
+        connection.execute(f'DROP TABLE "{copy}"' if original in names else f'ALTER TABLE "{copy}" RENAME TO "{original}"')
     connection.commit()
 
 
 def _undo(file: Path, fault: sqlalchemy.exc.OperationalError) -> bool:
-    """Take back a table, index or column that the revision made before it was killed and now makes again; whether it was one."""
-    said, statement = str(fault.orig), fault.statement or ""
-    table = re.match(r"table (\w+) already exists", said)
-    index = re.match(r"index (\w+) already exists", said)
-    column = re.match(r"\s*ALTER TABLE (\w+) ADD COLUMN (\w+)", statement) if "duplicate column name" in said else None
+    """Remove the table, index or column that a killed revision had already created; False when the fault names none."""
+    message, statement = str(fault.orig), fault.statement or ""
+    table = re.match(r"table (\w+) already exists", message)
+    index = re.match(r"index (\w+) already exists", message)
+    column = re.match(r"\s*ALTER TABLE (\w+) ADD COLUMN (\w+)", statement) if "duplicate column name" in message else None
     with closing(sqlite3.connect(file)) as connection:
+        # A table with rows is not one that the killed revision had just created.
         if table and _rows(connection, table[1]):
             return False
         if table:
@@ -208,67 +212,68 @@ def _undo(file: Path, fault: sqlalchemy.exc.OperationalError) -> bool:
 
 
 def _migrate(file: Path) -> None:
-    """All of mlflow's migrations on a file that nobody else knows."""
+    """Run all of mlflow's migrations on a file that no other process uses."""
     engine = utils.create_sqlalchemy_engine(f"sqlite:///{file}")
 
     @sqlalchemy.event.listens_for(engine, "connect")
-    def _hurry(connection: sqlite3.Connection, _: object) -> None:
-        # Nobody needs this file after a power cut; it is written through once, before it is moved.
+    def _skip_syncs(connection: sqlite3.Connection, _: object) -> None:
+        # After a power cut this file is thrown away. It is synced once, before it is renamed.
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("PRAGMA journal_mode = MEMORY")
 
     try:
         with closing(sqlite3.connect(file)) as connection:
-            begun = _version(connection) is not None
-        (utils._upgrade_db if begun else utils._initialize_tables)(engine)
+            has_version = _version(connection) is not None
+        (utils._upgrade_db if has_version else utils._initialize_tables)(engine)
     finally:
         engine.dispose()
     with closing(sqlite3.connect(file)) as connection:
-        if not _is_whole(connection):
-            raise sqlite3.DatabaseError("the migrations ended without the tables of this MLflow")
+        if not _is_complete(connection):
+            raise sqlite3.DatabaseError("the migrations ended without the tables of the installed MLflow")
 
 
 @contextmanager
-def _nobody_else_writes(file: Path) -> Iterator[sqlite3.Connection]:
-    """The database, readable by all and writable by nobody.
+def _write_lock(file: Path) -> Iterator[sqlite3.Connection]:
+    """The database with its write lock held: every process can read it, none can write.
 
-    Opening it rolls back what a killed writer left, so that no journal outlives the file.
+    Opening it rolls back what a killed writer left, so that no SQLite journal of the old file is applied to the new one.
     """
-    with closing(sqlite3.connect(file, timeout=USED_LIMIT_S, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
         connection.execute("BEGIN IMMEDIATE")
         yield connection
 
 
 def _keep(file: Path, why: str) -> Path:
-    """The file under a second name, so that it is never without one."""
+    """Give the file a second name. A link, so that the file never lacks a name when the process is killed."""
     names = (file.with_name(f"{file.name}.{why}{f'-{number}' if number else ''}") for number in count())
     kept = next(name for name in names if not name.exists())
     os.link(file, kept)
     return kept
 
 
-def _move(aside: Path, file: Path) -> None:
-    with aside.open("rb+") as written:
+def _move(new: Path, file: Path) -> None:
+    # Synced before the rename: otherwise a power cut could leave the final name on an empty file.
+    with new.open("rb+") as written:
         os.fsync(written.fileno())
-    aside.replace(file)
+    new.replace(file)
 
 
-def _remove(aside: Path) -> None:
-    for path in (aside, aside.with_name(f"{aside.name}-journal")):
+def _remove(new: Path) -> None:
+    for path in (new, new.with_name(f"{new.name}-journal")):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _faults_of(file: Path) -> Iterator[None]:
+def _tracking_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as fault:
-        used = "locked" in str(fault)
+        in_use = "locked" in str(fault)
         raise TrackingError(
             f"the database cannot be opened: {fault}",
             place=f"sqlite:///{file}",
             fix="end the processes that use it, then run the same command"
-            if used
-            else "give a file in a folder you may write to",
+            if in_use
+            else "name a file in a folder that you can write to",
         ) from fault

@@ -1,10 +1,10 @@
-"""One MLflow run, written to only by calls that may be repeated.
+"""One MLflow run, written only by calls that can be repeated.
 
-    once(marker, work)   ->  skipped when the marker is set; otherwise wake, work, set the marker last
+    once(marker, work)   ->  skipped if the marker is set; otherwise: wake, work, and set the marker last
 
-A run that is only looked at stays as it is: its status changes with the first thing written (`wake`). Killed between work and
-marker, the work is done again, so each piece of it overwrites or is the same: metrics carry the time of their result, not of the
-shipping; files are replaced; tables are written only where there is none.
+Reading a run does not change it: its status becomes RUNNING with the first write (`wake`). After a kill between work and marker
+the work runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the upload;
+files are replaced; a table is written only if there is none.
 """
 
 import json
@@ -28,7 +28,7 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class RunHandle:
-    """A parent or child run. `on_wake` is called once, before the first thing is written."""
+    """A parent or child run. `on_wake` is called once, before the first write."""
 
     def __init__(self, store: Store, run: Run, *, on_wake: Callable[["RunHandle"], None] | None = None) -> None:
         self.store = store
@@ -43,11 +43,11 @@ class RunHandle:
 
     @property
     def awake(self) -> bool:
-        """Whether anything was written through this handle."""
+        """Whether this handle has written anything."""
         return self._awake
 
     def wake(self) -> None:
-        """Say that the run is being worked on; done by everything that writes."""
+        """Set the status to RUNNING. Every method that writes calls this first."""
         if self._awake:
             return
         self._awake = True
@@ -58,7 +58,7 @@ class RunHandle:
             self._on_wake(self)
 
     def end(self, status: EndStatus) -> None:
-        """Set the final status, unless the run has it already and nothing was written."""
+        """Set the final status, unless the run already has it and this handle has written nothing."""
         if not self._awake and self.status == status:
             return
         self.store.ask(lambda client: client.set_terminated(self.run_id, status=status))
@@ -66,15 +66,17 @@ class RunHandle:
         self._awake = False
 
     def has(self, marker: str) -> bool:
-        """Whether the piece of work was recorded completely."""
+        """Whether this work was recorded completely."""
         return MARKER + marker in self._markers
 
     def once(self, marker: str, work: Callable[[], None]) -> bool:
-        """Do a repeatable piece of work unless it is done; True when it was done now."""
+        """Run repeatable work unless it is recorded; True when it ran now."""
         if self.has(marker):
             return False
-        # Two processes at one run: a table that both find missing would be written twice. One lock in sixteen, not a file a run.
-        with self.store.alone(f"record-{self.run_id[:1]}", who=f"a process that records the run {self.run_id}"):
+        # Without the lock, two processes that record one run could both find a table missing and both append to it. Sixteen locks
+        # shared by all runs, so that lock files do not accumulate.
+        with self.store.lock(f"record-{self.run_id[:1]}", who=f"a process that records the run {self.run_id}"):
+            # The other process may have recorded it while this one waited.
             self._markers |= self._recorded()
             if self.has(marker):
                 return False
@@ -85,18 +87,18 @@ class RunHandle:
         return True
 
     def _recorded(self) -> set[str]:
-        """Markers of the run as the store has them now."""
+        """The run's markers in the store."""
         tags = self.store.ask(lambda client: client.get_run(self.run_id)).data.tags
         return {tag for tag in tags if tag.startswith(MARKER)}
 
     def tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags; a tag already there is overwritten."""
+        """Set tags. Existing tags of the same name are overwritten."""
         self.wake()
         for batch in _batches(tags.items()):
             self._send(tags=[RunTag(key, value) for key, value in batch])
 
     def params(self, params: Mapping[str, str]) -> None:
-        """Log parameters. MLflow never changes one: a value that differs from the first is kept as tag `param.KEY`."""
+        """Log parameters. MLflow cannot change one, so a value that differs from the first becomes the tag `param.KEY`."""
         self.wake()
         new = {key: value for key, value in params.items() if key not in self._params}
         for batch in _batches(new.items()):
@@ -107,11 +109,11 @@ class RunHandle:
             self.tags(changed)
 
     def metrics(self, metrics: Mapping[str, float], *, timestamp_ms: int, step: int = 0) -> None:
-        """Log figures that belong to one moment; the same ones again change nothing."""
+        """Log values that belong to one moment. Logging them again changes nothing."""
         self.log_metrics([Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()])
 
     def log_metrics(self, metrics: list[Metric]) -> None:
-        """Log metric entities, a thousand a call."""
+        """Log metric entities, a thousand per call."""
         if metrics:
             self.wake()
         for start in range(0, len(metrics), _METRICS_PER_CALL):
@@ -126,7 +128,7 @@ class RunHandle:
         self.store.ask(lambda client: client.log_artifact(self.run_id, str(path), folder))
 
     def files(self, directory: Path, folder: str) -> None:
-        """Upload the contents of a directory; nothing when it does not exist."""
+        """Upload the contents of a directory, if it exists."""
         if directory.is_dir():
             self.wake()
             self.store.ask(lambda client: client.log_artifacts(self.run_id, str(directory), folder))
@@ -137,21 +139,21 @@ class RunHandle:
         self.store.ask(lambda client: client.log_text(self.run_id, text, name))
 
     def table(self, frame: pl.DataFrame, name: str) -> None:
-        """Show a frame as an MLflow table; long texts are shortened there (the Parquet beside it has them whole)."""
+        """Upload a frame as an MLflow table. Long texts are shortened; the Parquet artifact has the full texts."""
         self.wake()
         folder = str(Path(name).parent) if "/" in name else None
-        # log_table appends to a table that is there: the one left by a killed attempt is whole, and is kept.
+        # log_table appends to an existing table. A table from a killed attempt is complete (one upload), so it is kept.
         present = self.store.ask(lambda client: client.list_artifacts(self.run_id, folder))
         if name in {entry.path for entry in present}:
             return
         with warnings.catch_warnings():
-            # mlflow asks pandas in a way that pandas will change; nothing for our user to do.
+            # mlflow calls pandas in a deprecated way, which our users cannot change.
             warnings.simplefilter("ignore")
             self.store.ask(lambda client: client.log_table(self.run_id, _columns(frame), name))
 
 
 def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:
-    """Plain columns of JSON values; nested values as JSON text."""
+    """Columns of plain JSON values; nested values become JSON text."""
     columns: dict[str, list[object]] = {}
     for series in frame:
         values: list[object] = series.to_list()
@@ -168,7 +170,7 @@ def _shorten(value: object) -> object:
 
 
 def _batches(pairs: Iterable[tuple[str, str]]) -> Iterable[list[tuple[str, str]]]:
-    """At most a hundred pairs a call, and less than MLflow's megabyte even when every character is escaped."""
+    """At most a hundred pairs per call, and less than MLflow's limit of a megabyte even if every character is escaped."""
     batch: list[tuple[str, str]] = []
     size = 0
     for key, value in pairs:

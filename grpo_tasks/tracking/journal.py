@@ -1,71 +1,87 @@
-"""Ships a stage's journal to its child run: in batches, with the journal's own times, no step ever twice.
+"""Ships a stage's journal to its child run: in batches, with the journal's own timestamps, no step ever twice.
 
     metrics.jsonl  {"step": 12, "timestamp_ms": 1789..., "metrics": {"reward": 1.2}}   ->   log_batch, at most 1,000 metrics
+    events.jsonl   {"step": 12, "event": "kl_blow_up", ...}                            ->   tag grpo.event.kl_blow_up, the latest
 
-Where to go on is asked of the store, not kept on disk: the last step that any of the run's metrics has. A step travels whole
-in one call, which the store commits or not, so that answer is always right, also after a kill between call and answer, and also
-when a stage is trained again and its lines carry new times. A store that cannot be reached costs nothing but delay: `ship` says
-False and the next call sends what has gathered. What it does not do: read anything but whole lines, or write to the journal.
-
-    events.jsonl   {"step": 12, "event": "kl_blow_up", ...}   ->   tag grpo.event.kl_blow_up, the last of its kind
+The position is read from the store, not kept on disk: it is the last step that any metric of the run has. All metrics of a step
+travel in one call, which the store commits or refuses. So the position is right even after a kill between a call and its reply,
+and when a stage is trained again and its lines carry new timestamps. An unreachable store only causes delay: `ship` returns False
+and the next call sends the lines that have accumulated. What this module does not do: read incomplete lines, or write to the
+journal.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import tenacity
 from mlflow.entities import Metric, RunTag
 
-from grpo_tasks.stage.journal import read_events
+from grpo_tasks.stage.journal import JOURNAL_KEYS, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
-from grpo_tasks.tracking.lines import JournalLine, journal_tail, read_new_lines
-from grpo_tasks.tracking.store import FAULTS, Store, outrun, passes
+from grpo_tasks.tracking.store import FAULTS, Store, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
 MAX_BATCH = 1_000
-_TAG_CHARS = 2_000
+"""Most metrics that MLflow takes in one call."""
 FINAL = "final/"
-"""Prefix of the figures of a finished stage, which are no steps of the journal."""
+"""Prefix of the figures of a finished stage. They are not steps of the journal."""
+_TAG_CHARS = 2_000
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class JournalLine:
+    """One update."""
+
+    step: int
+    timestamp_ms: int
+    metrics: dict[str, float]
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        """From an object of the journal; a metric without a value is left out."""
+        metrics = {name: float(value) for name, value in fields["metrics"].items() if value is not None}
+        return cls(step=fields["step"], timestamp_ms=fields["timestamp_ms"], metrics=metrics)
+
+
 @dataclass(slots=True)
 class JournalShipper:
-    """Follows one stage directory. Safe to be made anew at any time, by any process."""
+    """Follows one stage directory. Any process can create a new one at any time."""
 
     store: Store
     stage_dir: Path
     open_child: Callable[[], RunHandle]
-    """Finds or makes the child run; called when there is something to send, so that a dead server stops no training."""
+    """Finds or creates the child run. Called when there is something to send, so that a dead server stops no training."""
     flush_interval_s: float = 5.0
-    """How often whoever follows the stage calls `ship`, in seconds."""
+    """Seconds between two calls of `ship` by the step that follows the stage."""
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
     _waiting: list[JournalLine] = field(default_factory=list)
-    _told: dict[str, str] = field(default_factory=dict)
+    _sent_events: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._tail = journal_tail(StageDir(self.stage_dir).journal)
+        self._tail = JsonLinesTail(StageDir(self.stage_dir).journal, JOURNAL_KEYS | {"timestamp_ms": int})
 
     def ship(self) -> bool:
-        """Send the whole lines written since; False when the store could not be reached (nothing is lost).
+        """Send the complete lines written since the last call; False when the store could not be reached (no line is lost).
 
         Raises:
-            TrackingError: the store answered, and refused.
+            TrackingError: the store replied and refused.
         """
-        self._waiting += read_new_lines(self._tail)
+        self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
         try:
             self._send()
         except (*FAULTS, TrackingError) as fault:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
-            if cause is None or not (passes(cause) or outrun(cause)):
+            if cause is None or not (is_temporary(cause) or is_conflict(cause)):
                 raise self.store.error(fault) from fault
             _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False
@@ -73,11 +89,11 @@ class JournalShipper:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step that is known to be in the store; 0 before the first."""
+        """Number of the last step that the store is known to have; 0 before the first."""
         return self._last_step or 0
 
     def finish(self, *, timeout_s: float | None = None) -> None:
-        """Ship until everything is there; `timeout_s` is the store's patience unless given.
+        """Ship until every line is in the store, for at most `timeout_s` seconds (default: the store's patience).
 
         Raises:
             TrackingError: the store could not be reached for `timeout_s` seconds.
@@ -98,22 +114,23 @@ class JournalShipper:
             ) from error
 
     def _send(self) -> None:
-        events = {name: text for name, text in _event_tags(self.stage_dir).items() if self._told.get(name) != text}
+        events = {name: text for name, text in _event_tags(self.stage_dir).items() if self._sent_events.get(name) != text}
         if not self._waiting and not events:
             return
         run = self._run = self._run or self.open_child()
+        # No `ask` below: its retries would block the loop that follows the training, and the next `ship` comes soon.
         if events:
             run.wake()
             self.store.client.log_batch(run.run_id, tags=[RunTag(name, text) for name, text in events.items()])
-            self._told |= events
+            self._sent_events |= events
         if self._last_step is None:
             self._last_step = _find_last_step(run)
         self._waiting = [line for line in self._waiting if line.step > self._last_step]
         if self._waiting:
             run.wake()
         for batch in _batches(self._waiting):
-            # Not `ask`: its patience would hold the loop that follows the training; the next call is soon.
             self.store.client.log_batch(run.run_id, metrics=[metric for line in batch for metric in _metrics(line)])
+            # Set after each batch: if the next call fails, `ship` does not send this one again.
             self._last_step = batch[-1].step
         self._waiting = []
 
@@ -133,9 +150,10 @@ def _metrics(line: JournalLine) -> list[Metric]:
 
 
 def _batches(lines: list[JournalLine]) -> Iterator[list[JournalLine]]:
-    """As many whole lines a call as hold at most a thousand metrics; steps in order, each once."""
+    """Batches of lines with at most `MAX_BATCH` metrics; steps in order, each once, never split over two batches."""
     batch: list[JournalLine] = []
     size = 0
+    # `reversed`: of two lines of one step the first stays, as in the journal itself.
     for line in sorted({line.step: line for line in reversed(lines)}.values(), key=lambda line: line.step):
         if batch and size + len(line.metrics) > MAX_BATCH:
             yield batch

@@ -1,6 +1,6 @@
-"""`python -m grpo_tasks.tracking.log_model DIRECTORY`: the files of a merged model into MLflow, as DIRECTORY/spec.json says.
+"""`python -m grpo_tasks.tracking.log_model DIRECTORY`: upload the files of a merged model to MLflow; spec.json names it.
 
-A process of its own, forked where transformers is loaded already: mlflow wants it imported whole, only to copy a folder.
+A separate process, forked from one that has transformers loaded: mlflow imports all of transformers only to copy a folder.
 """
 
 from pathlib import Path
@@ -16,58 +16,61 @@ from schemas.results import Result
 
 
 class LogSpec(Result):
-    """What is logged, and where."""
+    """Which model is logged, and to which store."""
 
     tracking: TrackingConfig
     run_id: str
     model_id: str
-    """A logged model that exists."""
+    """Id of an existing logged model."""
     path: Path
     sha256: str
-    """Over all files of the folder; what differs is not logged."""
+    """Expected SHA-256 over all files of the folder. A folder that differs is not logged."""
     requirements: list[str]
 
 
 def log_model(spec: LogSpec) -> None:
-    """Log the folder under the model's id, which mlflow allows once: a model that did not get there whole is made anew.
+    """Upload the folder under the model's id. MLflow allows that once per id: after an interrupted upload, use a new id.
 
     Raises:
-        DamagedError: the folder is not what was proved, before or after the upload; the logged model is then deleted.
+        DamagedError: the folder differs from what the merge proof covers, before or after the upload. The logged model is then
+            deleted.
         TrackingError: the store cannot be reached or refuses.
     """
     store = open_store(spec.tracking)
-    _require_proved(spec)
+    require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     try:
         with store.as_default():
             mlflow.transformers.log_model(
-                # Absolute, because mlflow would ask the hub for the card of anything that reads like OWNER/NAME.
+                # Absolute, because mlflow would ask the hub for the model card of a path that looks like OWNER/NAME.
                 str(spec.path.resolve()),
                 model_id=spec.model_id,
                 run_id=spec.run_id,
                 task="text-generation",
-                # Given, because mlflow would load the model in a fresh process to find out.
+                # Given, because mlflow would load the model in a new process to find out.
                 pip_requirements=spec.requirements,
             )
     except FAULTS as fault:
         raise store.error(fault) from fault
+    # Checked again: the folder may have changed while it was uploaded.
     try:
-        _require_proved(spec)
+        require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     except DamagedError:
         store.ask(lambda client: client.delete_logged_model(spec.model_id))
         raise
 
 
-def _require_proved(spec: LogSpec) -> None:
-    if folder_sha256(spec.path) != spec.sha256:
+def require_proved(sha256: str, proved: str, folder: Path) -> None:
+    """Raise `DamagedError` unless a folder's SHA-256 is the one that the merge proof covers."""
+    if sha256 != proved:
         raise DamagedError(
-            "the merged model is not what the merge proof saw (its SHA-256 differs)",
-            place=str(spec.path),
+            "the merged model differs from the one that the merge proof covers (other SHA-256)",
+            place=str(folder),
             fix="run the same command again: the merge runs again; nothing was published",
         )
 
 
 def main(directory: Path) -> None:
-    """Log what the folder's spec names."""
+    """Log the model that the folder's spec names."""
     log_model(LogSpec.load(directory / SPEC))
 
 

@@ -1,4 +1,4 @@
-"""A run as MLflow remembers it: settings, figures, curves, samples. Needs no folder of the run's own."""
+"""A past run from MLflow alone: settings, figures, curves and samples. The run's folder on disk is not needed."""
 
 import tempfile
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 
-from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
+from schemas.metrics import CURVES
 
 Curve = list[tuple[int, float]]
-"""(update, value), by update."""
-CURVES = ("reward", "reward_std", "kl", "completions/mean_length", "frac_reward_zero_std")
+"""(update, value), in order of updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +29,23 @@ class PastRun:
     run_id: str
     name: str
     settings: dict[str, str]
-    """Every field of the config, flat."""
+    """Every field of the config by its dotted name."""
     figures: dict[str, float]
     """Last value of every metric of the parent run."""
     curves: dict[str, dict[str, Curve]]
-    """By stage, then by metric (those of CURVES)."""
+    """By stage, then by metric: the metrics that schemas/metrics.py marks as compared."""
     samples: pl.DataFrame
-    """Judged samples of the merged model (schemas/tables.py Samples and the verdicts)."""
+    """Scored samples of the merged model (schemas/tables.py Samples and the verdicts)."""
     prompts: dict[str, str]
-    """Question by prompt_id, as far as completions tables tell."""
+    """Question by prompt_id; empty when the run has no table of held-out prompts."""
     data_digest: str
 
 
 def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
-    """The run behind an id, the beginning of one, a run name (the newest), or models:/NAME@ALIAS, NAME@ALIAS.
+    """The run with this id, beginning of an id, or name (the newest), or behind models:/NAME@ALIAS or NAME@ALIAS.
 
     Raises:
-        ModelError: there is no such run, or it never came to an evaluation of its merged model.
+        ModelError: there is no such run, or it did not evaluate a merged model.
         TrackingError: the store cannot be reached.
     """
     store = open_store(tracking)
@@ -54,7 +54,7 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
         samples = _artifact(store, run, "evaluation/merged/samples.parquet", Path(folder))
         config = _artifact(store, run, "config.yaml", Path(folder))
         if samples is None or config is None:
-            raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a pipeline run that was finished")
+            raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a finished run of the pipeline")
         tree = yaml.safe_load(config.read_text(encoding="utf-8"))
         children = _children(store, run)
         return PastRun(
@@ -81,7 +81,8 @@ def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
         if fitting:
             return fitting[0]
     names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in found[:8])
-    raise ModelError(f"no such run: {reference}", place=store.uri, fix=f"the newest are {names}" if names else "there are none")
+    fix = f"the newest runs are {names}" if names else "the store has no runs"
+    raise ModelError(f"no such run: {reference}", place=store.uri, fix=fix)
 
 
 def _parents(client: MlflowClient) -> list[Run]:
@@ -111,7 +112,7 @@ def _curves(store: Store, child: Run) -> dict[str, Curve]:
 
 
 def _artifact(store: Store, run: Run, path: str, folder: Path) -> Path | None:
-    """A file of the run, or None when it has none of that name."""
+    """Download an artifact of the run; None when it has no artifact of that name."""
 
     def work(client: MlflowClient) -> Path | None:
         parent = path.rpartition("/")[0]

@@ -1,11 +1,12 @@
-"""Pictures of training, from journals alone: one figure per plot title of schemas/metrics.py, and one overview of all stages.
+"""Figures of training, drawn from journals: one per plot of schemas/metrics.py, and an overview of all stages.
 
-    journal -> series grouped by Metric.plot -> TITLE.png          journals of all stages -> overview.png, stages side by side
+    journal -> series grouped by Metric.plot -> PLOT.png          journals of all stages -> overview.png, stages one after another
 
-Drawn without pyplot, so no window, no global state. What it does not do: say whether training went well. Knows no mlflow.
+Every figure of the project uses the panels, colours and file settings of this module. It draws without pyplot: no window, no
+global state. What it does not do: judge whether training went well. Imports no mlflow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,30 +17,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from grpo_tasks.tracking.lines import JournalLine, read_journal
-from schemas.metrics import describe
+from grpo_tasks.stage.journal import Journal
+from schemas.metrics import PLOTS, describe
 
 FloatArray = NDArray[np.float64]
+Steps = Mapping[int, Mapping[str, float | None]]
+"""Metrics by update, as the journal has them."""
 
-# The colour-blind safe set of Okabe and Ito.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_TITLES = {
-    "reward": "Reward",
-    "reward_std": "Reward std within groups",
-    "rewards": "Each reward function",
-    "reward_weights": "Reward weights",
-    "kl": "KL from the reference",
-    "completion_length": "Completion length",
-    "truncated": "Truncated completions",
-    "dead_groups": "Dead groups",
-    "learning_rate": "Learning rate",
-    "tokens_per_s": "Tokens per second",
-    "loss": "Loss (may rise while the model gets better)",
-    "entropy": "Entropy",
-    "grad_norm": "Gradient norm",
-}
-_OVERVIEW = ("reward", "rewards", "reward_std", "kl", "completion_length", "dead_groups")
-_SMOOTH_OVER = 20
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""The set of Okabe and Ito, which colour-blind readers can tell apart."""
+_TITLES = {plot.name: plot.title for plot in PLOTS}
+_OVERVIEW = [plot.name for plot in PLOTS if plot.overview]
+_OVERVIEW_COLUMNS = 3
+_SMOOTHED_SHARE = 20
+_MAX_HALF_WINDOW = 25
 
 
 @dataclass(slots=True)
@@ -52,10 +43,10 @@ class Series:
 
 
 def plot_stage(journal: Path, directory: Path) -> list[Path]:
-    """One PNG per plot title into `directory`, for whatever the journal measured; returns the files."""
+    """One PNG per plot into `directory`, for every metric the journal has; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = read_journal(journal)
-    return [_draw_title(title, series, directory) for title, series in _group(lines).items()]
+    groups = _group(Journal(journal, writes=False).steps)
+    return [_draw_plot(plot, series, directory / f"{plot}.png") for plot, series in groups.items()]
 
 
 def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
@@ -63,73 +54,91 @@ def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
 
     Args:
         journals: (stage name, metrics.jsonl) in the order of training.
-        path: where the picture goes.
+        path: file to write.
     """
-    stages = [(name, read_journal(journal)) for name, journal in journals]
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    stages = [(name, Journal(journal, writes=False).steps) for name, journal in journals]
+    rows = -(-len(_OVERVIEW) // _OVERVIEW_COLUMNS)
+    figure, panels = new_panels(rows, _OVERVIEW_COLUMNS, size=(4.0, 3.1))
     boundaries, groups = _join(stages)
-    for number, (title, axes) in enumerate(zip(_OVERVIEW, figure.subplots(2, 3).flat, strict=True)):
-        _draw(axes, title, groups.get(title, []), breaks=boundaries)
+    for number, (plot, axes) in enumerate(zip(_OVERVIEW, panels, strict=False)):
+        _draw(axes, plot, groups.get(plot, []), breaks=boundaries)
         _mark_stages(axes, [name for name, _ in stages], boundaries, named=number == 0 or len(stages) > 1)
-    for axes in figure.axes[3:]:
+    for axes in panels[-_OVERVIEW_COLUMNS:]:
         axes.set_xlabel("update")
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
-def _group(lines: Sequence[JournalLine]) -> dict[str, list[Series]]:
-    """Series by plot title; a journal name the table does not know is not drawn."""
+def new_panels(rows: int, columns: int, *, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure with a grid of axes, row by row; `size` is the width and height of one panel in inches."""
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def style_axes(axes: Axes, title: str) -> None:
+    """The common look of all axes; x is the number of the update."""
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write the figure as PNG. The same journal gives the same bytes: the file does not name the library's version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    return path
+
+
+def _group(steps: Steps) -> dict[str, list[Series]]:
+    """Series by plot; a name that the table of metrics does not know is not drawn."""
     found: dict[str, dict[str, Series]] = {}
-    for line in lines:
-        for name, value in line.metrics.items():
+    for step, metrics in steps.items():
+        for name, value in metrics.items():
             metric = describe(name)
-            if metric is None or not metric.plot or not np.isfinite(value):
+            if metric is None or not metric.plot or value is None or not np.isfinite(value):
                 continue
             series = found.setdefault(metric.plot, {}).setdefault(name, Series(_label(name)))
-            series.steps.append(line.step)
+            series.steps.append(step)
             series.values.append(value)
-    return {title: list(members.values()) for title, members in found.items()}
+    return {plot: list(members.values()) for plot, members in found.items()}
 
 
 def _label(name: str) -> str:
     """rewards/format/mean -> format; completions/max_length -> max length."""
     head, _, rest = name.partition("/")
-    return rest.rpartition("/")[0] if head == "rewards" else (rest or head).replace("_", " ")
+    function, _, _ = rest.rpartition("/")
+    return function or (rest or head).replace("_", " ")
 
 
-def _join(stages: Sequence[tuple[str, list[JournalLine]]]) -> tuple[list[int], dict[str, list[Series]]]:
-    """Stages put end to end: the update each begins after, and the series over all of them."""
-    joined: list[JournalLine] = []
+def _join(stages: Sequence[tuple[str, Steps]]) -> tuple[list[int], dict[str, list[Series]]]:
+    """Stages one after another: the update after which each begins, and the series over all of them."""
+    joined: dict[int, Mapping[str, float | None]] = {}
     boundaries = [0]
-    for _, lines in stages:
+    for _, steps in stages:
         start = boundaries[-1]
-        joined += [JournalLine(start + line.step, line.timestamp_ms, line.metrics) for line in lines]
-        boundaries.append(start + max((line.step for line in lines), default=0))
+        joined |= {start + step: metrics for step, metrics in steps.items()}
+        boundaries.append(start + max(steps, default=0))
     return boundaries, _group(joined)
 
 
-def _draw_title(title: str, series: list[Series], directory: Path) -> Path:
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    _draw(axes, title, series, breaks=[])
+def _draw_plot(plot: str, series: list[Series], path: Path) -> Path:
+    figure, [axes] = new_panels(1, 1, size=(7, 4))
+    _draw(axes, plot, series, breaks=[])
     axes.set_xlabel("update")
-    return _save(figure, directory / f"{title}.png")
+    return save_figure(figure, path)
 
 
-def _draw(axes: Axes, title: str, series: list[Series], *, breaks: list[int]) -> None:
+def _draw(axes: Axes, plot: str, series: list[Series], *, breaks: list[int]) -> None:
     for number, one in enumerate(series):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         for steps, values in _pieces(one, breaks):
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
         for steps, values in _pieces(one, breaks):
-            # A line of one point would not be seen.
+            # A line with a single point is invisible without a marker.
             axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker="o" if len(steps) == 1 else None)
         axes.plot([], [], color=colour, label=one.label)
-    axes.set_title(_TITLES.get(title, title), loc="left", fontsize=10, fontweight="bold")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes, _TITLES[plot])
     if not series:
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes, color="0.5")
     elif len(series) > 1:
@@ -137,7 +146,7 @@ def _draw(axes: Axes, title: str, series: list[Series], *, breaks: list[int]) ->
 
 
 def _pieces(series: Series, breaks: list[int]) -> list[tuple[FloatArray, FloatArray]]:
-    """The series cut where a stage ends: stages earn different rewards, a line across would tell a jump that was none."""
+    """The series, cut where a stage ends. Stages use different rewards: a line across would show a jump that did not happen."""
     steps, values = np.array(series.steps, dtype=np.float64), np.array(series.values, dtype=np.float64)
     cuts = np.searchsorted(steps, breaks, side="right") if breaks else np.array([], dtype=np.int64)
     pieces = zip(np.split(steps, cuts), np.split(values, cuts), strict=True)
@@ -145,8 +154,9 @@ def _pieces(series: Series, breaks: list[int]) -> list[tuple[FloatArray, FloatAr
 
 
 def _smooth(values: FloatArray) -> FloatArray:
-    """Centred moving mean over about a twentieth of the series, the window cut at both ends."""
-    half = min(len(values) // _SMOOTH_OVER, 25)
+    """Centred moving mean over about a tenth of the series; at both ends the window is shorter."""
+    half = min(len(values) // _SMOOTHED_SHARE, _MAX_HALF_WINDOW)
+    # sums[i] is the sum of the first i values, so each window's sum is one difference.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     low = np.maximum(np.arange(len(values)) - half, 0)
     high = np.minimum(np.arange(len(values)) + half + 1, len(values))
@@ -163,10 +173,3 @@ def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, nam
     for name, start, end in zip(names, boundaries[:-1], boundaries[1:], strict=True):
         middle = (start + end) / 2
         axes.text(middle, 0.99, name, ha="center", va="top", fontsize=8, color="0.35", transform=axes.get_xaxis_transform())
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the library's version in it, the same journal gives the same bytes everywhere.
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    return path

@@ -1,10 +1,10 @@
-"""What each kind of result becomes in MLflow: one function a kind, from the result's folder alone.
+"""What each kind of result becomes in MLflow: one function per kind, which reads the result's folder only.
 
     PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
     EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
     ReportResult -> report/
 
-Each is repeatable (see handle.py). What it does not do: decide whether to record; the run does.
+Each function can be repeated (see handle.py). What this module does not do: decide whether to record; runs.py does.
 """
 
 import warnings
@@ -33,24 +33,27 @@ from schemas.results import (
 )
 
 REPORT = "report.md"
-_DIGEST_CHARS = 36  # all that MLflow takes of a data set's digest; the whole one is the tag grpo.data_digest
+_DIGEST_CHARS = 36
+"""MLflow takes no longer digest of a data set; the tag grpo.data_digest has the complete one."""
 _TABLE_ROWS = 500
+_MIN_ROWS = 8
+"""Rows of each completions file that the table shows at least: one group of eight."""
 
 
 def record_prepared(run: RunHandle, result: PreparedData) -> None:
-    """Which files were read: data/sources.json and a count."""
+    """The files that were read as data/sources.json, and the number of rows."""
     run.text(result.model_dump_json(indent=2), "data/sources.json")
     run.metrics({"data/rows_read": result.rows}, timestamp_ms=made_at(result, run))
 
 
 def record_data(run: RunHandle, result: DataReport) -> None:
-    """Both sides as data set inputs with the content digest; report and quarantine as files; counts as metrics."""
+    """Training and held-out rows as data set inputs with the content digest; report and quarantine as files; counts."""
     sides = {"train": (result.train, "training"), "eval": (result.eval, "evaluation")}
     inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
     run.wake()
     run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
     run.tags({"grpo.data_digest": result.digest})
-    _upload(run, result.directory, ("report.md", "quarantine.parquet", result.eval.name), "data")
+    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), "data")
     counts = {
         "rows": result.rows,
         "quarantined": result.quarantined,
@@ -64,14 +67,14 @@ def record_data(run: RunHandle, result: DataReport) -> None:
 def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
     frame = pl.read_parquet(path)
     with warnings.catch_warnings():
-        # "can be interpreted in multiple ways: LocalArtifactDatasetSource, LocalArtifactDatasetSource"
+        # mlflow warns that a path "can be interpreted in multiple ways: LocalArtifactDatasetSource, LocalArtifactDatasetSource".
         warnings.simplefilter("ignore", UserWarning)
         dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
     return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
 
 
 def record_lab(run: RunHandle, result: LabReport) -> None:
-    """Report, every probe as a table, the forecasts as metrics."""
+    """The report, every probe as a table row, the forecasts as metrics."""
     _upload(run, result.directory, (REPORT, "probes.parquet"), "lab")
     _show(run, result.directory / "probes.parquet", "lab/probes.json")
     figures: dict[str, float] = {"lab/failed_checks": len(result.failures)}
@@ -83,18 +86,18 @@ def record_lab(run: RunHandle, result: LabReport) -> None:
 
 
 def record_stage(run: RunHandle, result: StageResult) -> None:
-    """The whole stage into its child run: journal, completions, adapter, plots, final figures."""
+    """Everything of a stage into its child run: journal, completions, adapter, plots, final figures."""
     stage = StageDir(result.directory)
     JournalShipper(run.store, result.directory, lambda: run).finish()
     run.files(stage.completions(0).parent, "completions")
     _show_completions(run, stage.completions(0).parent)
     if (stage.final / "adapter_config.json").exists():
-        # A fully fine-tuned stage leaves a whole model; it stays on disk, the merged model is what is published.
+        # A fully fine-tuned stage leaves a complete model. It stays on disk, because the merged model is what is published.
         run.files(stage.final, "adapter")
     _upload(run, result.directory, (stage.spec.name, stage.journal.name, stage.events.name, stage.result.name), None)
     plots = result.directory / "plots"
     if stage.journal.exists():
-        # Imports matplotlib, which a run that skips its stages does not need.
+        # Imported here: a run whose stages are all finished does not need matplotlib.
         from grpo_tasks.tracking.plots import plot_stage
 
         plot_stage(stage.journal, plots)
@@ -105,7 +108,7 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
 
 
 def record_evaluation(run: RunHandle, result: EvalReport) -> None:
-    """Figures as LABEL/METRIC (bounds as LABEL/METRIC_low and _high), the completions and the report."""
+    """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report."""
     figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
     run.metrics({f"{result.label}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
     folder = f"evaluation/{result.label}"
@@ -114,14 +117,14 @@ def record_evaluation(run: RunHandle, result: EvalReport) -> None:
 
 
 def record_merge(run: RunHandle, result: MergeProof) -> None:
-    """The proof as metrics merge/... and as JSON. The model itself is published, not recorded."""
+    """The proof as metrics merge/... and as JSON. publishing.py logs the model itself."""
     figures = {name: value for name, value in result.model_dump().items() if isinstance(value, int | float)}
     run.metrics({f"merge/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
     run.text(result.model_dump_json(indent=2), "merge/proof.json")
 
 
 def record_publication(run: RunHandle, result: Publication) -> None:
-    """The decision: tags for the list of runs, the tests with their numbers as JSON."""
+    """The decision as tags, which the list of runs shows, and with its tests as JSON."""
     run.text(result.model_dump_json(indent=2), "publication/decision.json")
     run.tags(
         {
@@ -133,12 +136,12 @@ def record_publication(run: RunHandle, result: Publication) -> None:
 
 
 def record_report(run: RunHandle, result: ReportResult) -> None:
-    """The page as report/report.html, its short form as report/report.md."""
-    _upload(run, result.directory, (result.html.name, "report.md"), "report")
+    """The page as report/report.html, its summary as report/report.md."""
+    _upload(run, result.directory, (result.html.name, REPORT), "report")
 
 
 def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:
-    """Value under its own name, bounds beside it."""
+    """Each value under its own name, its bounds as NAME_low and NAME_high."""
     metrics: dict[str, float] = {}
     for name, interval in figures.items():
         metrics |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
@@ -146,7 +149,7 @@ def interval_metrics(figures: Mapping[str, Interval]) -> dict[str, float]:
 
 
 def made_at(result: StepResult, run: RunHandle) -> int:
-    """When the result was written, in ms; the same on every shipment, so that shipping twice writes the same rows."""
+    """When the result was written, in ms. It is the same for every upload, so that a repeated upload writes the same rows."""
     written = result.directory / RESULT
     return int(written.stat().st_mtime * 1000) if written.exists() else run.started_ms
 
@@ -163,8 +166,8 @@ def _show(run: RunHandle, parquet: Path, name: str) -> None:
 
 
 def _show_completions(run: RunHandle, directory: Path) -> None:
-    """All completion tables as one, the first groups of each update; the Parquet files have the rest."""
+    """The first rows of every completions file in one table; the Parquet files have the rest."""
     files = sorted(directory.glob("*.parquet"))
     if files:
-        rows = max(_TABLE_ROWS // len(files), 8)
+        rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
         run.table(pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed"), "completions.json")

@@ -1,7 +1,10 @@
-"""Versions of a registered model: by number, alias or tags; where one came from; back to the one before.
+"""Versions of a registered model: found by number, alias or tags; their lineage; rollback to the previous champion.
 
-champion    the version in use              challenger   the last candidate that was not promoted
-previous    the champion before             (promotion itself: models.py)
+    champion      the version in use
+    previous      the champion before it
+    challenger    the most recent candidate that was not promoted
+
+What this module does not do: register or promote versions (publishing.py), download their files (models.py).
 """
 
 import json
@@ -21,34 +24,41 @@ from schemas.results import Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
+SHA_TAG = "grpo.sha256"
+"""Tag of a version, a logged model or a stage's run: SHA-256 over all files of the model."""
+ROLLED_BACK_TAG = "grpo.rolled_back"
+DECISION_TAG = "grpo.decision"
 _VERSION = re.compile("[0-9]{1,9}")
-"""SQLite stores no longer number."""
+"""SQLite cannot store longer numbers."""
+_UNKNOWN = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
+"""MLflow's error codes for "no such model", "no such version" and "no such alias"."""
 
 
 def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
     """The version behind NAME@ALIAS, NAME/VERSION (with or without models:/), or NAME (its champion).
 
     Raises:
-        ModelError: there is no such model, alias or version; says which there are.
+        ModelError: there is no such model, alias or version. The message lists the existing ones.
         TrackingError: the store cannot be reached.
     """
     store = open_store(tracking)
     name, alias, number = parse_reference(reference)
-
-    def work(client: MlflowClient) -> ModelVersion | None:
-        if number and not _VERSION.fullmatch(number):
-            return None
-        try:
-            return client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias)
-        except MlflowException as fault:
-            if fault.error_code in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
-                return None
-            raise
-
-    found = store.ask(work)
+    found = store.ask(lambda client: version_or_none(client, name, alias=alias, number=number))
     if found is None:
         raise ModelError(f"no such model: {reference}", place=store.uri, fix=_known(store, name))
     return found
+
+
+def version_or_none(client: MlflowClient, name: str, *, alias: str = "", number: str = "") -> ModelVersion | None:
+    """The version with this alias or number; None when there is no such model, alias or version."""
+    if number and not _VERSION.fullmatch(number):
+        return None
+    try:
+        return client.get_model_version(name, number) if number else client.get_model_version_by_alias(name, alias)
+    except MlflowException as fault:
+        if fault.error_code in _UNKNOWN:
+            return None
+        raise
 
 
 def parse_reference(reference: str) -> tuple[str, str, str]:
@@ -62,7 +72,7 @@ def parse_reference(reference: str) -> tuple[str, str, str]:
 
 
 def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) -> str | None:
-    """The newest version that carries all these tags; None when there is none, or no such model."""
+    """The newest version that carries all these tags; None when there is no such version or model."""
 
     def matches(version: ModelVersion) -> bool:
         return all(version.tags.get(key) == value for key, value in tags.items())
@@ -72,7 +82,7 @@ def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) ->
 
 
 def tag_version(name: str, version: str, tags: Mapping[str, str], tracking: TrackingConfig) -> None:
-    """Put tags on a version; a tag already there is overwritten."""
+    """Set tags on a version. Existing tags of the same name are overwritten."""
 
     def work(client: MlflowClient) -> None:
         for key, value in tags.items():
@@ -82,22 +92,25 @@ def tag_version(name: str, version: str, tags: Mapping[str, str], tracking: Trac
 
 
 def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig) -> tuple[str, str]:
-    """Make `previous` (or version `to`) the champion again; gives (version rolled back, version in use now).
+    """Restore the previous champion, or make version `to` the champion.
+
+    Returns:
+        The version that was rolled back and the version now in use.
 
     Raises:
-        ModelError: no such model, nothing to go back to, or the version is the champion already.
+        ModelError: there is no such model or no previous champion, or the version is already the champion.
     """
     store = open_store(tracking)
     current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
     target = str(find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking).version)
     if target == current:
         raise ModelError(f"version {target} of {name} is the champion already", fix="name another version with --to")
-    said = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "to": target, "reason": reason})
+    record = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "to": target, "reason": reason})
 
     def work(client: MlflowClient) -> None:
-        # The champion before `previous`: killed in between, the model in use is right and `previous` names it, which is refused
-        # the next time instead of going back to the version that was rolled back.
-        client.set_model_version_tag(name, current, "grpo.rolled_back", said)
+        # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it too.
+        # The next rollback is then refused, instead of restoring the version that was just rolled back.
+        client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
         client.set_registered_model_alias(name, CHAMPION, target)
         client.set_registered_model_alias(name, PREVIOUS, current)
 
@@ -106,10 +119,10 @@ def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig
 
 
 def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
-    """Everything that made a version, as recorded.
+    """Everything recorded about how a version was made.
 
     Raises:
-        ModelError: no such version, or one that this project did not make.
+        ModelError: there is no such version, or this project did not make it.
     """
     version = find_version(reference, tracking)
     if "grpo.key" not in version.tags or not version.run_id:
@@ -124,7 +137,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         aliases=sorted(version.aliases),
         run_id=run_id,
         experiment=store.ask(lambda client: client.get_experiment(run.info.experiment_id)).name,
-        model_sha256=tags.get("grpo.sha256", ""),
+        model_sha256=tags.get(SHA_TAG, ""),
         adapter_sha256=tags.get("grpo.adapter_sha256", ""),
         data_digest=tags.get("grpo.data_digest", run.data.tags.get("grpo.data_digest", "")),
         config_sha256=tags.get("grpo.config_sha256", ""),
@@ -135,7 +148,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         python=run.data.tags.get("python", ""),
         packages={key.removeprefix("version."): value for key, value in run.data.tags.items() if key.startswith("version.")},
         flow_run_id=run.data.tags.get("prefect.flow_run_id", ""),
-        decision=tags.get("grpo.decision", ""),
+        decision=tags.get(DECISION_TAG, ""),
         system_prompt=run.data.params.get("data.system_prompt", ""),
     )
 
@@ -152,10 +165,11 @@ def recorded_config(lineage: Lineage, tracking: TrackingConfig) -> str:
 
 
 def _known(store: Store, name: str) -> str:
+    """What a user can name instead."""
     versions = store.ask(lambda client: list(client.search_model_versions(f"name = '{name}'")))
     if versions:
         numbers = ", ".join(sorted((str(version.version) for version in versions), key=int))
         aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
         return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
     names = store.ask(lambda client: [model.name for model in client.search_registered_models()])
-    return f"registered models: {', '.join(sorted(names)) or 'none'}; MLFLOW_TRACKING_URI says where MLflow is"
+    return f"registered models: {', '.join(sorted(names)) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"

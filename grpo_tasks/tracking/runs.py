@@ -1,11 +1,11 @@
-"""A run of the pipeline as an MLflow run: found again by its key, fed from step results, ended as it ended.
+"""A run of the pipeline as an MLflow run: found by its key, filled from step results, ended with the pipeline's status.
 
     with open_run(config, key=...) as run:        parent run, tag grpo.key
-        run.record(result)                        once per step and content key; killed in the middle, done again
+        run.record(result)                        once per step and content key; repeated after a kill
         run.follow(stage_dir).ship()              child run per stage, tags grpo.stage and grpo.stage_key
 
-A run that is killed and started again goes on in the same MLflow run; one that is finished and finds nothing new to record is
-left exactly as it was. What it does not do: run steps, or know who orchestrates them.
+A killed run that is started again resumes the same MLflow run. A finished run with nothing new to record is not changed. What
+this module does not do: run steps, or know who orchestrates them.
 """
 
 import hashlib
@@ -21,10 +21,9 @@ from mlflow.entities import Run, ViewType
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
-from grpo_tasks.tracking.environment import describe_environment
+from grpo_tasks.tracking.description import describe_environment, flatten
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
-from grpo_tasks.tracking.params import flatten
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -48,13 +47,13 @@ _KEY_CHARS = 8
 def open_run(
     config: RunConfig, *, key: str, fresh: bool = False, flow_run_id: str | None = None, name: str | None = None
 ) -> Iterator["TrackedRun"]:
-    """The MLflow run of this configuration, found or created; ends FINISHED, FAILED (an error) or KILLED (anything harder).
+    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
 
     Args:
-        config: the whole configuration; each of its fields becomes a parameter.
-        key: content key of the run; the most recent run of the experiment with this key is gone on with.
+        config: the configuration; each of its fields becomes a parameter.
+        key: content key of the run. The experiment's most recent run with this key is resumed.
         fresh: create a new run even if there is one with this key.
-        flow_run_id: id of the orchestrator's run, kept as tag prefect.flow_run_id.
+        flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
         name: name of a new MLflow run; the configuration's name otherwise.
 
     Raises:
@@ -64,7 +63,7 @@ def open_run(
     try:
         yield run
     except BaseException as fault:
-        # The fault itself matters more than a store that cannot hear of it.
+        # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
             run.end("FAILED" if isinstance(fault, Exception) else "KILLED")
         raise
@@ -72,7 +71,7 @@ def open_run(
 
 
 class TrackedRun:
-    """The parent run and its children. Made by `open_run`."""
+    """The parent run and its children. Created by `open_run`."""
 
     def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow_run_id: str | None, name: str | None) -> None:
         self.config = config
@@ -84,8 +83,8 @@ class TrackedRun:
         self._data_digest = ""
         experiment_id = _experiment(self.store, config.experiment)
         tags = {KEY_TAG: key, "grpo.name": config.name}
-        # Two that look at once would both find nothing and make two runs of one key.
-        with self.store.alone("open-run", who=f"the run {config.name}"):
+        # Without the lock, two processes could both find no run and create two runs with one key.
+        with self.store.lock("open-run", who=f"the run {config.name}"):
             found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
             run = found or self.store.ask(
                 lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
@@ -94,7 +93,8 @@ class TrackedRun:
         if not found:
             self.handle.wake()
         self._record_config()
-        # It was there when the run began: what goes away now will come back.
+        # The calls above have a short patience, so that a wrong address fails soon. A store that was reachable when the run began
+        # gets the configured patience.
         self.store = self.handle.store = replace(self.store, patience_s=config.tracking.patience_s)
 
     @property
@@ -108,7 +108,7 @@ class TrackedRun:
         return self.handle.experiment_id
 
     def record(self, result: StepResult) -> bool:
-        """Record a step's result from its folder; False when it was recorded before (nothing is written then)."""
+        """Record a step's result from its folder; False when it was recorded before, and then nothing is written."""
         run = self.handle
         match result:
             case StageResult():
@@ -129,27 +129,27 @@ class TrackedRun:
             case ReportResult():
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
-                raise AssertionError(f"no record is known for {type(result).__name__}")
+                raise AssertionError(f"no function records {type(result).__name__}")
         return run.once(f"{step}.{_mark(result)}", work)
 
     @property
     def origin(self) -> dict[str, str]:
-        """What was recorded so far that says where a model comes from: data and the last stage's weights."""
+        """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
         last = {"grpo.adapter_sha256": self._stages[-1].sha256} if self._stages else {}
         return last | ({"grpo.data_digest": self._data_digest} if self._data_digest else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
-        """The shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
+        """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
         every_s = self.config.tracking.flush_interval_s
         return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key), flush_interval_s=every_s)
 
     def child(self, stage: str, key: str) -> RunHandle:
-        """The child run of a stage, found by its tags or created, with the stage's own settings as parameters."""
+        """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
         name = f"{stage}.{key}"
         if name not in self._children:
             tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
-            with self.store.alone("open-run", who=f"the run {self.config.name}"):
+            with self.store.lock("open-run", who=f"the run {self.config.name}"):
                 run = _find(self.store, self.experiment_id, tags)
                 if run is None:
                     self.handle.wake()
@@ -161,7 +161,7 @@ class TrackedRun:
         return self._children[name]
 
     def end(self, status: EndStatus) -> None:
-        """End the parent, and children that are still open, with this status."""
+        """End the parent and the children that still run with this status."""
         for child in self._children.values():
             if child.status == "RUNNING":
                 child.end(status)
@@ -195,7 +195,7 @@ class TrackedRun:
         self.handle.once(f"config.{_digest(params)}", work)
 
     def _describe(self, handle: RunHandle) -> None:
-        """What this run runs on; said again by each process that writes to it."""
+        """Record the environment. Each process that writes to the run records its own."""
         environment = describe_environment()
         flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
         handle.tags(environment.tags() | flow)
@@ -203,9 +203,9 @@ class TrackedRun:
 
 
 def _mark(result: StepResult) -> str:
-    """Of a result that is recorded: made again with other bytes (on a GPU), it is recorded again."""
-    made = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
-    return ".".join(filter(None, [result.key[:_KEY_CHARS], made]))
+    """Identify a recorded result by key and contents. A GPU may produce other bytes for the same key; they are recorded too."""
+    contents = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
+    return ".".join(filter(None, [result.key[:_KEY_CHARS], contents]))
 
 
 def _digest(params: dict[str, str]) -> str:
@@ -213,7 +213,7 @@ def _digest(params: dict[str, str]) -> str:
 
 
 def _experiment(store: Store, name: str) -> str:
-    """Id of the experiment of that name, created when there is none."""
+    """Id of the experiment with this name, created if there is none."""
 
     def work() -> str:
         found = store.client.get_experiment_by_name(name)

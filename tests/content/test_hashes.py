@@ -1,4 +1,4 @@
-"""Hashes of files and folders: right, remembered for large files that have not changed, never remembered wrongly."""
+"""Hashes of files and folders: right, cached for unchanged large files, never cached wrongly."""
 
 import hashlib
 import os
@@ -35,14 +35,14 @@ def write(path, content=LARGE):
     return path
 
 
-def test_a_large_file_that_has_not_changed_is_read_once(tmp_path, reads, settle):
+def test_an_unchanged_large_file_is_read_once(tmp_path, reads, settle):
     path = write(tmp_path / "model.safetensors")
     wanted = hashlib.sha256(LARGE).hexdigest()
     assert [file_sha256(path) for _ in range(3)] == [wanted] * 3
     assert reads == ["model.safetensors"]
 
 
-def test_a_byte_flipped_in_place_is_noticed_even_when_size_and_time_are_put_back(tmp_path, settle):
+def test_a_flipped_byte_is_noticed_even_if_size_and_mtime_are_restored(tmp_path, settle):
     path = write(tmp_path / "model.safetensors")
     before, status = file_sha256(path), path.stat()
     with path.open("r+b") as file:
@@ -53,14 +53,14 @@ def test_a_byte_flipped_in_place_is_noticed_even_when_size_and_time_are_put_back
     assert file_sha256(path) != before
 
 
-def test_another_file_moved_to_the_same_place_is_noticed(tmp_path, settle):
+def test_another_file_moved_to_the_same_path_is_noticed(tmp_path, settle):
     path = write(tmp_path / "model.safetensors")
     before = file_sha256(path)
     write(tmp_path / "other", b"z" * len(LARGE)).replace(path)
     assert file_sha256(path) != before
 
 
-def test_what_was_written_a_moment_ago_is_not_remembered(tmp_path, reads):
+def test_the_hash_of_a_file_written_a_moment_ago_is_not_cached(tmp_path, reads):
     path = write(tmp_path / "model.safetensors")
     file_sha256(path)
     file_sha256(path)
@@ -95,6 +95,6 @@ def test_a_folder_is_hashed_by_names_and_contents_and_by_nothing_else(tmp_path):
     assert folder_sha256(tmp_path / "b") != first
 
 
-def test_the_order_in_which_files_are_named_does_not_count():
+def test_the_order_of_the_files_does_not_matter():
     files = [("a-b", "00" * 32), ("a/b", "11" * 32), ("a.b", "22" * 32)]
     assert digest_of(files) == digest_of(files[::-1])

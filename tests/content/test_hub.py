@@ -1,4 +1,4 @@
-"""A model of a hub counts by the commit that its revision points to; damaged files of the hub cache are refused."""
+"""A hub model is identified by the commit of its revision; damaged files in the hub cache are refused."""
 
 import hashlib
 import subprocess
@@ -57,7 +57,7 @@ def test_a_branch_that_moved_is_another_model(hub):
     assert contents(A) == A
 
 
-def test_a_model_that_was_never_fetched_counts_by_nothing(hub):
+def test_a_model_that_was_never_downloaded_has_no_commit(hub):
     assert contents() == ""
 
 
@@ -66,6 +66,6 @@ def test_a_flipped_byte_in_the_hub_cache_is_refused_by_name(hub, size):
     blobs = hub(A, b"weights")
     [blob] = [path for path in blobs.iterdir() if path.stat().st_size == size]
     blob.write_bytes(b"x" * size)
-    said = contents()
-    assert "is not what was fetched" in said
-    assert blob.name in said
+    output = contents()
+    assert "is damaged (its hash differs)" in output
+    assert blob.name in output

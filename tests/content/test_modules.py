@@ -1,4 +1,4 @@
-"""A user's own modules count by the content of every file of theirs that an import reaches."""
+"""The hash of a user's module covers every file of the user's that it imports."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_the_hash_follows_each_of_them_and_nothing_else(folder, name):
     assert (modules_sha256("rewards", [folder]) != before) is ("unused" not in name)
 
 
-def test_what_is_counted_is_what_python_imports(folder):
+def test_the_files_found_are_those_that_python_imports(folder):
     code = (
         f"import sys; sys.path.append({str(folder)!r}); import rewards, tables.figures as f; f.late()\n"
         f"print(*[m.__file__ for m in list(sys.modules.values()) if str(getattr(m, '__file__', '')).startswith({str(folder)!r})])"
@@ -58,7 +58,7 @@ def test_an_installed_module_wins_over_a_file_of_the_same_name(folder):
     assert folder / "json.py" not in own_modules("rewards", [folder]).values()
 
 
-def test_a_module_that_cannot_be_read_counts_by_its_bytes_and_one_that_is_missing_by_nothing(folder):
+def test_a_module_with_a_syntax_error_is_hashed_by_its_bytes_and_a_missing_one_has_no_hash(folder):
     (folder / "broken.py").write_text("def (")
     assert list(own_modules("broken", [folder])) == ["broken"]
     assert modules_sha256("no_such_module", [folder]) == ""

@@ -83,7 +83,7 @@ def test_report_names_sources_rules_first_rows_and_lengths(verdict: Verdict, tmp
     assert "62 rows read: **2 quarantined** (3.23%)" in text
     assert "| `rows.jsonl` | train | 62 |" in text
     assert "| answer_missing | 1 |" in text
-    assert "rows.jsonl`:61 | answer_missing |" in text
+    assert "rows.jsonl:61` | answer_missing |" in text
     assert made.digest in text
     assert f"| {made.prompt_tokens.mean:.1f} |" in text
 
@@ -94,7 +94,7 @@ def test_hostile_value_breaks_neither_table_nor_page(
     hostile = {"question": "q", "answer": "<answer>|`\n\n# heading\n<script>"}
     verdict = verdict_on({"train": [{"path": write(*ROWS, hostile)}]})
     report(verdict, tmp_path)
-    line = next(line for line in (tmp_path / "report.md").read_text().splitlines() if ":61 |" in line)
+    line = next(line for line in (tmp_path / "report.md").read_text().splitlines() if ":61` |" in line)
     assert line.endswith("| `<answer>\\|' # heading <script>` |")
 
 

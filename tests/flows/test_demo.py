@@ -40,7 +40,7 @@ def test_the_demo_learns_format_and_arithmetic(demo):
 
 
 def test_every_field_of_the_config_is_a_parameter(demo):
-    from grpo_tasks.tracking.params import flatten
+    from grpo_tasks.tracking.description import flatten
 
     place, _ = demo
     recorded = place.parent().data.params

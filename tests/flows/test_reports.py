@@ -1,37 +1,16 @@
 """Report and comparison as the commands leave them: whole, self-contained, and safe to open whatever a model wrote."""
 
 import json
-import re
-from html.parser import HTMLParser
 
 import pytest
 import yaml
 
 from tests.flows.place import SMALL
+from tests.reporting.pages import assert_self_contained
 
 pytestmark = [pytest.mark.xdist_group("reported"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 HOSTILE = "<script>alert('x')</script> What is {n} + 4?"
-
-
-class Page(HTMLParser):
-    """Tags and addresses of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.addresses = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
-
-
-def assert_self_contained(text):
-    page = Page(text)
-    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
-    assert not re.search(r"@import|url\(", text)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +70,7 @@ def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported)
     reported.grpo("download", "small/1", "mine")
     assert json.loads((reported.root / "mine" / "grpo.json").read_text())["version"] == "1"
     assert "<reasoning>" in reported.grpo("chat", "mine", "What is 15 + 27?", "--greedy")
-    assert "something else" in reported.grpo("download", "small/2", "mine", expect=1)
+    assert "other files" in reported.grpo("download", "small/2", "mine", expect=1)
     made = reported.grpo("reproduce", "small/1")
     assert "the adapter came out the same bytes" in made
     assert "not empty" in reported.grpo("reproduce", "small/1", expect=2)

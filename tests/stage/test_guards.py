@@ -16,7 +16,7 @@ from rich.console import Console
 from flows.cli.show import show_fields
 from grpo_tasks.stage.guards import GUARDS, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Journal
-from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.description import flatten
 from schemas.config.guards import GuardsConfig
 from schemas.config.stage import StageConfig
 

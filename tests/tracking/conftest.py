@@ -20,6 +20,10 @@ from safetensors.numpy import save_file
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.operating.servers import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.tracking.log_model import log_model
+from grpo_tasks.tracking.models import find_champion
+from grpo_tasks.tracking.publishing import publish
+from grpo_tasks.tracking.runs import open_run
 from schemas.config.run import RunConfig
 from schemas.results import (
     DataReport,
@@ -29,6 +33,7 @@ from schemas.results import (
     LabReport,
     MergeProof,
     ModelRef,
+    PairedTest,
     RuleCount,
     SignalForecast,
     StageResult,
@@ -40,7 +45,7 @@ STARTED_MS = 1_789_000_000_000
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
-    """An SQLite store with its tables made: making them takes seconds, copying the file does not."""
+    """An SQLite store with its tables: creating them takes seconds, copying the file does not."""
     file = tmp_path_factory.mktemp("template") / "empty.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
@@ -81,7 +86,7 @@ def _wait_until_healthy(address, process, log):
 
 @pytest.fixture
 def database(request, empty_database, tmp_path, monkeypatch):
-    """Uri of an SQLite store of the test's own, its artifacts beside it; parametrised with "server": of the server."""
+    """Uri of an SQLite store for this test, its artifacts in the same folder; the server's uri if parametrised with "server"."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if getattr(request, "param", "sqlite") == "server":
@@ -92,7 +97,7 @@ def database(request, empty_database, tmp_path, monkeypatch):
 
 @pytest.fixture(params=["database", "server"])
 def any_store(request):
-    """Each test that asks for it runs on both kinds of store."""
+    """A test with this fixture runs on both kinds of store."""
     return request.getfixturevalue(request.param)
 
 
@@ -140,7 +145,7 @@ def write_journal(path: Path, steps, *, started_ms=STARTED_MS, shift=0.0):
 
 @pytest.fixture
 def make_stage(tmp_path):
-    """A stage directory as the trainer leaves it, finished or (finish=False) in the middle."""
+    """A stage directory as the trainer leaves it, finished or (finish=False) interrupted."""
 
     def make(config, stage="format", *, key="a1b2c3d4e5f60718", steps=40, finish=True):
         directory = tmp_path / "stages" / f"{stage}-{key[:8]}"
@@ -214,7 +219,7 @@ def data_report(tmp_path):
 
 @pytest.fixture
 def lab_report(tmp_path):
-    """A lab's findings on disk, a probe of 1 MB among them."""
+    """A lab's report on disk, with a probe of 1 MB."""
     directory = tmp_path / "lab"
     directory.mkdir()
     pl.DataFrame(
@@ -262,11 +267,11 @@ def make_evaluation(tmp_path):
 
 @pytest.fixture
 def make_merge(tmp_path):
-    """A merged model on disk: the embedded base, which any transformers loads."""
+    """A merged model on disk: a copy of the embedded base model."""
     base = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 
     def make(letter="7", key="9" * 16):
-        """Models of different letters differ in a file that nobody reads."""
+        """Models with different letters differ in one file that is not loaded."""
         directory = tmp_path / f"merge-{letter}"
         shutil.copytree(base, directory / "model", dirs_exist_ok=True)
         (directory / "model" / "letter.txt").write_text(letter)
@@ -288,6 +293,48 @@ def make_merge(tmp_path):
     return make
 
 
+def verdict(against, better):
+    return PairedTest(
+        against=against, metric="accuracy", prompts=64, difference=0.1, p_value=0.01 if better else 0.5, better=better
+    )
+
+
+@pytest.fixture
+def publish_one(make_config, make_merge, make_evaluation):
+    """Publish a model with the bytes of `letter`, better than the current champion or not."""
+
+    def make(uri, letter, *, better=True, config=None):
+        config = config or make_config(uri)
+        champion = find_champion(config.registered_model, config.tracking)
+        tests = [verdict("base", True)] + ([verdict("champion", better)] if champion else [])
+        origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
+        with open_run(config, key=letter) as run:
+            publish(
+                run,
+                make_merge(letter),
+                tests=tests,
+                champion=champion,
+                evaluation=make_evaluation("merged"),
+                origin=origin,
+                log=log_model,
+            )
+        return config
+
+    return make
+
+
+def published(config, make_evaluation, proof, key="run"):
+    with open_run(config, key=key) as run:
+        tests, evaluation = [verdict("base", True)], make_evaluation("merged")
+        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
+
+
+def flip_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def history(client, run_id, metric):
-    """(step, value, timestamp) of everything the store has of a metric."""
+    """(step, value, timestamp) of every value that the store has of a metric."""
     return [(found.step, found.value, found.timestamp) for found in client.get_metric_history(run_id, metric)]

@@ -1,4 +1,4 @@
-"""The first seconds of a store: kill -9 while it is made or migrated, and several first openings at once."""
+"""A store that is killed while it is created or migrated, and a store that several processes open first at once."""
 
 import os
 import shutil
@@ -20,22 +20,22 @@ from tests.kill_at import at_once, is_killed_at, preload_only
 
 SQL = "sqlalchemy.execute"
 OLD = "bda7b8c39065"
-"""A revision of mlflow's before some of its present tables."""
+"""A revision of mlflow's schema that lacks some of the current tables."""
 
 
 def audited(work, only="", **arguments):
-    """The work, with an audit event before each of its statements that holds these words."""
+    """Run the work with an audit event before each SQL statement that contains these words."""
 
-    def look(*given):
-        if only in given[2]:
+    def before_statement(*arguments):
+        if only in arguments[2]:
             sys.audit(SQL)
 
-    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", look)
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", before_statement)
     work(**arguments)
 
 
 def migrate_in_place(uri, revision="heads"):
-    """As mlflow does it, and as this project did."""
+    """Migrate the file itself, as mlflow does."""
     engine = utils.create_sqlalchemy_engine(uri)
     InitialBase.metadata.create_all(engine)
     config = utils._get_alembic_config(uri)
@@ -44,7 +44,7 @@ def migrate_in_place(uri, revision="heads"):
     engine.dispose()
 
 
-def half_made(uri, words):
+def kill_migration(uri, words):
     """Kill a migration in place before its first statement with these words."""
     assert is_killed_at(1, partial(audited, migrate_in_place, only=words, uri=uri), frozenset({SQL}))
 
@@ -87,38 +87,53 @@ def run_names(uri):
     return [run.info.run_name for run in client.search_runs(experiments)]
 
 
-def test_a_store_that_is_killed_while_it_is_made_is_made_by_the_next_call(uri, file):
+def test_after_a_kill_while_a_store_is_created_the_next_call_creates_it(uri, file):
     work = partial(audited, connect, uri=uri)
     for statement in (2, 40, 300):
         assert is_killed_at(statement, work, frozenset({SQL}))
         assert not file.exists()
-    # The last thing it does to a file: move it.
+    # The rename is the last change to a file.
     assert is_killed_at(1, work, frozenset({"os.rename"}), str(file.parent))
     assert not file.exists()
     assert run_names(uri) == []
     assert [path.name for path in file.parent.iterdir() if not path.is_dir()] == ["mlflow.db"]
 
 
-def test_several_first_openings_at_once_all_succeed(uri):
+def test_several_processes_can_open_a_new_store_at_once(uri):
     assert at_once(4, partial(connect, uri)) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_runs", "CREATE TABLE registered_models"])
-def test_a_half_made_store_without_runs_is_replaced_and_kept_aside(uri, file, words, caplog):
-    half_made(uri, words)
+def test_a_store_without_runs_is_usable_after_a_killed_migration_in_place(uri, words):
+    kill_migration(uri, words)
     assert run_names(uri) == []
-    aside = file.with_name("mlflow.db.half-made")
-    assert aside.exists() == ("half made" in caplog.text)
+
+
+def make_irreparable(file):
+    """A table that a migration creates exists already, with a row."""
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE evaluation_datasets (something_else TEXT)")
+        connection.execute("INSERT INTO evaluation_datasets VALUES ('x')")
+        connection.commit()
+
+
+def test_an_irreparable_store_without_runs_is_replaced_and_kept_under_another_name(uri, file, caplog):
+    migrate_in_place(uri, OLD)
+    make_irreparable(file)
+    before = file.read_bytes()
+    assert run_names(uri) == []
+    assert file.with_name("mlflow.db.half-made").read_bytes() == before
+    assert "a new store replaces it" in caplog.text
 
 
 @pytest.mark.parametrize("words", ["INSERT INTO _alembic_tmp_", "RENAME TO", "UPDATE alembic_version"])
-def test_a_migration_that_was_killed_in_place_loses_no_run(old_store, uri, file, words):
+def test_a_killed_migration_in_place_loses_no_run(old_store, uri, file, words):
     shutil.copy(old_store, file)
-    half_made(uri, words)
+    kill_migration(uri, words)
     assert run_names(uri) == ["kept"]
 
 
-def test_a_store_of_an_older_mlflow_is_migrated_whole_or_not_at_all_and_kept(old_store, uri, file):
+def test_a_store_of_an_older_mlflow_is_migrated_completely_or_not_at_all_and_kept(old_store, uri, file):
     shutil.copy(old_store, file)
     before = file.read_bytes()
     assert is_killed_at(40, partial(audited, connect, uri=uri), frozenset({SQL}))
@@ -127,12 +142,9 @@ def test_a_store_of_an_older_mlflow_is_migrated_whole_or_not_at_all_and_kept(old
     assert file.with_name("mlflow.db.before-migration").read_bytes() == before
 
 
-def test_a_half_made_store_with_runs_that_cannot_be_repaired_is_refused_and_left_alone(old_store, uri, file):
+def test_an_irreparable_store_with_runs_is_refused_and_not_changed(old_store, uri, file):
     shutil.copy(old_store, file)
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("CREATE TABLE evaluation_datasets (something_else TEXT)")
-        connection.execute("INSERT INTO evaluation_datasets VALUES ('x')")
-        connection.commit()
+    make_irreparable(file)
     before = file.read_bytes()
     with pytest.raises(TrackingError, match="half migrated") as caught:
         connect(uri)
@@ -140,7 +152,7 @@ def test_a_half_made_store_with_runs_that_cannot_be_repaired_is_refused_and_left
     assert file.read_bytes() == before
 
 
-def test_a_store_of_a_newer_mlflow_is_refused_and_left_alone(old_store, uri, file):
+def test_a_store_of_a_newer_mlflow_is_refused_and_not_changed(old_store, uri, file):
     shutil.copy(old_store, file)
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
@@ -151,7 +163,7 @@ def test_a_store_of_a_newer_mlflow_is_refused_and_left_alone(old_store, uri, fil
     assert file.read_bytes() == before
 
 
-def test_what_a_killed_writer_left_in_its_journal_does_not_reach_the_new_file(old_store, uri, file):
+def test_the_sqlite_journal_of_a_killed_writer_is_not_applied_to_the_new_file(old_store, uri, file):
     shutil.copy(old_store, file)
     pid = os.fork()
     if pid == 0:

@@ -1,5 +1,6 @@
-"""The journal arrives whole, each step once, whatever happens on the way."""
+"""Every update of the journal arrives exactly once, whatever is interrupted."""
 
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,6 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking import journal as journal_module
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
-from grpo_tasks.tracking.lines import read_journal
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import TrackingError, TrainingError
@@ -26,7 +26,7 @@ from .conftest import STARTED_MS, history, write_journal
 
 @pytest.fixture
 def child(any_store, request):
-    """A bare run in the store at hand."""
+    """A new run in the store under test."""
     store = open_store(TrackingConfig(tracking_uri=any_store))
     name = request.node.name
     found = store.client.get_experiment_by_name(name)
@@ -64,12 +64,13 @@ def test_a_journal_is_shipped_as_it_grows_with_its_own_times(child, stage):
     write_journal(stage.journal, range(4, 130))
     assert shipper.ship()
     assert shipper.last_step == 129
-    expected = [(line.step, line.metrics["reward"], line.timestamp_ms) for line in read_journal(stage.journal)]
+    lines = map(json.loads, stage.journal.read_text().splitlines())
+    expected = [(line["step"], line["metrics"]["reward"], line["timestamp_ms"]) for line in lines]
     assert history(child.store.client, child.run_id, "reward") == expected
     assert steps_of(child, "rewards/format/mean") == list(range(1, 130))
 
 
-def test_a_half_written_line_waits_for_its_end(child, stage):
+def test_an_incomplete_line_is_sent_once_it_is_complete(child, stage):
     shipper = shipper_of(child, stage)
     write_journal(stage.journal, [1, 2])
     whole = stage.journal.read_bytes()
@@ -81,7 +82,7 @@ def test_a_half_written_line_waits_for_its_end(child, stage):
     assert steps_of(child) == [1, 2]
 
 
-def test_a_new_shipper_goes_on_where_the_store_stands(child, stage):
+def test_a_new_shipper_continues_after_the_last_step_in_the_store(child, stage):
     write_journal(stage.journal, range(1, 21))
     assert shipper_of(child, stage).ship()
     write_journal(stage.journal, range(21, 31))
@@ -89,7 +90,7 @@ def test_a_new_shipper_goes_on_where_the_store_stands(child, stage):
     assert steps_of(child) == list(range(1, 31))
 
 
-def test_a_stage_trained_again_with_new_times_has_no_step_twice(child, stage):
+def test_a_stage_trained_again_with_new_timestamps_has_no_step_twice(child, stage):
     write_journal(stage.journal, range(1, 21))
     assert shipper_of(child, stage).ship()
     stage.journal.unlink()
@@ -98,7 +99,7 @@ def test_a_stage_trained_again_with_new_times_has_no_step_twice(child, stage):
     assert steps_of(child) == list(range(1, 31))
 
 
-def test_a_journal_that_began_anew_is_read_from_its_start(child, stage):
+def test_a_journal_that_was_replaced_is_read_from_its_start(child, stage):
     shipper = shipper_of(child, stage)
     write_journal(stage.journal, range(1, 11))
     assert shipper.ship()
@@ -110,7 +111,7 @@ def test_a_journal_that_began_anew_is_read_from_its_start(child, stage):
     assert steps_of(child) == list(range(1, 14))
 
 
-def test_final_figures_do_not_pass_for_journal_steps(child, stage):
+def test_final_figures_are_not_mistaken_for_journal_steps(child, stage):
     child.metrics({"final/reward": 1.0}, timestamp_ms=STARTED_MS, step=40)
     write_journal(stage.journal, range(1, 41))
     assert shipper_of(child, stage).ship()
@@ -145,7 +146,7 @@ def test_killed_in_the_middle_and_shipped_again_has_no_step_twice(child, stage):
     process.stderr.close()
     before = len(steps_of(child))
     assert 0 < before < 1_000, "the kill should come in the middle"
-    # The trainer was killed too, and its lines after the last checkpoint carry new times.
+    # The trainer was killed too. It repeats the updates after its last checkpoint, with new timestamps.
     stage.journal.unlink()
     write_journal(stage.journal, range(1, 1_001), started_ms=STARTED_MS + 60_000)
     assert shipper_of(child, stage).ship()
@@ -171,14 +172,14 @@ def test_a_dead_server_costs_only_delay(child, stage, dead_store):
     assert not shipper.ship()
     assert not shipper.ship()
     assert time.monotonic() - began < 20
-    # The server is back: the same shipper sends what has gathered.
+    # The server is back: the same shipper sends the lines that have accumulated.
     shipper.store, shipper._run = child.store, child
     write_journal(stage.journal, range(11, 21))
     assert shipper.ship()
     assert steps_of(child) == list(range(1, 21))
 
 
-def test_a_child_that_cannot_be_made_yet_does_not_stop_the_training(stage, dead_store):
+def test_a_child_run_that_cannot_be_created_yet_does_not_stop_the_training(stage, dead_store):
     write_journal(stage.journal, [1])
     shipper = JournalShipper(dead_store, stage.root, lambda: dead_store.ask(lambda client: client.get_run("0" * 32)))
     assert not shipper.ship()
@@ -188,7 +189,7 @@ def test_a_child_that_cannot_be_made_yet_does_not_stop_the_training(stage, dead_
     assert "not trained again" in caught.value.fix
 
 
-def test_a_refusal_of_the_server_is_an_error_not_a_delay(child, stage):
+def test_a_refusal_by_the_server_is_an_error_not_a_delay(child, stage):
     store = child.store
     store.client.delete_run(child.run_id)
     write_journal(stage.journal, [1])
@@ -197,16 +198,16 @@ def test_a_refusal_of_the_server_is_an_error_not_a_delay(child, stage):
     assert store.uri in str(caught.value)
 
 
-def test_a_broken_line_is_named(stage):
+def test_a_damaged_line_is_named(child, stage):
     write_journal(stage.journal, [1])
     with stage.journal.open("a") as file:
         file.write('{"step": 2, "metr\n')
     with pytest.raises(TrainingError, match="damaged") as caught:
-        read_journal(stage.journal)
+        shipper_of(child, stage).ship()
     assert caught.value.place == f"{stage.journal}:2"
 
 
-def test_no_call_is_larger_than_mlflow_takes_and_no_step_is_torn():
+def test_no_call_exceeds_mlflows_limit_and_no_step_is_split():
     lines = [journal_module.JournalLine(step, 0, {f"m{number}": 0.0 for number in range(37)}) for step in range(1, 200)]
     batches = list(journal_module._batches(lines))
     assert [line.step for batch in batches for line in batch] == list(range(1, 200))
@@ -214,7 +215,7 @@ def test_no_call_is_larger_than_mlflow_takes_and_no_step_is_torn():
     assert len(batches) == -(-199 // (1_000 // 37))
 
 
-def test_uri_of_the_environment_is_the_default(monkeypatch, tmp_path):
+def test_the_uri_in_the_environment_is_the_default(monkeypatch, tmp_path):
     from grpo_tasks.tracking.store import resolve_uri
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -232,7 +233,7 @@ def test_uri_of_the_environment_is_the_default(monkeypatch, tmp_path):
         ("./mlruns", "filesystem"),
     ],
 )
-def test_a_store_that_cannot_be_is_refused_at_once_with_uri_and_mend(uri, word):
+def test_an_impossible_store_is_refused_at_once_with_uri_and_fix(uri, word):
     began = time.monotonic()
     with pytest.raises(TrackingError, match=word) as caught:
         open_store(TrackingConfig(tracking_uri=uri)).ask(lambda client: client.search_experiments())
@@ -241,14 +242,14 @@ def test_a_store_that_cannot_be_is_refused_at_once_with_uri_and_mend(uri, word):
     assert time.monotonic() - began < 5
 
 
-def test_an_unreachable_server_is_an_error_with_uri_and_mend(dead_store):
+def test_an_unreachable_server_is_an_error_with_uri_and_fix(dead_store):
     with pytest.raises(TrackingError) as caught:
         dead_store.ask(lambda client: client.search_experiments())
     assert caught.value.place == dead_store.uri
-    assert "goes on where it stopped" in caught.value.fix
+    assert "it resumes" in caught.value.fix
 
 
-def test_asking_makes_no_lasting_change_of_mlflows_globals(database, monkeypatch):
+def test_calls_do_not_change_mlflows_globals_for_good(database, monkeypatch):
     import mlflow
 
     before = mlflow.get_tracking_uri()

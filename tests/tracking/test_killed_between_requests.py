@@ -1,4 +1,4 @@
-"""A run killed just before a request to MLflow, whichever it is, is taken up again: one run, no step twice, one whole model."""
+"""A run that is killed before any request to MLflow resumes: one run, no step twice, one complete model."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import publish
+from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
 from schemas.results import PairedTest
 from tests.kill_at import REQUESTS, count_calls, is_killed_at, some
@@ -18,8 +18,8 @@ POINTS = 8
 BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
 
 
-def life(config, stage, evaluation, proof):
-    """All that is sent for a run with one stage and a model that becomes champion."""
+def record_run(config, stage, evaluation, proof):
+    """Record a run with one stage and a model that becomes champion."""
     with open_run(config, key="cut") as run:
         run.follow(stage.directory).ship()
         run.record(stage)
@@ -32,21 +32,21 @@ def test_a_run_killed_before_any_request_is_the_same_after_the_next_attempt(
     server, make_config, make_stage, make_evaluation, make_merge
 ):
     stage, evaluation, proof = make_stage(make_config(server)), make_evaluation("merged"), make_merge()
-    whole = make_config(server, name="whole")
-    requests = count_calls(partial(life, whole, stage, evaluation, proof), REQUESTS)
-    wanted = stored(server, whole)
+    uninterrupted = make_config(server, name="uninterrupted")
+    requests = count_calls(partial(record_run, uninterrupted, stage, evaluation, proof), REQUESTS)
+    wanted = stored(server, uninterrupted)
     assert requests > 40
     assert wanted["versions"] == [("1", "READY")]
     for number in some(requests, POINTS, seed=5):
         config = make_config(server, name=f"killed-at-{number}")
-        work = partial(life, config, stage, evaluation, proof)
+        work = partial(record_run, config, stage, evaluation, proof)
         assert is_killed_at(number, work, REQUESTS), f"request {number} of {requests}"
         assert not is_killed_at(0, work, REQUESTS)
         assert stored(server, config) == wanted, f"killed before request {number} of {requests}"
 
 
 def stored(address, config):
-    """What the server has of a config's runs and model."""
+    """What the server has of the runs and the model of a config."""
     client = MlflowClient(address)
     experiment = client.get_experiment_by_name(config.tracking.experiment or config.name)
     runs = client.search_runs([experiment.experiment_id])
@@ -76,7 +76,7 @@ def files(client, run_id, folder=None):
 
 
 def model_files(client, model_id, folder=None):
-    """Files of a logged model with their sizes; MLmodel holds the time."""
+    """Files of a logged model with their sizes, except that of MLmodel, which contains the time."""
     found = []
     for entry in client.list_logged_model_artifacts(model_id, folder):
         found += (

@@ -1,10 +1,7 @@
-"""The registry: versions are reused, the alias moves only when better, what is downloaded answers."""
+"""Registered models on this disk: complete, verified, fetched once."""
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,178 +9,22 @@ from mlflow import MlflowClient
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.tracking import models
-from grpo_tasks.tracking.downloads import fetch_version
 from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, check_champion, decide, fetch_champion, find_champion, publish
-from grpo_tasks.tracking.registry import find_version
+from grpo_tasks.tracking.models import check_champion, fetch_champion, fetch_version, manifest_of
+from grpo_tasks.tracking.publishing import publish
+from grpo_tasks.tracking.registry import SHA_TAG, find_version
 from grpo_tasks.tracking.runs import open_run
-from schemas.errors import DamagedError, ModelError, TrackingError
-from schemas.results import PairedTest
+from schemas.errors import ModelError
+
+from .conftest import flip_byte, published, verdict
 
 
-def result_of(against, *, better):
-    return PairedTest(
-        against=against,
-        metric="accuracy",
-        prompts=64,
-        difference=0.3 if better else 0.0,
-        p_value=0.001 if better else 0.6,
-        better=better,
-    )
-
-
-OLD = Champion(version="1", sha256="old", run_id="r1")
-NEWER = Champion(version="2", sha256="newer", run_id="r2")
-
-
-@pytest.mark.parametrize(
-    ("base", "champion", "compared", "current", "moves", "word"),
-    [
-        (True, None, None, None, True, "there was no champion"),
-        (False, None, None, None, False, "not better than the base"),
-        (True, True, OLD, OLD, True, "better than the champion, version 1"),
-        (True, False, OLD, OLD, False, "not better than the champion, version 1"),
-        (False, True, OLD, OLD, False, "not better than the base"),
-        (True, True, OLD, NEWER, False, "meanwhile"),
-        (True, None, None, OLD, False, "meanwhile"),
-        (True, True, OLD, None, True, "there was no champion"),
-    ],
-)
-def test_the_alias_moves_only_past_base_and_the_champion_of_now(base, champion, compared, current, moves, word):
-    tests = [result_of("base", better=base)]
-    if champion is not None:
-        tests.append(result_of("champion", better=champion))
-    decision = decide("3", "mine", tests=tests, compared=compared, current=current)
-    assert decision.champion is moves
-    assert word in decision.reason
-
-
-def test_the_champion_stays_when_published_again_and_needs_no_test():
-    assert decide("1", "old", tests=[], compared=None, current=OLD).champion
-
-
-def test_the_same_bytes_do_not_replace_themselves():
-    decision = decide("5", "old", tests=[result_of("base", better=True)], compared=OLD, current=OLD)
-    assert not decision.champion
-    assert "same bytes" in decision.reason
-
-
-def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
-    any_store, make_config, make_merge, make_evaluation
-):
-    config, client = make_config(any_store), MlflowClient(any_store)
-    name, evaluation = config.registered_model, make_evaluation("merged", 0.9)
-    assert find_champion(name, config.tracking) is None
-    first = make_merge("1")
-    with open_run(config, key="one") as run:
-        for _ in range(2):
-            decision = publish(
-                run, first, tests=[result_of("base", better=True)], champion=None, evaluation=evaluation, log=log_model
-            )
-    assert (decision.version, decision.champion) == ("1", True)
-
-    champion = find_champion(name, config.tracking)
-    assert champion == Champion(version="1", sha256=first.sha256, run_id=run.run_id)
-    with open_run(config, key="two") as worse:
-        tests = [result_of("base", better=True), result_of("champion", better=False)]
-        decision = publish(worse, make_merge("2"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
-    assert (decision.version, decision.champion) == ("2", False)
-    assert find_champion(name, config.tracking) == champion
-
-    with open_run(config, key="three") as better:
-        tests = [result_of("base", better=True), result_of("champion", better=True)]
-        decision = publish(better, make_merge("3"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
-    assert (decision.version, decision.champion) == ("3", True)
-    assert find_champion(name, config.tracking).version == "3"
-
-    assert len(client.search_model_versions(f"name = '{name}'")) == 3
-    assert client.get_run(run.run_id).info.status == "FINISHED"
-    tags = client.get_model_version(name, "3").tags
-    assert float(tags["against_champion.p_value"]) == 0.001
-    assert float(tags["accuracy"]) == 0.9
-    assert "better than the champion, version 1" in tags["grpo.decision"]
-    assert "there was no champion" in client.get_model_version(name, "1").tags["grpo.decision"]
-
-
-def test_killed_between_logging_and_registering_stores_the_model_once(
-    database, make_config, make_merge, make_evaluation, monkeypatch
-):
-    config, client, proof = make_config(database), MlflowClient(database), make_merge()
-    tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    def attempt():
-        with open_run(config, key="cut") as run:
-            return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(models, "_create_model", killed)
-        with pytest.raises(KeyboardInterrupt):
-            attempt()
-    run, decision = attempt()
-    assert decision.champion
-    assert len(client.search_logged_models([run.experiment_id])) == 1
-    assert len(client.search_model_versions(f"name = '{config.registered_model}'")) == 1
-
-
-def test_an_upload_that_breaks_off_is_begun_anew_and_stored_once(server, make_config, make_merge, make_evaluation):
-    config, client, tried = make_config(server), MlflowClient(server), []
-
-    def breaks_off(spec):
-        tried.append(spec.model_id)
-        if len(tried) < models.UPLOADS:
-            raise TrackingError("the connection was cut")
-        log_model(spec)
-
-    with open_run(config, key="broken-off") as run:
-        tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
-        assert publish(run, make_merge(), tests=tests, champion=None, evaluation=evaluation, log=breaks_off).champion
-    assert len(set(tried)) == models.UPLOADS
-    assert [model.model_id for model in client.search_logged_models([run.experiment_id])] == tried[-1:]
-
-
-ANSWER = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = AutoModelForCausalLM.from_pretrained(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": "What is 15 + 27?"}]
-prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-print("ANSWER", tokenizer.decode(tokens[0][prompt["input_ids"].shape[1]:]))
-"""
-
-
-def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
-    server, make_config, make_merge, make_evaluation, tmp_path
-):
-    config, proof = make_config(server), make_merge()
-    with open_run(config, key="download") as run:
-        publish(
-            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=log_model
-        )
-    target = tmp_path / "downloaded"
-    environment = os.environ | {"MLFLOW_TRACKING_URI": server, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "mlflow", "artifacts", "download"]
-    command += ["--artifact-uri", f"models:/{config.registered_model}@champion", "--dst-path", str(target)]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    for file in Path(proof.model.path).iterdir():
-        assert (target / "model" / file.name).read_bytes() == file.read_bytes()
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWER, str(target / "model")], env=environment, check=True, capture_output=True, text=True
-    )
-    assert "ANSWER" in done.stdout
-
-
-def test_the_champion_is_fetched_once_and_whole(server, make_config, make_merge, make_evaluation, tmp_path):
+def test_the_champion_is_fetched_once_and_completely(server, make_config, make_merge, make_evaluation, tmp_path):
     config, proof = make_config(server), make_merge()
     name = config.registered_model
     assert fetch_champion(name, config.tracking, tmp_path / "champions") is None
     with open_run(config, key="fetch") as run:
-        publish(
-            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=log_model
-        )
+        publish(run, proof, tests=[verdict("base", True)], champion=None, evaluation=make_evaluation("merged"), log=log_model)
     found = fetch_champion(name, config.tracking, tmp_path / "champions")
     champion, model = found
     assert champion.sha256 == proof.sha256
@@ -206,56 +47,64 @@ def test_an_alias_on_something_else_than_a_model_is_refused(database, make_confi
             refused(config.registered_model, config.tracking)
 
 
-def published(config, make_evaluation, proof, key="run"):
-    with open_run(config, key=key) as run:
-        tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
-        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
+def test_a_download_is_complete_and_refuses_a_folder_with_other_files(any_store, publish_one, tmp_path):
+    config = publish_one(any_store, "1")
+    version = find_version(f"{config.registered_model}@champion", config.tracking)
+    folder = fetch_version(version, config.tracking, tmp_path / "mine")
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors"}
+    assert not list(tmp_path.glob("*.part"))
+    assert fetch_version(version, config.tracking, tmp_path / "mine") == folder
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("mine")
+    with pytest.raises(ModelError, match="other files"):
+        fetch_version(version, config.tracking, tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.tex").exists()
 
 
-def flip_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def test_an_interrupted_download_keeps_its_complete_files(server, publish_one, tmp_path, monkeypatch):
+    config = publish_one(server, "1")
+    version = find_version(f"{config.registered_model}@champion", config.tracking)
+    fetch, fetched = models._fetch, []
+
+    def interrupt(store, of, name, part):
+        if len(fetched) == 2:
+            # What an interrupted connection leaves: the beginning of a file.
+            (part / name).write_bytes(b"half")
+            raise KeyboardInterrupt
+        fetched.append(name)
+        fetch(store, of, name, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "_fetch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_version(version, config.tracking, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    again = []
+    monkeypatch.setattr(models, "_fetch", lambda store, of, name, part: (again.append(name), fetch(store, of, name, part)))
+    folder = fetch_version(version, config.tracking, tmp_path / "model")
+    assert not set(again) & set(fetched)
+    wanted = manifest_of(folder)
+    assert set(wanted) == set(again) | set(fetched)
 
 
-def test_a_model_with_one_flipped_byte_is_not_published_and_the_good_version_stays_downloadable(
-    database, make_config, make_merge, make_evaluation, tmp_path
-):
-    config, client, proof = make_config(database), MlflowClient(database), make_merge()
-    assert published(config, make_evaluation, proof).version == "1"
-    flip_byte(Path(proof.model.path) / "model.safetensors")
-    for key in ("run", "another run"):
-        with pytest.raises(DamagedError, match="not what the merge proof saw"):
-            published(config, make_evaluation, proof, key)
-    assert [version.version for version in client.search_model_versions(f"name = '{config.registered_model}'")] == [1]
-    folder = fetch_version(find_version(config.registered_model, config.tracking), config.tracking, tmp_path / "mine")
-    assert folder_sha256(folder) == proof.sha256
+def test_a_file_that_was_changed_in_the_store_is_refused(database, publish_one, tmp_path):
+    config = publish_one(database, "1")
+    version = find_version(f"{config.registered_model}@champion", config.tracking)
+    [stored] = list(tmp_path.glob("mlruns/**/artifacts/model/model.safetensors"))
+    stored.write_bytes(stored.read_bytes()[:-1] + b"x")
+    with pytest.raises(ModelError, match=r"model\.safetensors differs from what was published"):
+        fetch_version(version, config.tracking, tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
 
 
-def test_a_model_that_changes_while_it_is_uploaded_is_not_registered(database, make_config, make_merge, make_evaluation):
-    config, client, proof = make_config(database), MlflowClient(database), make_merge()
-
-    def changes(spec):
-        flip_byte(spec.path / "model.safetensors")
-        log_model(spec)
-
-    with open_run(config, key="run") as run, pytest.raises(DamagedError):
-        publish(
-            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=changes
-        )
-    assert client.search_model_versions(f"name = '{config.registered_model}'") == []
-
-
-def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_merge, make_evaluation, tmp_path):
-    config, proof = make_config(database), make_merge()
-    published(config, make_evaluation, proof)
-    [stored] = tmp_path.glob("mlruns/**/publication/manifest-*.json")
-    written = stored.stat().st_mtime_ns
-    published(config, make_evaluation, proof)
-    assert stored.stat().st_mtime_ns == written
-    flip_byte(stored)
-    with pytest.raises(TrackingError, match="not the one that this model was published with"):
-        published(config, make_evaluation, proof)
+def test_a_manifest_cannot_write_outside_the_folder(database, publish_one, tmp_path):
+    config = publish_one(database, "1")
+    version = find_version(f"{config.registered_model}@champion", config.tracking)
+    evil = json.dumps({"../evil": {"sha256": "00" * 32, "size": 1}})
+    path = models.manifest_path(version.tags["grpo.sha256"])
+    MlflowClient(database).log_text(version.run_id, evil, path)
+    with pytest.raises(ModelError, match="outside the model"):
+        fetch_version(version, config.tracking, tmp_path / "mine")
 
 
 @pytest.mark.parametrize("changed", ["tag", "manifest", "file"])
@@ -268,7 +117,7 @@ def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     if changed == "tag":
         # Another model's hash, whose manifest exists too.
         published(config, make_evaluation, other, "other")
-        client.set_model_version_tag(config.registered_model, "1", models.SHA_TAG, other.sha256)
+        client.set_model_version_tag(config.registered_model, "1", SHA_TAG, other.sha256)
     elif changed == "manifest":
         [stored] = tmp_path.glob("mlruns/**/publication/manifest-*.json")
         content = json.loads(stored.read_text())
@@ -277,7 +126,7 @@ def test_registry_tag_manifest_and_file_agree_or_the_download_fails(
     else:
         [stored] = tmp_path.glob("mlruns/**/letter.txt")
         stored.write_text("8")
-    with pytest.raises(ModelError, match=r"does not agree|not what was published|no manifest"):
+    with pytest.raises(ModelError, match=r"does not agree|differs from what was published|no manifest"):
         fetch_version(find_version(f"{config.registered_model}/1", config.tracking), config.tracking, tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 

@@ -1,12 +1,12 @@
-"""Plots come from journals, and show what the journal says."""
+"""Plots are drawn from journals and show the journal's values."""
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from grpo_tasks.stage.journal import Journal
 from grpo_tasks.tracking import plots
-from grpo_tasks.tracking.lines import JournalLine, read_journal
-from schemas.metrics import TRAINING
+from schemas.metrics import KL, REWARD
 
 from .conftest import write_journal
 
@@ -18,7 +18,7 @@ def journals(tmp_path):
     return [("format", tmp_path / "format.jsonl"), ("correctness", tmp_path / "correctness.jsonl")]
 
 
-def test_a_stage_has_one_picture_per_title_it_measured(journals, tmp_path):
+def test_a_stage_has_one_figure_per_plot_it_has_metrics_for(journals, tmp_path):
     files = plots.plot_stage(journals[0][1], tmp_path / "plots")
     assert {file.stem for file in files} == {
         *(
@@ -39,20 +39,20 @@ def test_a_stage_has_one_picture_per_title_it_measured(journals, tmp_path):
         assert picture[..., :3].std() > 0.01, f"{file.name} is blank"
 
 
-def test_every_title_of_the_metrics_table_has_words():
-    assert {metric.plot for metric in TRAINING if metric.plot} == set(plots._TITLES)
+def read_steps(journal):
+    return Journal(journal, writes=False).steps
 
 
-def test_series_hold_the_journals_own_numbers(journals):
-    lines = read_journal(journals[0][1])
-    groups = plots._group(lines)
-    assert groups["reward"][0].values == [line.metrics["reward"] for line in lines]
+def test_series_hold_the_journals_numbers(journals):
+    steps = read_steps(journals[0][1])
+    groups = plots._group(steps)
+    assert groups["reward"][0].values == [metrics[REWARD] for metrics in steps.values()]
     assert {series.label for series in groups["rewards"]} == {"format", "own"}
     assert {series.label for series in groups["completion_length"]} == {"mean length", "max length"}
 
 
-def test_stages_are_put_end_to_end(journals):
-    boundaries, groups = plots._join([(name, read_journal(path)) for name, path in journals])
+def test_stages_are_joined_one_after_another(journals):
+    boundaries, groups = plots._join([(name, read_steps(path)) for name, path in journals])
     assert boundaries == [0, 60, 260]
     assert groups["reward"][0].steps == list(range(1, 261))
     pieces = plots._pieces(groups["reward"][0], boundaries)
@@ -66,7 +66,7 @@ def test_the_overview_is_drawn_and_the_same_journals_give_the_same_bytes(journal
     assert imread(first).shape[1] > 1_200
 
 
-def test_an_empty_or_missing_journal_is_no_fault(tmp_path):
+def test_an_empty_or_missing_journal_gives_an_empty_overview(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert plots.plot_stage(tmp_path / "missing.jsonl", tmp_path / "plots") == []
     assert plots.plot_overview([("a", tmp_path / "empty.jsonl")], tmp_path / "overview.png").exists()
@@ -81,11 +81,11 @@ def test_smoothing_keeps_the_length_the_mean_of_a_constant_and_the_range(size):
     np.testing.assert_allclose(plots._smooth(np.full(size, 3.0)), 3.0)
 
 
-def test_one_measurement_alone_is_seen(tmp_path):
-    lines = [JournalLine(step, step, {"reward": 1.0} | ({"kl": 0.2} if step == 11 else {})) for step in range(1, 21)]
-    for name, some in (("with", lines), ("without", [])):
-        plots._draw_title("kl", plots._group(some).get("kl", [plots.Series("kl")]), tmp_path / name)
-    seen, empty = (imread(tmp_path / name / "kl.png")[60:-60, 100:-60, :3] for name in ("with", "without"))
+def test_a_single_measurement_is_visible(tmp_path):
+    measured = {step: {REWARD: 1.0} | ({KL: 0.2} if step == 11 else {}) for step in range(1, 21)}
+    for name, steps in (("with", measured), ("without", {})):
+        plots._draw_plot("kl", plots._group(steps).get("kl", [plots.Series("kl")]), tmp_path / f"{name}.png")
+    seen, empty = (imread(tmp_path / f"{name}.png")[60:-60, 100:-60, :3] for name in ("with", "without"))
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     assert (np.abs(seen - blue).max(-1) < 0.05).sum() > 20
     assert (np.abs(empty - blue).max(-1) < 0.05).sum() == 0

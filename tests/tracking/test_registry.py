@@ -1,4 +1,4 @@
-"""The registry day after day: promotion with its limits, rollback, downloads that are whole or not there, lineage."""
+"""Versions in the registry: aliases, limits of a promotion, rollback, lineage, references."""
 
 import json
 
@@ -8,45 +8,13 @@ from mlflow import MlflowClient
 
 from grpo_tasks.evaluation.paired import paired_test
 from grpo_tasks.evaluation.regressions import find_regressions
-from grpo_tasks.tracking import downloads
-from grpo_tasks.tracking.downloads import fetch_version, manifest_of
-from grpo_tasks.tracking.log_model import log_model
-from grpo_tasks.tracking.models import Champion, decide, find_champion, publish
+from grpo_tasks.tracking.models import Champion
+from grpo_tasks.tracking.publishing import decide
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback
-from grpo_tasks.tracking.runs import open_run
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ModelError
-from schemas.results import PairedTest
 
-
-def verdict(against, better):
-    return PairedTest(
-        against=against, metric="accuracy", prompts=64, difference=0.1, p_value=0.01 if better else 0.5, better=better
-    )
-
-
-@pytest.fixture
-def publish_one(make_config, make_merge, make_evaluation):
-    """Publish a model with given bytes, better or not than whatever is champion."""
-
-    def make(uri, letter, *, better=True, config=None):
-        config = config or make_config(uri)
-        champion = find_champion(config.registered_model, config.tracking)
-        tests = [verdict("base", True)] + ([verdict("champion", better)] if champion else [])
-        origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
-        with open_run(config, key=letter) as run:
-            publish(
-                run,
-                make_merge(letter),
-                tests=tests,
-                champion=champion,
-                evaluation=make_evaluation("merged"),
-                origin=origin,
-                log=log_model,
-            )
-        return config
-
-    return make
+from .conftest import verdict
 
 
 def aliases(config):
@@ -54,7 +22,7 @@ def aliases(config):
     return {alias: str(version) for alias, version in found.items()}
 
 
-def test_aliases_tell_who_is_champion_who_was_and_who_failed(any_store, publish_one):
+def test_aliases_name_the_champion_the_previous_one_and_the_challenger(any_store, publish_one):
     config = publish_one(any_store, "1")
     assert aliases(config) == {"champion": "1"}
     publish_one(any_store, "2", better=False)
@@ -63,7 +31,7 @@ def test_aliases_tell_who_is_champion_who_was_and_who_failed(any_store, publish_
     assert aliases(config) == {"champion": "3", "previous": "1", "challenger": "2"}
 
 
-def test_a_kill_between_two_aliases_loses_nobody(database, publish_one, monkeypatch):
+def test_a_kill_between_two_aliases_loses_no_version(database, publish_one, monkeypatch):
     config = publish_one(database, "1")
     set_alias = MlflowClient.set_registered_model_alias
 
@@ -81,7 +49,7 @@ def test_a_kill_between_two_aliases_loses_nobody(database, publish_one, monkeypa
     assert aliases(config) == {"champion": "2", "previous": "1"}
 
 
-def test_rollback_restores_the_champion_before_and_the_same_run_does_not_undo_it(any_store, publish_one):
+def test_rollback_restores_the_previous_champion_and_the_same_run_does_not_undo_it(any_store, publish_one):
     config = publish_one(any_store, "1")
     name = config.registered_model
     with pytest.raises(ModelError, match="no such model"):
@@ -102,7 +70,7 @@ def test_rollback_restores_the_champion_before_and_the_same_run_does_not_undo_it
     ("figure", "value", "fails"),
     [("format_rate", 0.85, "format_rate"), ("truncated_rate", 0.2, "truncated_rate"), ("mean_length", 100.0, "mean_length")],
 )
-def test_a_better_model_that_got_worse_elsewhere_is_not_promoted(make_evaluation, figure, value, fails):
+def test_a_model_with_a_regression_is_not_promoted(make_evaluation, figure, value, fails):
     champion = with_figures(make_evaluation("champion"), format_rate=0.95, truncated_rate=0.01, mean_length=40.0)
     ours = with_figures(make_evaluation("merged"), format_rate=0.95, truncated_rate=0.01, mean_length=45.0)
     promotion = PromotionConfig()
@@ -131,81 +99,19 @@ def with_figures(report, **values):
 
 @pytest.mark.parametrize("num_samples", [1, 4])
 @pytest.mark.parametrize(("base_is_behind", "has_champion"), [(True, True), (False, True), (False, False)])
-def test_of_a_thousand_candidates_that_are_no_better_hardly_more_than_alpha_are_promoted(
-    num_samples, base_is_behind, has_champion
-):
+def test_of_a_thousand_equal_candidates_at_most_about_alpha_are_promoted(num_samples, base_is_behind, has_champion):
     rng, alpha, simulations, prompts = np.random.default_rng(0), 0.05, 1_000, 64
     old, promoted = Champion("1", "old", "run") if has_champion else None, 0
     for _ in range(simulations):
         difficulty = rng.beta(0.8, 0.8, prompts)
         champion, ours = (rng.binomial(num_samples, difficulty) / num_samples for _ in range(2))
-        # With the base far behind only the test against the champion is left to say no: the hardest case.
+        # If the base is far behind, only the test against the champion can refuse: the hardest case.
         base = rng.binomial(num_samples, difficulty * (0.3 if base_is_behind else 1.0)) / num_samples
         rivals = [(base, "base"), (champion, "champion")] if has_champion else [(base, "base")]
         tests = [paired_test(ours, theirs, alpha=alpha, metric="accuracy", against=against) for theirs, against in rivals]
         promoted += decide("2", "new", tests=tests, compared=old, current=old).champion
     # 3.1 standard deviations of a binomial with p = alpha: a sound test fails here once in a thousand seeds.
     assert promoted <= simulations * alpha + 3.1 * (simulations * alpha * (1 - alpha)) ** 0.5
-
-
-def test_a_download_is_whole_verified_and_refuses_a_folder_of_something_else(any_store, publish_one, tmp_path):
-    config = publish_one(any_store, "1")
-    version = find_version(f"{config.registered_model}@champion", config.tracking)
-    folder = fetch_version(version, config.tracking, tmp_path / "mine")
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors"}
-    assert not list(tmp_path.glob("*.part"))
-    assert fetch_version(version, config.tracking, tmp_path / "mine") == folder
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("mine")
-    with pytest.raises(ModelError, match="something else"):
-        fetch_version(version, config.tracking, tmp_path / "other")
-    assert (tmp_path / "other" / "thesis.tex").exists()
-
-
-def test_a_download_that_broke_off_goes_on_with_what_is_left(server, publish_one, tmp_path, monkeypatch):
-    config = publish_one(server, "1")
-    version = find_version(f"{config.registered_model}@champion", config.tracking)
-    fetch, fetched = downloads._fetch, []
-
-    def break_off(store, of, name, part):
-        if len(fetched) == 2:
-            # What a cut connection leaves: the beginning of a file.
-            (part / name).write_bytes(b"half")
-            raise KeyboardInterrupt
-        fetched.append(name)
-        fetch(store, of, name, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(downloads, "_fetch", break_off)
-        with pytest.raises(KeyboardInterrupt):
-            fetch_version(version, config.tracking, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-    again = []
-    monkeypatch.setattr(downloads, "_fetch", lambda store, of, name, part: (again.append(name), fetch(store, of, name, part)))
-    folder = fetch_version(version, config.tracking, tmp_path / "model")
-    assert not set(again) & set(fetched)
-    wanted = manifest_of(folder)
-    assert set(wanted) == set(again) | set(fetched)
-
-
-def test_a_file_that_was_changed_in_the_store_is_refused(database, publish_one, tmp_path):
-    config = publish_one(database, "1")
-    version = find_version(f"{config.registered_model}@champion", config.tracking)
-    [stored] = list(tmp_path.glob("mlruns/**/artifacts/model/model.safetensors"))
-    stored.write_bytes(stored.read_bytes()[:-1] + b"x")
-    with pytest.raises(ModelError, match=r"model\.safetensors is not what was published"):
-        fetch_version(version, config.tracking, tmp_path / "mine")
-    assert not (tmp_path / "mine").exists()
-
-
-def test_a_manifest_cannot_write_outside_the_folder(database, publish_one, tmp_path):
-    config = publish_one(database, "1")
-    version = find_version(f"{config.registered_model}@champion", config.tracking)
-    evil = json.dumps({"../evil": {"sha256": "00" * 32, "size": 1}})
-    path = downloads.manifest_path(version.tags["grpo.sha256"])
-    MlflowClient(database).log_text(version.run_id, evil, path)
-    with pytest.raises(ModelError, match="outside the model"):
-        fetch_version(version, config.tracking, tmp_path / "mine")
 
 
 def test_lineage_leads_from_a_version_to_run_data_config_and_environment(any_store, publish_one):
@@ -221,7 +127,7 @@ def test_lineage_leads_from_a_version_to_run_data_config_and_environment(any_sto
     assert find_tagged(config.registered_model, {"grpo.key": "2"}, config.tracking) is None
 
 
-def test_an_unknown_model_or_alias_says_what_there_is(database, publish_one):
+def test_the_error_for_an_unknown_model_or_alias_lists_the_existing_ones(database, publish_one):
     config = publish_one(database, "1")
     with pytest.raises(ModelError) as caught:
         find_version(f"{config.registered_model}@champoin", config.tracking)

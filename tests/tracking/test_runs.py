@@ -1,4 +1,4 @@
-"""A run is found again, fed from folders, and ends as it ended."""
+"""A run is found by its key, filled from folders, and ends with the pipeline's status."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from grpo_tasks.tracking.params import flatten
+from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -45,7 +45,7 @@ def children(client, run):
 
 
 def snapshot(client, run_id):
-    """Everything that can be seen of a run, down to each stored value."""
+    """Everything that the store shows of a run, down to each value."""
     run = client.get_run(run_id)
     values = {metric: history(client, run_id, metric) for metric in run.data.metrics}
     inputs = [(found.dataset.name, found.dataset.digest) for found in run.inputs.dataset_inputs]
@@ -76,7 +76,7 @@ def test_a_long_field_is_neither_dropped_nor_cut(database, make_config):
     assert "".join(parts) == prompt
 
 
-def test_a_run_says_what_it_ran_on(config, client):
+def test_a_run_records_its_environment(config, client):
     with open_run(config, key="env", flow_run_id="flow-1") as run:
         pass
     tags = client.get_run(run.run_id).data.tags
@@ -112,7 +112,7 @@ def test_the_same_key_finds_the_same_run_and_fresh_makes_a_new_one(config):
     ("fault", "status"),
     [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")],
 )
-def test_a_run_ends_as_it_ended_children_too(database, make_config, make_stage, fault, status):
+def test_a_run_and_its_children_end_with_the_status_of_the_pipeline(database, make_config, make_stage, fault, status):
     config, client = make_config(database), MlflowClient(database)
     stage = make_stage(config, steps=3, finish=False)
 
@@ -132,7 +132,7 @@ def test_a_run_ends_as_it_ended_children_too(database, make_config, make_stage, 
     assert {run.info.status for run in found} == {status}
     assert len(found) == 2
     with open_run(config, key="end") as run:
-        run.child("format", stage.key).tags({"note": "taken up again"})
+        run.child("format", stage.key).tags({"note": "resumed"})
     assert {run.info.status for run in [client.get_run(run.run_id), *children(client, run).values()]} == {"FINISHED"}
 
 
@@ -161,7 +161,7 @@ def test_recording_everything_twice_changes_nothing(
     assert len(children(client, run)) == 2
 
 
-def test_recorded_again_after_a_kill_before_the_marker_changes_no_figure(
+def test_recording_again_after_a_kill_before_the_marker_changes_nothing(
     config, client, make_stage, data_report, lab_report, make_evaluation
 ):
     results = [data_report, lab_report, make_evaluation("base", 0.3), make_stage(config)]
@@ -204,7 +204,7 @@ def test_data_becomes_dataset_inputs_with_the_content_digest(config, client, dat
     assert found.data.metrics["data/quarantined"] == 1
 
 
-def test_the_labs_probes_are_a_table_with_long_texts_shortened(config, client, lab_report):
+def test_the_probes_of_the_lab_are_a_table_with_shortened_texts(config, client, lab_report):
     with open_run(config, key="lab") as run:
         run.record(lab_report)
     table = json.loads(Path(client.download_artifacts(run.run_id, "lab/probes.json")).read_text())
@@ -239,7 +239,7 @@ def test_a_stage_is_a_child_run_with_everything_of_its_folder(config, client, ma
     assert len(table["data"]) == 6
 
 
-def test_a_stage_killed_in_the_middle_goes_on_in_the_same_child(config, client, make_stage):
+def test_a_killed_stage_resumes_in_the_same_child_run(config, client, make_stage):
     stage = make_stage(config, steps=25, finish=False)
 
     def ship_and_be_killed():
@@ -264,7 +264,7 @@ def test_a_stage_killed_in_the_middle_goes_on_in_the_same_child(config, client, 
     assert [step for step, _, _ in history(client, child.info.run_id, "reward")] == list(range(1, 41))
 
 
-def test_evaluations_are_figures_of_the_parent_run(config, client, make_evaluation):
+def test_evaluations_are_metrics_of_the_parent_run(config, client, make_evaluation):
     with open_run(config, key="eval") as run:
         run.record(make_evaluation("base", 0.25))
         run.record(make_evaluation("merged", 0.9, "a" * 16))
@@ -279,7 +279,7 @@ def test_evaluations_are_figures_of_the_parent_run(config, client, make_evaluati
     )
 
 
-def test_merge_and_publication_are_told(config, client, make_merge, tmp_path):
+def test_merge_and_publication_are_recorded(config, client, make_merge, tmp_path):
     test = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.6, p_value=1e-9, better=True)
     publication = Publication(
         key="2" * 16,
@@ -292,7 +292,7 @@ def test_merge_and_publication_are_told(config, client, make_merge, tmp_path):
         tests=[test],
         reason="better than the base",
     )
-    with open_run(config, key="told") as run:
+    with open_run(config, key="published") as run:
         run.record(make_merge())
         run.record(publication)
     found = client.get_run(run.run_id)
@@ -301,7 +301,7 @@ def test_merge_and_publication_are_told(config, client, make_merge, tmp_path):
     assert {"merge/proof.json", "publication/decision.json"} <= artifacts(client, run.run_id)
 
 
-def test_a_setting_that_changed_under_the_same_key_is_told_beside_the_first(database, make_config):
+def test_a_setting_that_changes_under_the_same_key_becomes_a_tag(database, make_config):
     client = MlflowClient(database)
     with open_run(make_config(database), key="res") as run:
         pass
@@ -325,7 +325,7 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(databas
 
 
 def test_the_default_store_is_a_database_in_the_working_directory(database, make_config, tmp_path):
-    # In a process of its own: mlflow remembers relative addresses of the folders that a process worked in before.
+    # In a separate process: mlflow caches relative addresses from the working directories that a process had before.
     code = (
         "import sys; from schemas.config.run import RunConfig; from grpo_tasks.tracking.runs import open_run\n"
         "with open_run(RunConfig.model_validate_json(sys.argv[1]), key='default') as run: pass\n"

@@ -1,4 +1,4 @@
-"""Two processes that record the same things in one store at the same moment: both succeed, and nothing is there twice."""
+"""Two processes that record the same run in one store at once: both succeed, and nothing is stored twice."""
 
 from functools import partial
 
@@ -26,22 +26,22 @@ def record(config, report):
 
 
 def write_rows(uri, run_ids):
-    """The calls that insert a row where they found none."""
+    """The calls that insert a row if they find none."""
     store = connect(uri)
     inputs = [DatasetInput(Dataset("train", "abc", "local", "{}"), [InputTag("mlflow.data.context", "training")])]
     for number, run_id in enumerate(run_ids):
         store.ask(lambda client, run_id=run_id: client.log_inputs(run_id, datasets=inputs))
-        store.ask(lambda client, number=number: found_or_made(client, f"experiment-{number}"))
+        store.ask(lambda client, number=number: find_or_create(client, f"experiment-{number}"))
         store.ask(lambda client, run_id=run_id: client.log_param(run_id, "a", "1"))
         store.ask(lambda client, run_id=run_id: client.set_tag(run_id, "b", "2"))
 
 
-def found_or_made(client, name):
+def find_or_create(client, name):
     found = client.get_experiment_by_name(name)
     return found.experiment_id if found else client.create_experiment(name)
 
 
-def test_rows_that_two_write_at_once_are_there_once(any_store):
+def test_rows_that_two_processes_write_at_once_are_stored_once(any_store):
     client = MlflowClient(any_store)
     experiment = client.create_experiment(f"rows-{any_store[:4]}")
     run_ids = [client.create_run(experiment).info.run_id for _ in range(15)]
@@ -52,7 +52,7 @@ def test_rows_that_two_write_at_once_are_there_once(any_store):
         assert (run.data.params, run.data.tags["b"]) == ({"a": "1"}, "2")
 
 
-def test_two_runs_of_one_key_are_one_run(database, make_config, data_report):
+def test_two_processes_with_one_key_share_one_run(database, make_config, data_report):
     config, client = make_config(database), MlflowClient(database)
     assert at_once(2, partial(record, config, data_report)) == [0, 0]
     runs = client.search_runs([client.get_experiment_by_name(config.experiment).experiment_id])
@@ -68,25 +68,25 @@ def add_one(path):
             path.write_text(str(int(path.read_text()) + 1))
 
 
-def test_a_lock_lets_one_process_at_a_time_work(tmp_path):
+def test_only_one_process_holds_a_lock(tmp_path):
     counter = tmp_path / "count"
     counter.write_text("0")
     assert at_once(3, partial(add_one, counter)) == [0, 0, 0]
     assert counter.read_text() == "600"
 
 
-def test_the_one_who_waits_for_a_lock_learns_for_whom(tmp_path):
-    told = []
+def test_a_process_that_waits_for_a_lock_is_given_the_name_of_the_holder(tmp_path):
+    holders = []
 
     class GivenUpError(Exception):
         pass
 
     def give_up(holder):
-        told.append(holder)
+        holders.append(holder)
         raise GivenUpError
 
     with alone(tmp_path / "lock", who="the run demo"), pytest.raises(GivenUpError), alone(tmp_path / "lock", waiting=give_up):
         pass
-    assert told[0].startswith("the run demo (process ")
+    assert holders[0].startswith("the run demo (process ")
     with alone(tmp_path / "lock", shared=True), alone(tmp_path / "lock", shared=True):
         pass

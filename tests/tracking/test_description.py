@@ -1,4 +1,4 @@
-"""Every field is a parameter, none dropped, none cut."""
+"""Every field of the configuration is a parameter; none is dropped and none is cut."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from grpo_tasks.tracking.params import MAX_KEY, MAX_VALUE, flatten
+from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, flatten
 from schemas.config.load import PRESETS, load_config
 from schemas.config.run import RunConfig
 
 
 def field_paths(section: BaseModel, prefix=""):
-    """Dotted paths of all fields, by walking the models themselves."""
+    """Dotted paths of all fields, found by walking the models."""
     for name in type(section).model_fields:
         value, path = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
@@ -36,7 +36,7 @@ def test_every_field_of_every_preset_is_a_parameter(preset):
     assert set(field_paths(config)) == set(flatten(config))
 
 
-def test_parameters_read_back_as_the_values_they_were():
+def test_parameters_can_be_read_back_as_their_values():
     tree = {
         "data": {"train": [{"path": "a b.jsonl"}, {"path": "c.jsonl"}]},
         "stages": [{"name": "one", "rewards": ["format", "correctness"], "learning_rate": 1e-5}],
@@ -57,7 +57,7 @@ class Section(BaseModel):
 
 
 @given(st.text(max_size=3 * MAX_VALUE), st.integers(0, 4))
-def test_a_long_text_is_whole_in_its_parts(text, repeats):
+def test_the_parts_of_a_long_text_are_complete(text, repeats):
     text = text * (1 + repeats)
     params = flatten(Section(text=text))
     assert all(len(value) <= MAX_VALUE for value in params.values())
@@ -67,7 +67,7 @@ def test_a_long_text_is_whole_in_its_parts(text, repeats):
 
 
 @given(st.dictionaries(st.text(max_size=400), st.integers(), max_size=5))
-def test_any_key_of_a_users_parameters_becomes_one_that_mlflow_takes(params):
+def test_mlflow_accepts_every_key_of_a_users_parameters(params):
     from mlflow.utils.validation import _validate_param
 
     flat = flatten(Section(params=params))

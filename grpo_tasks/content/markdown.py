@@ -1,0 +1,50 @@
+"""Markdown tables whose cells may hold any text, untrusted text included.
+
+    table(["source", "rows"], [[code("a|b.jsonl"), "1,200"]], right=["rows"])
+
+    | source | rows |
+    |---|---:|
+    | `a\\|b.jsonl` | 1,200 |
+
+Callers format numbers. What this module does not do: headings, lists, or tables for the terminal (rich draws those).
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+
+class Code(str):
+    """A cell that is a code span already: HTML inside it is text to every Markdown renderer."""
+
+    __slots__ = ()
+
+
+def code(text: str) -> Code:
+    """Untrusted text as a code span on one line, so that no markup inside it takes effect; (blank) for empty text."""
+    # A backtick would end the span.
+    line = " ".join(text.split()).replace("`", "'")
+    return Code(f"`{line}`" if line else "(blank)")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> str:
+    """A Markdown table, without a final newline.
+
+    Args:
+        columns: the headings.
+        rows: one cell per column. Line breaks, pipes and `<` are escaped. `code()` also disables emphasis, links and images.
+        right: headings of the columns to align right (numbers).
+    """
+    rule = "|".join("---:" if column in right else "---" for column in columns)
+    lines = [_line(columns), f"|{rule}|", *(_line(row) for row in rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _cell(text: str) -> str:
+    # Renderers count the backslashes before a pipe: an even number of them would end the cell.
+    line = re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(text.split()))
+    # Inside a code span an entity would be shown as it is written.
+    return line if isinstance(text, Code) else line.replace("<", "&lt;")

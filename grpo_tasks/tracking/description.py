@@ -1,0 +1,120 @@
+"""How a run is described: every field of its configuration as a parameter, its environment as tags and environment.json.
+
+    stages: [{learning_rate: 1e-3, rewards: [a, b]}]   ->   stages.0.learning_rate = 0.001, stages.0.rewards = ["a", "b"]
+
+Values are JSON, except that strings are bare; a list of plain values is one parameter. No field is dropped and no value is cut:
+MLflow takes 6,000 characters, so a longer text is split over `KEY.part1`, `KEY.part2` ..., and `KEY` holds its length and
+SHA-256. Only keys chosen by a user (params of a reward) can contain characters that MLflow refuses; `?` becomes `_x3F_`. Imports
+no mlflow.
+"""
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+MAX_VALUE = 6_000
+MAX_KEY = 250
+_CODE = ("flows", "grpo_tasks", "schemas", "deploy")
+_MAIN_PACKAGES = ("torch", "transformers", "peft", "accelerate", "mlflow", "prefect", "polars", "grpo-pipeline")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def flatten(section: BaseModel) -> dict[str, str]:
+    """All fields of a section of the configuration, nested ones under dotted keys."""
+    params: dict[str, str] = {}
+    for key, value in _leaves(section.model_dump(mode="json"), ""):
+        params |= _split(_clean(key), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return params
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    children: Mapping[str, Any] | None = None
+    if isinstance(node, dict) and node:
+        children = node
+    elif isinstance(node, list) and any(isinstance(item, dict | list) for item in node):
+        children = {str(index): item for index, item in enumerate(node)}
+    if children is None:
+        yield prefix, node
+        return
+    for key, value in children.items():
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _clean(key: str) -> str:
+    clean = re.sub(r"[^\w.\- ]", lambda found: f"_x{ord(found[0]):X}_", key, flags=re.ASCII)
+    # `_split` may append a suffix.
+    if len(clean) <= MAX_KEY - len(".part999"):
+        return clean
+    return f"{clean[:200]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _split(key: str, text: str) -> dict[str, str]:
+    if len(text) <= MAX_VALUE:
+        return {key: text}
+    parts = [text[start : start + MAX_VALUE] for start in range(0, len(text), MAX_VALUE)]
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    head = {key: f"{len(text)} characters in {len(parts)} parts, sha256 {digest}"}
+    return head | {f"{key}.part{number}": part for number, part in enumerate(parts, start=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The code, packages and platform of a run."""
+
+    git_commit: str
+    """Hash of the checked-out commit; empty outside a git checkout."""
+    git_dirty: bool
+    """Whether the code differs from that commit; untracked files count."""
+    python: str
+    platform: str
+    packages: dict[str, str]
+    """Version of every installed distribution."""
+
+    def tags(self) -> dict[str, str]:
+        """The main facts as MLflow tags; `to_json` has all of them."""
+        versions = {f"version.{name}": self.packages[name] for name in _MAIN_PACKAGES if name in self.packages}
+        git = {"mlflow.source.git.commit": self.git_commit} if self.git_commit else {}
+        return (
+            git
+            | versions
+            | {
+                "git.commit": self.git_commit or "none",
+                "git.dirty": str(self.git_dirty).lower(),
+                "python": self.python,
+                "platform": self.platform,
+            }
+        )
+
+    def to_json(self) -> str:
+        """Everything, for the artifact environment.json."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def describe_environment() -> Environment:
+    """Read the state of the checkout and the versions of the installed distributions."""
+    packages = {found.name.lower(): found.version for found in metadata.distributions() if found.name}
+    return Environment(
+        git_commit=_git("rev-parse", "HEAD"),
+        git_dirty=bool(_git("status", "--porcelain", "--", *_CODE)),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages=dict(sorted(packages.items())),
+    )
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command; empty without git, or when the code was installed instead of checked out."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,298 @@
+"""Publishing a merged model: a version in the registry, and the alias `champion` on the best version.
+
+    merged folder --log as files--> logged model --register--> version --paired tests--> alias champion moves | stays
+
+The folder is logged as files; its weights are never loaded. A model with the same bytes (by SHA-256) that this run logged or
+registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, and if
+that champion is still the champion. The old champion becomes `previous`; a candidate that is not promoted becomes `challenger`.
+What this module does not do: evaluate (the tests come from the evaluation room).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import tenacity
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from grpo_tasks.tracking.description import describe_environment
+from grpo_tasks.tracking.log_model import LogSpec, require_proved
+from grpo_tasks.tracking.models import (
+    Champion,
+    current_champion,
+    manifest_of,
+    manifest_path,
+    manifest_sha256,
+    parse_manifest,
+    stored_manifest,
+)
+from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, DECISION_TAG, PREVIOUS, ROLLED_BACK_TAG, SHA_TAG
+from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
+from grpo_tasks.tracking.store import Store
+from schemas.errors import TrackingError
+from schemas.results import EvalReport, MergeProof, PairedTest, Regression
+
+UPLOADS = 3
+"""Attempts at the upload of a model before publishing fails."""
+_REQUIREMENTS = ("transformers", "torch", "safetensors")
+"""Packages that loading the model takes; their installed versions are logged with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether a version is the champion, and why."""
+
+    version: str
+    sha256: str
+    champion: bool
+    reason: str
+
+
+def publish(
+    run: TrackedRun,
+    proof: MergeProof,
+    *,
+    tests: Sequence[PairedTest],
+    champion: Champion | None,
+    evaluation: EvalReport,
+    regressions: Sequence[Regression] = (),
+    origin: Mapping[str, str] | None = None,
+    log: Callable[[LogSpec], None],
+) -> Decision:
+    """Register the merged model and move the alias if the tests allow it. Repeating it changes nothing.
+
+    Args:
+        run: the parent run. The model is logged to it and the version links to it.
+        proof: result of the merge. Its sha256 identifies the model.
+        tests: the merged model against the base, and against the champion where there is one (`against` names the rival).
+        champion: the champion of the comparison; None when there was none.
+        evaluation: evaluation of the merged model. Its figures become tags of the version.
+        regressions: metrics that must not get worse.
+        origin: further tags of the version: its data, code, config and adapter.
+        log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
+
+    Raises:
+        DamagedError: the files differ from those that the merge proof covers. Nothing was registered.
+        TrackingError: the store cannot be reached or refuses. Publishing again resumes.
+    """
+    name = run.config.registered_model
+    _store_manifest(run, proof)
+    version = _register(run, name, proof, log)
+    current = current_champion(run.store, name)
+    if ROLLED_BACK_TAG in version.tags:
+        # A user rolled it back on purpose. Running the same run again must not restore it.
+        return Decision(str(version.version), proof.sha256, False, f"version {version.version} was rolled back before")
+    decision = decide(
+        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
+    )
+    _tag(run, name, decision, tests, evaluation, regressions, origin or {})
+    _move_aliases(run.store, name, decision, current)
+    if decision.champion and current is not None and current.version == decision.version:
+        # Report why it became champion, not that it still is.
+        return replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+    return decision
+
+
+def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
+    """Write the manifest of the files that the merge proof covers into the run's artifacts, unless a valid one is there."""
+    manifest = manifest_of(Path(proof.model.path))
+    require_proved(manifest_sha256(manifest), proof.sha256, Path(proof.model.path))
+    stored = stored_manifest(run.store, run.run_id, proof.sha256)
+    known = parse_manifest(stored) if stored is not None else None
+    if known is not None and manifest_sha256(known) == proof.sha256:
+        return
+    if stored is not None and run.store.ask(lambda _: _versions(run, run.config.registered_model, proof.sha256)):
+        raise TrackingError(
+            "the manifest in the store is not the one that this model was published with",
+            place=f"{run.store.uri}, run {run.run_id}, {manifest_path(proof.sha256)}",
+            fix="it was changed: restore it from a backup, or publish in a new run with --fresh",
+        )
+    # There is none, or a kill interrupted the write. The version comes after the manifest, so no version refers to a broken one.
+    run.handle.text(json.dumps(manifest, indent=2), manifest_path(proof.sha256))
+
+
+def _move_aliases(store: Store, name: str, decision: Decision, current: Champion | None) -> None:
+    """Set the aliases that the decision implies. After a kill, the next call makes the same decision and sets them again."""
+    if not decision.champion:
+        # A model with the champion's bytes is no challenger.
+        if current is None or current.sha256 != decision.sha256:
+            store.ask(lambda client: client.set_registered_model_alias(name, CHALLENGER, decision.version))
+        return
+    if current is not None and current.version != decision.version:
+        # `previous` moves first: once `champion` has moved, the store no longer knows the old one.
+        store.ask(lambda client: client.set_registered_model_alias(name, PREVIOUS, current.version))
+    if current is None or current.version != decision.version:
+        store.ask(lambda client: client.set_registered_model_alias(name, CHAMPION, decision.version))
+    aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
+    if str(aliases.get(CHALLENGER)) == decision.version:
+        store.ask(lambda client: client.delete_registered_model_alias(name, CHALLENGER))
+
+
+def decide(
+    version: str,
+    sha256: str,
+    *,
+    tests: Sequence[PairedTest],
+    compared: Champion | None,
+    current: Champion | None,
+    regressions: Sequence[Regression] = (),
+) -> Decision:
+    """Decide whether a version becomes (or stays) champion. A pure function.
+
+    Args:
+        version: number of the new version.
+        sha256: SHA-256 of the new model.
+        tests: against the base, and against the champion where the model was compared with one.
+        compared: the champion of the comparison.
+        current: the champion now. If it is not `compared`, the alias moved in the meantime.
+        regressions: checks that can stop a promotion, never cause one.
+    """
+
+    def decided(champion: bool, reason: str) -> Decision:
+        return Decision(version, sha256, champion, reason)
+
+    if current is not None and current.version == version:
+        return decided(True, f"version {version} is the champion")
+    if current is not None and current.sha256 == sha256:
+        return decided(False, f"version {version} has the same bytes as the champion, version {current.version}")
+    if current is not None and (compared is None or compared.version != current.version):
+        return decided(False, f"version {current.version} became champion meanwhile and was not compared with; run again")
+    better, reason = _beats_all(tests, current)
+    worse = [check for check in regressions if not check.passed]
+    if better and worse:
+        return decided(False, f"{reason}; but {'; '.join(_describe_regression(check) for check in worse)}")
+    return decided(better, reason)
+
+
+def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:
+    by_name = {test.against: test for test in tests}
+    assert "base" in by_name, "a model is never promoted without a test against the base"
+    verdict = "better" if by_name["base"].better else "not better"
+    reason = f"{verdict} than the base: {_describe_test(by_name['base'])}"
+    if not by_name["base"].better:
+        return False, reason
+    if current is None:
+        return True, f"{reason}; there was no champion"
+    assert CHAMPION in by_name, "a champion is never replaced without a test against it"
+    test = by_name[CHAMPION]
+    verdict = "better" if test.better else "not better"
+    return test.better, f"{verdict} than the champion, version {current.version}: {_describe_test(test)}"
+
+
+def _describe_regression(check: Regression) -> str:
+    return f"{check.metric} {check.ours:.4g} against {check.theirs:.4g} of the {check.against}, limit {check.limit:.4g}"
+
+
+def _describe_test(test: PairedTest) -> str:
+    return f"{test.metric} {test.difference:+.4f} over {test.prompts} prompts, p = {test.p_value:.4g}"
+
+
+def _register(run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None]) -> ModelVersion:
+    """This run's version with these bytes; registered now if there is none."""
+    known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
+    if known:
+        return known[-1]
+    run.handle.wake()
+    # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(TrackingError), stop=tenacity.stop_after_attempt(UPLOADS), reraise=True
+    )
+    model_id = attempts(_logged_model, run, proof, log)
+
+    def work() -> ModelVersion:
+        # Searched in every attempt: the last attempt may have registered the version and lost the reply.
+        found = _versions(run, name, proof.sha256)
+        if found:
+            return found[-1]
+        _create_model(run.store, name)
+        tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key, "grpo.merge_key": proof.key}
+        # The registry of a database store finds the logged model only in mlflow's global store.
+        with run.store.as_default():
+            return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
+
+    return run.store.ask(lambda _: work())
+
+
+def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
+    """The versions that this run registered with these bytes, oldest first."""
+    found = run.store.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
+    return sorted((version for version in found if version.tags.get(SHA_TAG) == sha256), key=lambda version: int(version.version))
+
+
+def _create_model(store: Store, name: str) -> None:
+    try:
+        store.client.create_registered_model(name)
+    except MlflowException as fault:
+        if fault.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
+    """Id of the logged model with these bytes; logged now unless it is there. What interrupted uploads left is deleted."""
+    found: Sequence[LoggedModel] = run.store.ask(
+        lambda client: client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+    )
+    ours = [model for model in found if model.tags.get(SHA_TAG) == proof.sha256]
+    complete = [model for model in ours if model.status == LoggedModelStatus.READY]
+    for model in ours:
+        if model not in complete:
+            run.store.ask(partial(_delete_logged, model_id=model.model_id))
+    return complete[0].model_id if complete else _log_folder(run, proof, log)
+
+
+def _delete_logged(client: MlflowClient, *, model_id: str) -> None:
+    client.delete_logged_model(model_id)
+
+
+def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], None]) -> str:
+    packages = describe_environment().packages
+    tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
+    # Created here, because mlflow would create it in the default experiment.
+    made = run.store.ask(
+        lambda client: client.create_logged_model(run.experiment_id, name="model", source_run_id=run.run_id, tags=tags)
+    )
+    log(
+        LogSpec(
+            tracking=run.config.tracking,
+            run_id=run.run_id,
+            model_id=made.model_id,
+            path=Path(proof.model.path),
+            sha256=proof.sha256,
+            requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
+        )
+    )
+    return made.model_id
+
+
+def _tag(
+    run: TrackedRun,
+    name: str,
+    decision: Decision,
+    tests: Sequence[PairedTest],
+    evaluation: EvalReport,
+    regressions: Sequence[Regression],
+    origin: Mapping[str, str],
+) -> None:
+    """Tag the version with the decision, its figures and the model's origin, so that the registry shows them."""
+    tags = {DECISION_TAG: decision.reason, **origin}
+    for check in regressions:
+        tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
+    for test in tests:
+        tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
+        tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"
+    for metric, interval in evaluation.metrics.items():
+        tags[metric] = f"{interval.value:.6g}"
+    present = run.store.ask(lambda client: client.get_model_version(name, decision.version)).tags
+    for key, value in tags.items():
+        if key not in present:
+            # The first decision stays: publishing again would give "is the champion" as the reason.
+            run.store.ask(partial(_set_tag, name=name, version=decision.version, key=key, value=value))
+
+
+def _set_tag(client: MlflowClient, *, name: str, version: str, key: str, value: str) -> None:
+    client.set_model_version_tag(name, version, key, value)

@@ -1,0 +1,47 @@
+"""Markdown tables hold any text in one cell each."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_tasks.content.markdown import code, table
+
+
+def split_cells(line):
+    """The cells of a table line as a Markdown renderer splits it: at bars behind an even number of backslashes."""
+    return re.split(r"(?<!\\)(?:\\\\)*\|", line)[1:-1]
+
+
+def test_numbers_are_aligned_right_and_text_left():
+    assert table(["file", "rows"], [["a.csv", "12"], ["b.csv", "7"]], right=["rows"]) == (
+        "| file | rows |\n|---|---:|\n| a.csv | 12 |\n| b.csv | 7 |"
+    )
+
+
+def test_a_table_without_rows_is_its_heading():
+    assert table(["file", "rows"], []) == "| file | rows |\n|---|---|"
+
+
+def test_a_tag_in_a_cell_is_text():
+    assert "&lt;img src=x>" in table(["found"], [["<img src=x>"]])
+
+
+def test_a_tag_in_a_code_span_is_shown_as_it_was_written():
+    assert "| `<b>` |" in table(["found"], [[code("<b>")]])
+
+
+def test_a_backtick_cannot_end_the_code_span():
+    assert code("`![x](http://example.org)`") == "`'![x](http://example.org)'`"
+
+
+def test_blank_text_is_named():
+    assert code(" \n") == "(blank)"
+
+
+@given(st.lists(st.text(alphabet="a|\\`<\n\r\t é", max_size=12), min_size=2, max_size=2), st.booleans())
+def test_any_text_stays_in_its_own_cell(texts, as_code):
+    cells = [code(text) for text in texts] if as_code else texts
+    lines = table(["first", "second"], [cells]).split("\n")
+    assert len(lines) == 3
+    assert len(split_cells(lines[2])) == 2

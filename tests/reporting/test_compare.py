@@ -1,0 +1,113 @@
+"""The comparison of two past runs, on tables of a few rows."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from grpo_tasks.reporting.compare import compare_runs, write_comparison
+from grpo_tasks.tracking.past_runs import PastRun
+from schemas.metrics import KL, REWARD
+from tests.reporting.pages import assert_self_contained
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+def samples_of(verdicts):
+    """One sampled and one greedy completion per prompt; the greedy one is always wrong."""
+    rows = [
+        {
+            "prompt_id": prompt_id,
+            "sample": sample,
+            "completion": f"{HOSTILE} {prompt_id}",
+            "strict_format": True,
+            "correct": right,
+            "lenient_correct": right,
+            "truncated": False,
+        }
+        for prompt_id, verdict in verdicts.items()
+        for sample, right in ((0, verdict), (-1, False))
+    ]
+    return pl.DataFrame(rows)
+
+
+def past_run(name, verdicts, **settings):
+    return PastRun(
+        run_id=name * 8,
+        name=name,
+        settings={"seed": "0", "model.path": "embedded:base"} | settings,
+        figures={},
+        curves={"format": {REWARD: [(1, 0.1), (2, 0.4)], KL: [(1, 0.01)]}},
+        samples=samples_of(verdicts),
+        prompts={prompt_id: f"{HOSTILE} question {prompt_id}" for prompt_id in verdicts},
+        data_digest="d" * 64,
+    )
+
+
+FIRST = past_run("one", {"a": True, "b": False, "c": False, "d": True})
+SECOND = past_run("two", {"a": True, "b": True, "c": True, "d": False}, seed="1", beta="0.04")
+
+
+def difference(found, name):
+    return next(row for row in found.figures if row.name == name)
+
+
+def test_only_settings_that_differ_are_listed_and_a_missing_one_is_a_dash():
+    assert compare_runs(FIRST, SECOND).settings == [("beta", "-", "0.04"), ("seed", "0", "1")]
+
+
+def test_a_difference_is_second_minus_first_over_the_sampled_completions():
+    row = difference(compare_runs(FIRST, SECOND), "accuracy")
+    assert (row.first, row.second, row.difference) == (0.5, 0.75, 0.25)
+    assert row.low < row.difference < row.high
+
+
+def test_equal_answers_have_no_difference_and_no_interval():
+    row = difference(compare_runs(FIRST, SECOND), "format_rate")
+    assert (row.difference, row.low, row.high) == (0.0, 0.0, 0.0)
+
+
+def test_exchanging_the_runs_changes_the_sign():
+    there, back = difference(compare_runs(FIRST, SECOND), "accuracy"), difference(compare_runs(SECOND, FIRST), "accuracy")
+    assert (back.difference, back.low, back.high) == pytest.approx((-there.difference, -there.high, -there.low), abs=0.3)
+    assert back.difference == -there.difference
+
+
+def test_prompts_on_which_the_models_disagree_are_shown_with_both_verdicts():
+    found = compare_runs(FIRST, SECOND).disagreements
+    assert [(row.prompt_id, row.first_right, row.second_right) for row in found] == [
+        ("b", False, True), ("c", False, True), ("d", True, False),
+    ]  # fmt: skip
+
+
+def test_only_common_prompts_are_compared():
+    found = compare_runs(FIRST, past_run("two", {"a": False, "z": True}))
+    assert found.prompts == 1
+    assert difference(found, "accuracy").difference == -1.0
+
+
+def test_runs_without_a_common_prompt_have_no_paired_differences(tmp_path):
+    found = compare_runs(FIRST, past_run("two", {"z": True}))
+    assert (found.prompts, found.figures, found.disagreements) == (0, [], [])
+    assert "no paired differences" in write_comparison(found, tmp_path / "page.html").read_text()
+
+
+def test_the_page_is_self_contained_and_the_same_runs_give_the_same_bytes(tmp_path):
+    first = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "first.html")
+    second = write_comparison(compare_runs(FIRST, SECOND), tmp_path / "second.html")
+    assert first.read_bytes() == second.read_bytes()
+    assert_self_contained(first.read_text())
+    assert "&lt;script&gt;" in first.read_text()
+    assert "The runs used different data" not in first.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"first.html", "second.html"}
+
+
+def test_runs_on_different_data_are_marked(tmp_path):
+    other = replace(SECOND, data_digest="e" * 64)
+    text = write_comparison(compare_runs(FIRST, other), tmp_path / "page.html").read_text()
+    assert "The runs used different data" in text
+
+
+def test_a_stage_that_only_one_run_has_is_drawn(tmp_path):
+    other = replace(SECOND, curves={"correctness": {REWARD: [(1, 1.0)]}})
+    assert "data:image/png" in write_comparison(compare_runs(FIRST, other), tmp_path / "page.html").read_text()

@@ -1,0 +1,75 @@
+"""The report of a run shows what its results say, and is safe to open whatever a model wrote."""
+
+import pytest
+
+from grpo_tasks.reporting.report import costs_of, events_of, markdown, samples_of, write_html
+from tests.reporting.conftest import append
+from tests.reporting.pages import assert_self_contained
+
+
+def test_the_page_is_self_contained_and_shows_untrusted_text_as_text(results, tmp_path):
+    text = write_html(results, tmp_path).read_text()
+    assert_self_contained(text)
+    # System prompt, questions, completions and the rejected value.
+    assert text.count("&lt;script&gt;") > 10
+
+
+def test_the_page_shows_the_decision_its_tests_and_the_rejected_rows(results, tmp_path):
+    text = write_html(results, tmp_path).read_text()
+    for shown in (
+        "Promoted:",
+        "against base",
+        "+0.2500",
+        "must not be worse than base",
+        "train.jsonl:41",
+        "grpo reproduce small/1",
+    ):
+        assert shown in text
+    assert "No alarms or other events." in text
+
+
+def test_answers_are_sorted_by_what_training_changed(results):
+    by_kind = {kind.partition(":")[0]: [pair.prompt_id for pair in pairs] for kind, pairs in samples_of(results).items()}
+    assert by_kind == {"Fixed": ["a"], "Broken": ["b"], "Still wrong": ["c"]}
+
+
+def test_an_answer_is_shown_with_its_question_and_ground_truth(results):
+    [pair] = samples_of(results)["Fixed: wrong before, right after"]
+    assert pair.question.endswith("question a")
+    assert (pair.answer, pair.before_right, pair.after_right) == ("4", False, True)
+    assert pair.before.endswith("base a")
+    assert pair.after.endswith("merged a")
+
+
+def test_costs_add_up_and_what_was_not_measured_is_not_zero(results):
+    *steps, total = costs_of(results)
+    assert [cost.step for cost in steps] == [
+        "validate_data", "probe_rewards", "evaluate_model base", "evaluate_model merged", "train_stage format", "merge_adapter",
+    ]  # fmt: skip
+    assert total.seconds == sum(cost.seconds for cost in steps)
+    assert (total.tokens, total.gpu_hours, total.energy_wh) == (None, None, None)
+
+
+def test_a_stage_on_a_gpu_costs_its_hours_its_energy_and_the_last_count_of_tokens(results, stage_dir):
+    for step in (41, 42):
+        measured = {"num_tokens": 1_000.0 * step, "energy": 1_800.0, "gpu_memory": 3.0}
+        append(stage_dir.journal, {"step": step, "timestamp_ms": step, "metrics": measured})
+    total = costs_of(results)[-1]
+    assert total.tokens == 42_000
+    assert total.energy_wh == pytest.approx(1.0)
+    assert total.gpu_hours == pytest.approx(results.stages[0].seconds / 3600)
+
+
+def test_an_event_is_shown_with_its_stage_and_update(results, stage_dir, tmp_path):
+    append(stage_dir.events, {"step": 12, "timestamp_ms": 1, "event": "kl_blow_up", "detail": "KL 3.2 is above 0.5"})
+    [event] = events_of(results.stages[0])
+    assert (event["stage"], event["step"]) == ("format", 12)
+    assert "KL 3.2 is above 0.5" in write_html(results, tmp_path).read_text()
+
+
+def test_the_summary_has_a_row_per_model_and_per_step(results):
+    text = markdown(results)
+    assert "| base | 50.0 % | 50.0 % | 50.0 % | 50.0 % |" in text
+    assert "| merged | 90.0 % |" in text
+    assert "| train_stage format | 10.0 |  | no GPU | not measured |" in text
+    assert "17 rows read, 1 rejected." in text
