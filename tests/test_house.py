@@ -133,9 +133,9 @@ def test_init_files_hold_a_docstring_only():
 
 
 def test_every_field_of_the_config_is_described():
-    from flows.cli.show import _fields
+    from flows.cli.show import config_fields
     from schemas.config.run import RunConfig
 
-    fields = _fields(RunConfig, "")
+    fields = config_fields(RunConfig)
     assert len(fields) > 90
     assert [name for name, field in fields if not field.description] == []

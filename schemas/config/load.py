@@ -15,11 +15,11 @@ from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import ConfigError, shorten
-from schemas.paths import module_file, why_not_a_file
+from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120
 """Characters of a refused value that an error repeats."""
-PRESETS = Path(__file__).resolve().parents[2] / "deploy" / "presets"
+PRESETS = DEPLOY / "presets"
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -66,7 +66,7 @@ def read_tree(source: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any
     path = find_config(source)
     tree = parse_yaml(_text_of(path), place=str(path))
     if not isinstance(tree, dict):
-        raise ConfigError("the file holds no mapping of settings", place=str(path), fix="start from a preset in deploy/presets")
+        raise ConfigError("the file holds no mapping of settings", place=str(path), fix="start from a preset: grpo presets")
     below = tree.pop("extends", None)
     if below is None:
         return tree

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli.main import app, errors_told
+from flows.cli.errors import report_errors
+from flows.cli.main import app
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
 from tests.flows.place import SMALL, Place
@@ -137,7 +138,7 @@ def test_a_damaged_record_of_servers_is_named(hostile_folder, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["file", "file/deeper", "/proc/runs", "loop.jsonl", "x" * 300])
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
-    from flows.checks import check_output
+    from flows.preflight import check_output
 
     monkeypatch.chdir(hostile_folder)
     config = load_config("demo", [f"resources.output_dir={folder}"])
@@ -147,7 +148,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_fol
 
 
 def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_nothing(tmp_path, monkeypatch):
-    from flows.checks import check_output
+    from flows.preflight import check_output
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -159,12 +160,12 @@ def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_
 
 
 def test_what_the_system_refuses_is_shown_as_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
-    with pytest.raises(SystemExit), errors_told():
+    with pytest.raises(SystemExit), report_errors():
         Path("/proc/version/x").mkdir()
     told = capsys.readouterr().err
     assert "/proc/version/x" in told
     assert "move it away" in told
-    with pytest.raises(FileNotFoundError), errors_told():
+    with pytest.raises(FileNotFoundError), report_errors():
         Path("/nowhere/x").read_text()
 
 

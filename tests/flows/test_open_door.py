@@ -37,7 +37,7 @@ def test_prefect_opens_no_websocket_for_another_page(prefect_api):
 
 TEMPORARY = """
 import asyncio, os
-from flows.cli.main import prepare_flow
+from flows.cli.environment import prepare_flow
 prepare_flow()
 import httpx
 from prefect.server.api.server import create_app

@@ -93,6 +93,6 @@ def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported)
     assert "<reasoning>" in reported.grpo("chat", "mine", "What is 15 + 27?", "--greedy")
     assert "something else" in reported.grpo("download", "small/2", "mine", expect=1)
     made = reported.grpo("reproduce", "small/1")
-    assert "the adapter came out the same bytes" in made
+    assert "the reproduced adapter is identical" in made
     assert "not empty" in reported.grpo("reproduce", "small/1", expect=2)
     assert len(reported.client.search_model_versions("name='small'")) == 2
