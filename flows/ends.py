@@ -7,20 +7,21 @@ noted         a run whose process was killed is Crashed, not Running for ever, a
 
 import _thread
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from uuid import UUID
 
-import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
+
+from grpo_tasks.processes.identity import ProcessIdentity
 
 LOOK_S = 3.0
 END_LIMIT_S = 60.0
@@ -82,7 +83,7 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
         _settle_dead(note)
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / f"{flow_run_id}.json"
-    note.write_text(json.dumps({"pid": os.getpid(), "born": psutil.Process().create_time()}), encoding="utf-8")
+    note.write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
     try:
         yield
     finally:
@@ -90,12 +91,10 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
 
 
 def _settle_dead(note: Path) -> None:
-    try:
-        process = json.loads(note.read_text(encoding="utf-8"))
-        if psutil.Process(process["pid"]).create_time() == process["born"]:
+    # A note that cannot be read was cut short by the kill.
+    with suppress(ValueError, TypeError, OSError):
+        if ProcessIdentity(**json.loads(note.read_text(encoding="utf-8"))).is_running():
             return
-    except (psutil.NoSuchProcess, ValueError, OSError):
-        pass
     # The run may be known to another server than the one of now.
     with suppress(Exception), get_client(ANSWER_LIMIT, sync_client=True) as client:
         state = client.read_flow_run(UUID(note.stem)).state

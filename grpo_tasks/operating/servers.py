@@ -24,6 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import psutil
 
+from grpo_tasks.processes.identity import ProcessIdentity
 from schemas.errors import UserError
 
 HOST = "127.0.0.1"
@@ -45,12 +46,8 @@ class Part:
     born: float
 
     def process(self) -> psutil.Process | None:
-        """The process, unless it has ended (a number that is used again is another process)."""
-        try:
-            found = psutil.Process(self.pid)
-            return found if abs(found.create_time() - self.born) < 1.0 and found.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
+        """The process; None when it has ended."""
+        return ProcessIdentity(self.pid, self.born).process()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +177,7 @@ class Stack:
                 start_new_session=True,
             )
         self._spawned.append(process)
-        self._parts[name] = Part(name, process.pid, psutil.Process(process.pid).create_time())
+        self._parts[name] = Part(name, process.pid, ProcessIdentity.of(process.pid).born)
         part = self.folder / f"{STATE}.part"
         part.write_text(json.dumps([asdict(each) for each in self._parts.values()], indent=2), encoding="utf-8")
         part.replace(self.folder / STATE)

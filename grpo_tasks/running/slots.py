@@ -22,7 +22,6 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-import psutil
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
@@ -30,6 +29,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.variables import Variable
 
+from grpo_tasks.processes.identity import ProcessIdentity
 from schemas.config.operations import ResourcesConfig
 
 LEASE_S = 60.0
@@ -54,7 +54,7 @@ class Holder:
 
     def is_dead(self, client: SyncPrefectClient) -> bool:
         """Whether the process is gone (on this machine) or its flow run has ended."""
-        if self.host == socket.gethostname() and not _is_process(self.pid, self.born):
+        if self.host == socket.gethostname() and not ProcessIdentity(self.pid, self.born).is_running():
             return True
         try:
             state = client.read_flow_run(UUID(self.run_id)).state
@@ -121,8 +121,8 @@ def _take(client: SyncPrefectClient, slot: str) -> Holder:
             told = other.run_id
             get_run_logger().info("waiting for the slot %s, held by the run %s on %s", slot, other.run, other.host)
         time.sleep(LOOK_S)
-    born = psutil.Process().create_time()
-    holder = Holder(flow_run.name or "", str(flow_run.id), lease_id, socket.gethostname(), os.getpid(), born)
+    own = ProcessIdentity.of()
+    holder = Holder(flow_run.name or "", str(flow_run.id), lease_id, socket.gethostname(), own.pid, own.born)
     Variable.set(_variable(slot), json.dumps(asdict(holder)), overwrite=True)
     get_run_logger().info("slot %s taken", slot)
     return holder
@@ -174,10 +174,3 @@ def _holder(slot: str) -> Holder | None:
 
 def _variable(slot: str) -> str:
     return "grpo_slot_" + re.sub(r"[^a-z0-9]+", "_", slot.lower())
-
-
-def _is_process(pid: int, born: float) -> bool:
-    try:
-        return abs(psutil.Process(pid).create_time() - born) < 1.0
-    except psutil.NoSuchProcess:
-        return False
