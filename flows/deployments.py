@@ -49,7 +49,7 @@ ON_NEW_DATA = {
 AFTER_VALIDATION = {
     "type": "event",
     "enabled": False,
-    "name": "retrain after the data was validated",
+    "name": "retrain after a validation of the data",
     "expect": ["prefect.flow-run.Completed"],
     "match_related": {"prefect.resource.name": "validate", "prefect.resource.role": "deployment"},
 }

@@ -52,9 +52,9 @@ def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers
 def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None) -> "Stack":
     """Start servers, workers and deployments, and print the addresses."""
     prepare_environment()
+    from grpo_tasks.operating.commands import mlflow_environment
     from grpo_tasks.operating.postgres import create_databases
-
-    from grpo_tasks.operating.servers import Stack, mlflow_environment
+    from grpo_tasks.operating.servers import Stack
     from grpo_tasks.tracking.store import prepare
     from schemas.paths import DEPLOY
 

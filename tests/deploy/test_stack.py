@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from flows.deployments import FILE, prefect_yaml
-from grpo_tasks.operating.servers import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
+from grpo_tasks.operating.commands import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
 from tests.postgres import cluster, programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,7 +284,7 @@ def test_the_backup_of_a_database_brings_runs_and_models_back(tmp_path):
         pytest.skip("PostgreSQL is not installed on this machine")
     from mlflow import MlflowClient
 
-    from grpo_tasks.operating.servers import create_databases, database_url
+    from grpo_tasks.operating.postgres import create_databases, database_url
 
     with cluster() as address:
         create_databases(address)

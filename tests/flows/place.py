@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tasks.operating.servers import mlflow_command, prefect_command, prefect_environment
+from grpo_tasks.operating.commands import mlflow_command, prefect_command, prefect_environment
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent

@@ -114,4 +114,4 @@ def operated(tmp_path_factory, request):
     place.grpo("down")
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    assert "nothing runs here" in place.grpo("down")
+    assert "nothing is running here" in place.grpo("down")
