@@ -1,17 +1,15 @@
 """Step: one GRPO stage in a process of its own, followed live."""
 
-from grpo_tasks.processes.child import run_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results import DataReport, ModelRef, StageResult
-
-MODULES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 
 
 @step(
@@ -31,7 +29,7 @@ def train_stage(
     rollout: RolloutConfig,
     seed: int,
 ) -> StageResult:
-    """Train one stage from `start`; a stage that was killed goes on from its last checkpoint."""
+    """Train one stage from the model `start`; an interrupted stage resumes from its last checkpoint."""
     directory = StageDir(work.directory)
     spec = StageSpec(
         key=work.key,
@@ -45,9 +43,8 @@ def train_stage(
         train=data.train,
         eval=data.eval,
     )
-    spec.save(directory.spec)
     shipper = work.run.follow(work.directory)
     with StageProgress(stage, directory, ship=shipper.ship, ship_every_s=shipper.flush_interval_s) as progress:
-        run_module(MODULES[stage.engine], work.directory, tick=progress.tick)
+        result = run_stage(spec, work.directory, tick=progress.tick)
     work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
-    return StageResult.load(directory.result)
+    return result

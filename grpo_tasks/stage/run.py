@@ -1,0 +1,56 @@
+"""Train a stage with the engine it names, in a child process or in this one; the seam between the engines and their callers.
+
+    StageSpec -> spec.json -> grpo_tasks.grpo | grpo_tasks.trl_engine -> result.json -> StageResult
+
+The pipeline's step uses it, and so does anyone who wants the engine as a library: no orchestrator and no tracker is imported.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.errors import ConfigError
+from schemas.results import StageResult
+
+ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
+"""Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
+
+
+def run_stage(
+    spec: StageSpec, directory: Path, *, in_process: bool = False, tick: Callable[[], None] | None = None
+) -> StageResult:
+    """Train the stage in `directory`, from its last checkpoint if there is one; a finished stage is only read.
+
+    Args:
+        spec: what to train; written to `directory`/spec.json.
+        directory: the stage directory; it is created if need be.
+        in_process: train in this process, which a debugger or a notebook can interrupt. By default a child process trains: its
+            memory is returned when it ends, and a crash cannot take the caller along.
+        tick: called a few times a second while a child process trains, for example to follow the journal.
+
+    Raises:
+        UserError: the stage cannot be trained; the same error from a child process and from this one.
+        ConfigError: the directory holds a stage with another key.
+    """
+    stage_dir = StageDir(directory.resolve())
+    stage_dir.root.mkdir(parents=True, exist_ok=True)
+    if _key_of(stage_dir) not in (None, spec.key):
+        raise ConfigError(
+            "the directory holds another stage", place=str(stage_dir.root), fix="choose another directory, or remove this one"
+        )
+    spec.save(stage_dir.spec)
+    engine = ENGINES[spec.stage.engine]
+    if in_process:
+        import_module(f"{engine}.__main__").main(stage_dir.root)
+    else:
+        run_module(engine, stage_dir.root, tick=tick)
+    return StageResult.load(stage_dir.result)
+
+
+def _key_of(stage_dir: StageDir) -> str | None:
+    try:
+        return StageSpec.load(stage_dir.spec).key
+    except (OSError, ValueError):  # there is no spec, or a damaged one: either is written again
+        return None

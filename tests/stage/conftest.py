@@ -1,0 +1,3 @@
+"""Stages to train, as in the tests of the engine."""
+
+from tests.grpo.conftest import stages, train  # noqa: F401 - fixtures
