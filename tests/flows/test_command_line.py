@@ -1,4 +1,4 @@
-"""What a user gets who types something wrong, has bad data or a bad reward: a clear word before any training."""
+"""What the command line answers to wrong arguments, bad data and bad rewards: a clear message before any training."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.errors import report_errors
-from flows.cli.main import app
+from flows.cli.main import PANELS, app
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
 from tests.flows.place import SMALL, Place
@@ -43,7 +43,7 @@ def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(pl
         ("stages.1.name=format", "taken"),
     ],
 )
-def test_an_impossible_setting_is_refused_with_its_place(place, override, says):
+def test_an_impossible_setting_is_refused_with_its_field(place, override, says):
     output = place.grpo("run", "demo", "--dry-run", "--set", override, expect=2)
     assert says in " ".join(output.replace("│", " ").split())
 
@@ -137,7 +137,7 @@ def test_a_damaged_record_of_servers_is_named(hostile_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["file", "file/deeper", "/proc/runs", "loop.jsonl", "x" * 300])
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
+def test_an_output_folder_that_is_not_writable_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
     from flows.preflight import check_output
 
     monkeypatch.chdir(hostile_folder)
@@ -162,18 +162,35 @@ def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_
 def test_what_the_system_refuses_is_shown_as_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
     with pytest.raises(SystemExit), report_errors():
         Path("/proc/version/x").mkdir()
-    told = capsys.readouterr().err
-    assert "/proc/version/x" in told
-    assert "move it away" in told
+    shown = capsys.readouterr().err
+    assert "/proc/version/x" in shown
+    assert "move it away" in shown
     with pytest.raises(FileNotFoundError), report_errors():
         Path("/nowhere/x").read_text()
 
 
-def test_doctor_and_fields_tell_what_there_is(place):
+def test_doctor_and_fields_list_what_there_is(place):
     report = place.grpo("doctor")
     assert re.search(r"torch +\d", report)
     assert "free disk" in report
     assert "stages[].learning_rate" in place.grpo("fields")
+
+
+def test_every_command_is_in_a_panel_of_the_help_and_describes_itself():
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "150"}).output
+    for title, commands in PANELS.items():
+        assert title in shown
+        for command in commands:
+            assert f"│ {command.__name__} " in shown
+            assert command.__doc__.strip().endswith(".")
+    assert len(app.registered_commands) == sum(map(len, PANELS.values()))
+
+
+def test_a_preset_is_printed_as_a_config_that_can_be_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(CliRunner().invoke(app, ["presets", "demo"]).output)
+    assert load_config("mine.yaml") == load_config("demo")
+    assert "did you mean demo?" in CliRunner().invoke(app, ["presets", "dmeo"]).output
 
 
 @pytest.mark.long
