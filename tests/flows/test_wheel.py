@@ -100,7 +100,7 @@ def installations(wheel, tmp_path_factory):
         path.chmod(path.stat().st_mode | 0o200)
 
 
-@pytest.fixture(params=["wheel", "read-only checkout"])
+@pytest.fixture(params=[pytest.param("wheel", marks=pytest.mark.ci), "read-only checkout"])
 def installation(request, installations, tmp_path):
     folder = tmp_path / "ein Ordner für mich"
     folder.mkdir()
@@ -137,7 +137,6 @@ def test_deployments_are_written_to_a_named_file_where_there_is_no_checkout(inst
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_the_demo_runs_in_an_empty_folder_and_writes_nothing_into_the_packages(installation):
     before = installation.files()
     settings = [text for name, value in FEW_STEPS.items() for text in ("--set", f"{name}={value}")]
@@ -147,7 +146,6 @@ def test_the_demo_runs_in_an_empty_folder_and_writes_nothing_into_the_packages(i
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_servers_start_in_an_empty_folder_and_their_worker_runs_a_deployment(installation):
     before = installation.files()
     prefect, mlflow = free_ports(2)

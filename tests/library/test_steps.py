@@ -32,6 +32,7 @@ config = load_config("demo", {SETTINGS})
 data = load_data(config, "work/data")
 stage = train_stage(config, "format", data, "work/format", rewards={{"brief": brief}})
 merged = merge(config, stage.model, data, "work/merged")
+assert train_stage(config, "format", data, "work/format", rewards={{"brief": brief}}) == stage
 report = evaluate(config, merged.model, data, "work/evaluation")
 answers = generate(config, merged.model, ["What is 15 + 27?", "What is 20 + 2?"], num_samples=2, temperature=1.0)
 
@@ -59,20 +60,14 @@ def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
     assert (folder / "work" / "evaluation" / "report.md").exists()
 
 
-def test_a_finished_stage_is_read_again_and_another_reward_is_another_stage(worked, monkeypatch):
+def test_another_model_or_reward_is_another_stage(worked, tmp_path):
     folder, _ = worked
-    monkeypatch.chdir(folder)
-    (folder / "rewards.py").write_text("def short(completions, **columns):\n    return [1.0 for _ in completions]\n")
     config = load_config("demo", SETTINGS)
-    data = load_data(config, "work/data")
-    first = train_stage(config, "format", data, "other", rewards={"short": "rewards:short"}, in_process=True)
-    assert train_stage(config, "format", data, "other", rewards={"short": "rewards:short"}) == first
-    (folder / "rewards.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
-    with pytest.raises(ConfigError, match="another stage"):
-        train_stage(config, "format", data, "other", rewards={"short": "rewards:short"})
-    with pytest.raises(ConfigError, match="another stage"):
-        train_stage(config, "format", data, folder / "work" / "format", start=first.model)
-    assert base_model(config).path == "embedded:base"
+    data = load_data(config, tmp_path)
+    trained = base_model(config).model_copy(update={"adapter": folder / "work" / "format" / "final"})
+    for other in ({"start": trained}, {"rewards": {"brief": "missing:brief"}}, {}):
+        with pytest.raises(ConfigError, match="another stage"):
+            train_stage(config, "format", data, folder / "work" / "format", **other)
 
 
 def test_bad_rows_are_refused_with_their_line(tmp_path):
