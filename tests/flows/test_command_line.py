@@ -19,7 +19,7 @@ from tests.flows.place import SMALL, Place
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 
 
-def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(place):
+def test_help_dry_run_and_a_refused_config_run_nothing(place):
     assert "grpo run" not in place.grpo("--help")
     assert "nothing was run" in place.grpo("run", "demo", "--dry-run")
     refused = place.grpo("run", "demo", "--set", "stages.0.num_generation=4", expect=2)
@@ -58,7 +58,7 @@ def test_a_setting_in_scientific_notation_is_a_number(place):
 
 @pytest.fixture(scope="module")
 def hostile_folder(tmp_path_factory):
-    """A working directory full of what is not what its name says; the store in it is made once."""
+    """A working directory in which nothing is what its name says. It is made once, because its MLflow store takes seconds."""
     folder = tmp_path_factory.mktemp("hostile")
     os.mkfifo(folder / "fifo.jsonl")
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
@@ -147,7 +147,7 @@ def test_an_output_folder_that_is_not_writable_is_refused_before_the_run(hostile
     assert refused.value.place == "resources.output_dir"
 
 
-def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_nothing(tmp_path, monkeypatch):
+def test_a_run_name_that_is_taken_by_a_file_is_refused_and_the_check_leaves_no_file(tmp_path, monkeypatch):
     from flows.preflight import check_output
 
     monkeypatch.chdir(tmp_path)
@@ -159,7 +159,7 @@ def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_
     assert list((tmp_path / "runs" / "free").iterdir()) == []
 
 
-def test_what_the_system_refuses_is_shown_as_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
+def test_an_error_of_the_system_becomes_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
     with pytest.raises(SystemExit), report_errors():
         Path("/proc/version/x").mkdir()
     shown = capsys.readouterr().err
@@ -259,7 +259,7 @@ def brief(prompts, completions, completion_ids, answer, **kwargs):
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory, prefect_api):
-    """A folder in which each command was called once, with a reward of the user's own; gives what each printed."""
+    """A folder in which each command was called once, with a custom reward; returns what each printed."""
     place = Place(tmp_path_factory.mktemp("worked"), prefect_api)
     place.write("mine.py", MINE)
     stages = [SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}]
@@ -274,7 +274,7 @@ def worked(tmp_path_factory, prefect_api):
     return place, told
 
 
-def test_validate_rewards_evaluate_and_merge_work_alone(worked):
+def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     place, told = worked
     assert "200 to train on, 40 held out" in told["validate"]
     assert "0 checks failed" in told["rewards"]
@@ -282,7 +282,7 @@ def test_validate_rewards_evaluate_and_merge_work_alone(worked):
     assert (place.root / "merged" / "model.safetensors").exists()
 
 
-def test_merge_writes_into_no_folder_that_holds_something_and_wants_an_adapter(worked):
+def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(worked):
     from flows.single import merge_flow
 
     place, _ = worked
@@ -298,7 +298,7 @@ def test_the_written_config_is_the_one_that_ran(worked):
     assert yaml.safe_load(Path(place.written).read_text())["seed"] == 7
 
 
-def test_a_reward_of_the_users_own_takes_part_in_training_and_a_change_of_it_trains_again(worked):
+def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked):
     place, _ = worked
     assert "rewards/brief/mean" in place.child("format", "small").data.metrics
     place.write("mine.py", MINE.replace("400", "401"))

@@ -1,4 +1,4 @@
-"""No web page but Prefect's own can use its API, on the server of `grpo up` and on the temporary one of a single command."""
+"""Only Prefect's own web page can use its API: on the server of `grpo up`, and on the temporary server of a single command."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))))
 """
 
 
-def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place):
+def test_the_temporary_server_of_a_command_answers_only_that_command(lone_place):
     command = [sys.executable, "-c", TEMPORARY]
     done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["401", "200"], done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Report and comparison as the commands leave them: whole, self-contained, and safe to open whatever a model wrote."""
+"""Report and comparison as the commands write them: complete, self-contained, and safe to open whatever a model wrote."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def parents(place):
     return [run for run in place.runs("small") if "mlflow.parentRunId" not in run.data.tags]
 
 
-def test_every_run_leaves_one_page_in_mlflow_that_tells_the_whole_story(reported):
+def test_every_run_leaves_one_complete_page_in_mlflow(reported):
     run = parents(reported)[0]
     path = reported.client.download_artifacts(run.info.run_id, "report/report.html", str(reported.root))
     text = (reported.root / path).read_text()
@@ -85,7 +85,7 @@ def test_compare_shows_what_differs_in_settings_figures_and_answers(reported):
     assert "no such run" in reported.grpo("compare", first, "nobody", expect=1)
 
 
-def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported):
+def test_a_registered_model_is_downloaded_asked_and_reproduced(reported):
     told = reported.grpo("lineage", "small/1")
     assert "data digest" in told
     reported.grpo("download", "small/1", "mine")

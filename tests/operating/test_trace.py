@@ -7,7 +7,14 @@ from grpo_tasks.operating.trace import trace_row
 from schemas.errors import DamagedError, UserError
 
 PROMPT_ID = "0123456789abcdef"
-FAULT = {"side": "train", "source": "mine.jsonl", "line": 2, "rule": "content_empty", "value": "", "meaning": "a message is empty"}
+FAULT = {
+    "side": "train",
+    "source": "mine.jsonl",
+    "line": 2,
+    "rule": "content_empty",
+    "value": "",
+    "meaning": "a message is empty",
+}
 
 
 @pytest.fixture
