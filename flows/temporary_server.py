@@ -10,28 +10,24 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Flow
-from prefect.context import refresh_global_settings_context
+from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MANY_RETRIES, FEW_RETRIES = "8", "4"
-"""How often the client repeats a request to Prefect, after 2, 4, 8 ... seconds."""
+
+def is_temporary() -> bool:
+    """Whether Prefect starts a server of its own for a flow. A profile may name a server even if the environment names none."""
+    return get_current_settings().api.url is None
 
 
 def lock_temporary_server() -> None:
-    """Set a password for the temporary server, unless a server is configured or this process has set one before."""
-    # A profile may name a server even if the environment names none.
-    if "PREFECT_SERVER_API_AUTH_STRING" in os.environ and "PREFECT_API_AUTH_STRING" in os.environ:
-        return
-    if get_current_settings().api.url is not None:
+    """Set a password for the temporary server, unless a server is configured or the password has been set before."""
+    if not is_temporary() or {"PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"} <= os.environ.keys():
         return
     password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
     os.environ["PREFECT_API_AUTH_STRING"] = password
-    # Nobody restarts a temporary server, so there is no point in waiting long for it.
-    if os.environ.get("PREFECT_CLIENT_MAX_RETRIES") == MANY_RETRIES:
-        os.environ["PREFECT_CLIENT_MAX_RETRIES"] = FEW_RETRIES
     refresh_global_settings_context()
 
 
@@ -39,7 +35,9 @@ class _LockedFlow(Flow[P, R]):
     """A flow that locks the temporary server before Prefect starts it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        lock_temporary_server()
+        # Inside another flow, the server runs already.
+        if FlowRunContext.get() is None:
+            lock_temporary_server()
         return super().__call__(*args, **kwargs)
 
 

@@ -18,14 +18,16 @@ from schemas.secret import hide, hide_output
 if TYPE_CHECKING:
     from schemas.config.run import RunConfig
 
-MANY_RETRIES = "8"
+RETRIES = "PREFECT_CLIENT_MAX_RETRIES"
+MANY, FEW = "8", "4"
+"""How often the client repeats a request to Prefect, after 2, 4, 8 ... seconds."""
 DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # On a slow or busy machine Prefect's temporary server needs more than the 20 s that Prefect allows.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     # If a server disappears during a run, the client retries for up to eight minutes with doubling intervals.
-    "PREFECT_CLIENT_MAX_RETRIES": MANY_RETRIES,
+    RETRIES: MANY,
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -63,8 +65,11 @@ def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()
     _check_prefect(os.environ.get("PREFECT_API_URL"))
-    from flows.temporary_server import lock_temporary_server
+    from flows.temporary_server import is_temporary, lock_temporary_server
 
+    if is_temporary() and os.environ[RETRIES] == MANY:
+        # Nobody restarts a temporary server, so there is no point in waiting long for it.
+        os.environ[RETRIES] = FEW
     lock_temporary_server()
 
 

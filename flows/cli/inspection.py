@@ -41,7 +41,7 @@ def fields() -> None:
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this preset. Without it, list all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this preset. Without it, list all.")] = None,
 ) -> None:
     """List the presets, or print one as a starting point: `grpo presets custom-csv > my.yaml`."""
     with report_errors():

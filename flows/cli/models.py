@@ -49,11 +49,13 @@ def download(
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, NAME, or a model folder.")],
     question: Annotated[
-        str | None, typer.Argument(metavar="[QUESTION]", help="One question. Without it you can ask several in turn.")
+        str | None, typer.Argument(metavar="QUESTION", help="One question. Without it you can ask several in turn.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message. Default: the one that the model was trained with.")] = None,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Sample from the tokens that make up this share.")] = 0.9,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Sample from the most likely tokens that together have this probability.")
+    ] = 0.9,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the most likely token.")] = False,
     tracking_uri: TrackingUri = None,
