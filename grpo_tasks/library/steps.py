@@ -35,7 +35,7 @@ from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.load import load_sources
 from grpo_tasks.data.quarantine import enforce
-from grpo_tasks.data.report import Origin, report_data
+from grpo_tasks.data.report import Origin, report_data, stop_warnings
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.report import evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
@@ -84,7 +84,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     )
     truths = find_unusable(verdict.accepted, config.rewards.equality)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
-    report = report_data(verdict, origin, [truths.warning] if truths.warning else [])
+    report = report_data(verdict, origin, [*stop_warnings(verdict, config.rollout), *filter(None, [truths.warning])])
     enforce(verdict, config.validation)
     truths.enforce()
     return report
