@@ -28,6 +28,8 @@ def lock_temporary_server() -> None:
         return
     password = os.environ.setdefault("PREFECT_SERVER_API_AUTH_STRING", f"grpo:{secrets.token_urlsafe(24)}")
     os.environ["PREFECT_API_AUTH_STRING"] = password
+    # On a slow or busy machine the server needs more than the 20 s that Prefect allows.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
     refresh_global_settings_context()
 
 

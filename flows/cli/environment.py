@@ -24,8 +24,6 @@ MANY, FEW = "8", "4"
 DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # On a slow or busy machine Prefect's temporary server needs more than the 20 s that Prefect allows.
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     # If a server disappears during a run, the client retries for up to eight minutes with doubling intervals.
     RETRIES: MANY,
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
