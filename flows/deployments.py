@@ -1,6 +1,6 @@
-"""What can be triggered from the Prefect UI: every deployment with its queue, defaults, schedules and triggers.
+"""Everything that can be started from the Prefect UI: each deployment with its queue, defaults, schedules and triggers.
 
-deploy/prefect.yaml is written from here (`grpo deployments`) and applied by `prefect deploy --all`; `grpo up` does that.
+`grpo deployments` writes deploy/prefect.yaml from this file. `prefect deploy --all` applies it, and `grpo up` calls that.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,17 @@ from typing import Any, Literal
 
 import yaml
 
-from schemas.config.load import PRESETS, read_tree
+from schemas.config.load import read_tree
 from schemas.config.run import RunConfig
 from schemas.config.section import form_values
+from schemas.errors import UserError
+from schemas.paths import DEPLOY
 
 POOL = "grpo"
 QUEUES = ("cpu", "gpu")
-FILE = PRESETS.parent / "prefect.yaml"
+FILE = DEPLOY / "prefect.yaml"
 WORKDIR = "GRPO_WORKDIR"
-"""Environment variable with the folder that relative paths of a config start from."""
+"""Environment variable: the folder that relative paths in a config start from."""
 
 Queue = Literal["cpu", "gpu"]
 NIGHTLY = {"cron": "0 3 * * *", "timezone": "UTC", "slug": "nightly", "active": False}
@@ -33,7 +35,7 @@ WEEKLY = {
 ON_NEW_DATA = {
     "type": "event",
     "enabled": True,
-    "name": "retrain when the data changed",
+    "name": "retrain when the data has changed",
     "expect": ["grpo.data.changed"],
     "match": {"prefect.resource.id": "grpo.data.*"},
     "parameters": {
@@ -55,11 +57,11 @@ AFTER_VALIDATION = {
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One entry of the UI's list of deployments."""
+    """One entry in the list of deployments of the UI."""
 
     name: str
     flow: str
-    """Module path; by file path Prefect would load a second copy of the module."""
+    """Module path. By file path, Prefect would load a second copy of the module."""
     description: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     queue: Queue = "cpu"
@@ -72,7 +74,7 @@ class Deployment:
         return ["grpo", self.queue]
 
     def entry(self) -> dict[str, Any]:
-        """This deployment as prefect.yaml wants it."""
+        """This deployment in the form that prefect.yaml needs."""
         lists = {"schedules": [dict(item) for item in self.schedules], "triggers": [dict(item) for item in self.triggers]}
         return {
             "name": self.name,
@@ -87,14 +89,14 @@ class Deployment:
 
 
 def deployments() -> list[Deployment]:
-    """All of them. The forms of whole configs come filled in with a preset, so there is one for each preset."""
+    """All deployments. The form of a pipeline is filled in with a preset, so there is one deployment for each preset."""
     demo = {"config": _preset("demo")}
     return [
         *(
             Deployment(
                 name,
                 "flows.pipeline.grpo_pipeline",
-                f"The whole pipeline; the form is filled in with the preset {name}.",
+                f"The whole pipeline. The form is filled in with the preset {name}.",
                 {"config": _preset(name), "fresh": False},
                 queue,
             )
@@ -106,21 +108,26 @@ def deployments() -> list[Deployment]:
             "The whole pipeline from a preset or a YAML file, with a few settings changed.",
             {"source": "demo", "overrides": []},
         ),
-        Deployment("validate", "flows.single.validate_flow", "Read the data and judge every row.", demo),
-        Deployment("rewards", "flows.single.rewards_flow", "The reward lab alone: try every reward before any training.", demo),
-        Deployment("train", "flows.single.train_flow", "One stage alone.", demo | {"stage": "format"}, "gpu"),
-        Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model, with the proof.", demo),
-        Deployment("publish", "flows.single.publish_flow", "Merge an adapter, evaluate, register it, decide.", demo),
+        Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
+        Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),
+        Deployment("train", "flows.single.train_flow", "Train a single stage.", demo | {"stage": "format"}, "gpu"),
+        Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
+        Deployment(
+            "publish",
+            "flows.single.publish_flow",
+            "Merge an adapter, compare it with base and champion, register it, decide.",
+            demo,
+        ),
         Deployment(
             "evaluate",
             "flows.single.evaluate_flow",
-            "Evaluate any model: a registered one, a folder, an adapter or a hub id.",
+            "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
             demo | {"model": "models:/grpo-demo@champion"},
         ),
         Deployment(
             "retrain",
             "flows.retrain.retrain_flow",
-            "Train again if data, code or config changed since the last version; promote or not.",
+            "Train again if data, code or config have changed since the last version, then decide on the champion.",
             {"source": "demo", "overrides": [], "start_from": "base", "force": False},
             schedules=(NIGHTLY, WEEKLY),
             triggers=(ON_NEW_DATA, AFTER_VALIDATION),
@@ -128,7 +135,7 @@ def deployments() -> list[Deployment]:
         Deployment(
             "watch-data",
             "flows.retrain.watch_data_flow",
-            "Send the event that retrains when the content of the data files is new.",
+            "Check the data files, and send the event that starts a retraining if they have changed.",
             {"source": "demo"},
             schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
         ),
@@ -151,12 +158,12 @@ def prefect_yaml() -> str:
         "pull": [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $" + WORKDIR + " }}"}}],
         "deployments": [deployment.entry() for deployment in deployments()],
     }
-    head = f"# Written by `grpo deployments` from flows/deployments.py. {WORKDIR}: the folder that relative paths start from.\n"
+    head = f"# Written by `grpo deployments` from flows/deployments.py. Relative paths start from the folder in {WORKDIR}.\n"
     return head + yaml.dump(tree, sort_keys=False, allow_unicode=True, width=120, Dumper=_Plain)
 
 
 class _Plain(yaml.SafeDumper):
-    """Without anchors, which make a file hard to read and to change by hand."""
+    """YAML without anchors, which would make the file hard to read and to edit."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
         return True
@@ -166,7 +173,16 @@ def _preset(name: str) -> dict[str, Any]:
     return form_values(read_tree(name), RunConfig)
 
 
-def write_prefect_yaml(path: Path = FILE) -> Path:
-    """Write the file anew."""
+def write_prefect_yaml(path: Path | None = None) -> Path:
+    """Write `path`, by default deploy/prefect.yaml of the checkout.
+
+    Raises:
+        UserError: this is an installed package, so there is no checkout to write to.
+    """
+    if path is None and FILE.is_relative_to(Path(__file__).parents[1] / "schemas"):
+        raise UserError(
+            "deploy/prefect.yaml belongs to a checkout, and this is an installed package", fix="name a file with --out"
+        )
+    path = path or FILE
     path.write_text(prefect_yaml(), encoding="utf-8")
     return path

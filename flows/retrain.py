@@ -1,17 +1,18 @@
-"""Retraining: does nothing when nothing changed, otherwise trains, compares and decides. And the watch for new data."""
+"""Retraining: does nothing if nothing has changed; otherwise trains, compares and decides. Also the watch for new data."""
 
 import re
 from typing import Literal
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.variables import Variable
 
-from flows.checks import check_inputs
+from flows.flow_run import pipeline_key
 from flows.pipeline import grpo_pipeline
-from flows.session import pipeline_key
+from flows.preflight import check_inputs
 from flows.single import validate_flow
+from flows.temporary_server import locked_flow
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
@@ -25,45 +26,47 @@ from schemas.results import RetrainResult
 DATA_CHANGED = "grpo.data.changed"
 
 
-@flow(name="grpo-retrain", description="Train again if data, code or config changed since the last version; promote or not.")
+@locked_flow(
+    name="grpo-retrain", description="Train again if data, code or config have changed since the last version, then decide."
+)
 def retrain_flow(
     source: str = "demo",
     overrides: list[str] | None = None,
     start_from: Literal["base", "champion"] = "base",
     force: bool = False,
 ) -> RetrainResult:
-    """Retrain a registered model. One run at a time for each model: the next one waits and says for whom.
+    """Retrain a registered model. Each model has one retraining at a time: the next one waits and logs which run it waits for.
 
     Args:
-        source: YAML file (relative to the working directory) or name of a preset.
-        overrides: settings changed for this retraining, each as key.path=value.
-        start_from: the config's base model, or the present champion.
-        force: train although nothing changed.
+        source: a YAML file (relative to the working directory) or the name of a preset.
+        overrides: settings to change for this retraining, each as key.path=value.
+        start_from: the base model of the config, or the current champion.
+        force: train even if nothing has changed.
     """
     config = load_config(source, overrides)
-    # A schedule and an event may both start it: the second waits here, and then finds what the first has made.
+    # A schedule and an event may start it at the same time. The second run waits here, and then finds the result of the first.
     with hold(_limit_of(config)):
-        return _retrained(config, start_from, force)
+        return _retrain(config, start_from, force)
 
 
 def _limit_of(config: RunConfig) -> str:
-    """Name of Prefect's concurrency limit for a registered model; some characters are not allowed in one."""
+    """Name of the concurrency limit of a registered model, without the characters that Prefect does not allow."""
     return "retrain-" + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
 
 
-def _retrained(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
+def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
     if known is not None and not force:
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
-        return _told(config, RetrainResult(trained=False, reason=reason))
+        return _report(config, RetrainResult(trained=False, reason=reason))
     publication = grpo_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force).publication
     tag_version(config.registered_model, publication.model_version, made_of, config.tracking)
-    return _told(config, RetrainResult(trained=True, reason=publication.reason, publication=publication))
+    return _report(config, RetrainResult(trained=True, reason=publication.reason, publication=publication))
 
 
 def _hub_digest(config: RunConfig) -> dict[str, str]:
-    """Files count by their content without being read as data; what comes from a hub has to be fetched to be known."""
+    """The digest of data from a hub, which must be downloaded first. Local files are part of `pipeline_key` by their content."""
     if all(is_local(source.path) for source in [*config.data.train, *config.data.eval]):
         return {}
     return {"grpo.data_digest": validate_flow(config, fresh=True).digest}
@@ -76,28 +79,28 @@ def _from_champion(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None})})
 
 
-def _told(config: RunConfig, result: RetrainResult) -> RetrainResult:
+def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:
     get_run_logger().info(result.reason)
     create_markdown_artifact(key="retraining", markdown=f"# {config.registered_model}\n\n{result.reason}\n")
     return result
 
 
-@flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the content of a config's data files is new.")
+@locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
-    """Compare the content of the data with what it was at the last look; True when it is new."""
+    """Compare the content of the data with that of the previous check; True if it has changed."""
     config = load_config(source, overrides)
     check_inputs(config)
     digest = content_key("watch", (), {"data": config.data})
     name = "grpo_data_" + "".join(letter if letter.isalnum() else "_" for letter in config.name.lower())
     before = Variable.get(name)
     if before == digest:
-        get_run_logger().info("the data of %s is what it was", config.name)
+        get_run_logger().info("the data of %s has not changed", config.name)
         return False
     Variable.set(name, digest, overwrite=True)
     if before is None:
-        get_run_logger().info("first look at the data of %s", config.name)
+        get_run_logger().info("first check of the data of %s", config.name)
         return False
-    get_run_logger().info("the data of %s is new", config.name)
+    get_run_logger().info("the data of %s has changed", config.name)
     payload = {"source": source, "overrides": overrides or [], "digest": digest}
     emit_event(event=DATA_CHANGED, resource={"prefect.resource.id": f"grpo.data.{config.name}"}, payload=payload)
     return True

@@ -11,6 +11,10 @@ from pathlib import Path
 
 EMBEDDED = "embedded:"
 _DEMO = Path(__file__).resolve().parent.parent / "grpo_tasks" / "demo"
+_IN_WHEEL = Path(__file__).resolve().parent / "deploy"
+_IN_CHECKOUT = Path(__file__).resolve().parent.parent / "deploy"
+DEPLOY = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
+"""Folder with presets/, prefect.yaml and work_pools/. The build copies them from deploy/ into the wheel (pyproject.toml)."""
 
 
 def resolve(path: str) -> str:

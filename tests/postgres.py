@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_tasks.operating.servers import HOST, free_port
+from grpo_tasks.operating.commands import HOST, free_port
 
 SUPERUSER = "postgres"
 

@@ -72,10 +72,14 @@ def test_the_digest_of_a_room_ignores_comments_and_sees_code(tmp_path, monkeypat
     source_digest.cache_clear()
 
 
-def test_help_and_a_refused_config_import_nothing_heavy():
+def test_help_a_dry_run_and_a_refused_config_import_nothing_heavy():
     code = (
-        "import sys, flows.cli.main\nfrom schemas.config.load import load_config\nfrom schemas.errors import ConfigError\n"
-        "try:\n    load_config('demo', ['seeed=1'])\nexcept ConfigError as error:\n    assert 'did you mean seed' in str(error)\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom flows.cli.main import app\n"
+        "def grpo(*arguments):\n    return CliRunner().invoke(app, arguments).output\n"
+        "assert 'Registered models' in grpo('--help')\n"
+        "assert 'nothing was run' in grpo('run', 'demo', '--dry-run')\n"
+        "assert 'custom-csv' in grpo('presets')\n"
+        "assert 'did you mean seed' in grpo('run', 'demo', '--set', 'seeed=1')\n"
         "heavy = {'torch', 'pandera', 'polars', 'prefect', 'mlflow', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -133,9 +137,9 @@ def test_init_files_hold_a_docstring_only():
 
 
 def test_every_field_of_the_config_is_described():
-    from flows.cli.show import _fields
+    from flows.cli.show import config_fields
     from schemas.config.run import RunConfig
 
-    fields = _fields(RunConfig, "")
+    fields = config_fields(RunConfig)
     assert len(fields) > 90
     assert [name for name, field in fields if not field.description] == []

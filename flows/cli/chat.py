@@ -1,4 +1,4 @@
-"""A talk with a model in the terminal."""
+"""Ask a model questions in the terminal."""
 
 import os
 from pathlib import Path
@@ -14,16 +14,16 @@ from schemas.results import Lineage
 DOWNLOADS = Path("runs") / "downloads"
 
 
-def talk(
-    console: Console, model: str, question: str | None, *, system: str | None, manner: ChatSettings, tracking: TrackingConfig
+def answer_questions(
+    console: Console, model: str, question: str | None, *, system: str | None, settings: ChatSettings, tracking: TrackingConfig
 ) -> None:
-    """Answer one question, or one after the other until an empty line or Ctrl-D."""
+    """Answer `question`; without one, answer what the user types until an empty line or Ctrl-D."""
     folder, prompt = _model(model, tracking)
     system = prompt if system is None else system
     chat = ChatSession(folder)
     before = [{"role": "system", "content": system}] if system else []
     while (text := question or _read(console)) is not None:
-        for piece in chat.answer([*before, {"role": "user", "content": text}], manner):
+        for piece in chat.answer([*before, {"role": "user", "content": text}], settings):
             console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
         console.print()
         if question:
@@ -31,8 +31,8 @@ def talk(
 
 
 def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
-    """Folder of the model and the system message it was trained with."""
-    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - takes a name of any length
+    """The folder of the model, and the system message that it was trained with."""
+    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - unlike Path, accepts a name of any length
         origin = Path(name) / ORIGIN
         return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
     return Path(download_model(name, tracking, DOWNLOADS).path), _prompt(lineage_of(name, tracking))

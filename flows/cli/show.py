@@ -1,4 +1,4 @@
-"""What the command line shows: plans and results as tables. Light to import: a dry run must answer at once."""
+"""Plans and results as the command line prints them. Light to import: a dry run must answer at once."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from grpo_tasks.operating.trace import Trace
     from grpo_tasks.reporting.compare import Comparison
 
+out = Console()
+"""Standard output of every command."""
 FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
 
 
 def show_plan(console: Console, config: RunConfig) -> None:
-    """What a run would do."""
-    table = Table(title=f"{config.name}: nothing was run", title_justify="left")
-    for heading in ("step", "what"):
+    """Print what a run would do."""
+    table = Table(title=f"Plan of {config.name} (nothing was run)", title_justify="left")
+    for heading in ("step", "details"):
         table.add_column(heading, overflow="fold")
     sources = ", ".join(source.path for source in [*config.data.train, *config.data.eval])
     table.add_row("prepare_data", sources)
@@ -33,7 +35,7 @@ def show_plan(console: Console, config: RunConfig) -> None:
     table.add_row("probe_rewards", ", ".join(sorted({name for stage in config.stages for name in stage.rewards})))
     table.add_row("evaluate_model", f"base: {config.model.path}")
     for stage in config.stages:
-        table.add_row(f"train_stage {stage.name}", stage_in_words(stage))
+        table.add_row(f"train_stage {stage.name}", describe_stage(stage))
     table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
     prompts = config.evaluation.max_prompts or "all"
     table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
@@ -41,8 +43,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
     console.print(table)
 
 
-def stage_in_words(stage: StageConfig) -> str:
-    """One line about a stage."""
+def describe_stage(stage: StageConfig) -> str:
+    """A stage in one line."""
     length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
     prompts = stage.completions_per_update // stage.num_generations
     sizes = f"{prompts} prompts x {stage.num_generations} completions"
@@ -50,7 +52,7 @@ def stage_in_words(stage: StageConfig) -> str:
 
 
 def show_data(console: Console, report: DataReport) -> None:
-    """The verdict on the data."""
+    """Print how many rows were accepted, and why the others were not."""
     console.print(
         f"{report.rows:,} rows read: {report.train_rows:,} to train on, {report.eval_rows:,} held out, "
         f"{report.quarantined:,} quarantined"
@@ -59,24 +61,24 @@ def show_data(console: Console, report: DataReport) -> None:
         if rule.rows:
             console.print(f"  {rule.rule}: {rule.rows:,} rows ({rule.meaning})")
     lengths = report.prompt_tokens
-    console.print(f"prompts: {lengths.p50} tokens in the median, {lengths.max} at most, limit {lengths.limit}")
+    console.print(f"prompts: median {lengths.p50} tokens, longest {lengths.max}, limit {lengths.limit}")
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 
 def show_lab(console: Console, report: LabReport) -> None:
-    """What the reward lab found."""
+    """Print the checks and forecasts of the reward lab."""
     counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
     console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
     for forecast in report.forecasts:
         console.print(
-            f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups carry signal, "
+            f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
             f"mean reward {forecast.mean_reward:.2f}"
         )
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 
 def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
-    """Evaluations side by side."""
+    """Print evaluations, one row each."""
     table = Table()
     table.add_column("model")
     for name in FIGURES:
@@ -90,7 +92,7 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
 
 
 def show_merge(console: Console, proof: MergeProof) -> None:
-    """The merged model and its proof."""
+    """Print where the merged model is, and how it compares with base + adapter."""
     console.print(f"merged model: {proof.model.path}", soft_wrap=True)
     console.print(
         f"differs from base + adapter by {proof.merge_difference:.2g} nats (float32), "
@@ -99,17 +101,19 @@ def show_merge(console: Console, proof: MergeProof) -> None:
 
 
 def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -> None:
-    """The end of a pipeline run: figures, decision, where everything is."""
+    """Print the end of a pipeline run: evaluations, decision, where everything is."""
     show_evaluations(console, result.evaluations)
     publication = result.publication
-    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the alias champion has not moved"
+    alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     console.print(f"report: {result.report}", soft_wrap=True)
-    console.print(f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; see both UIs: make ui")
+    console.print(
+        f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; open both UIs with: grpo ui"
+    )
 
 
 def show_trace(console: Console, trace: "Trace") -> None:
-    """One row's way, arrow by arrow."""
+    """Print what happened to one row, step by step."""
     console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.side}", highlight=False)
     if trace.faults is not None:
         for fault in trace.faults.iter_rows(named=True):
@@ -127,7 +131,7 @@ def show_trace(console: Console, trace: "Trace") -> None:
 
 def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
     if rows.is_empty():
-        console.print(f"{title}: not among the completions that were kept")
+        console.print(f"{title}: no completions of this row were kept")
         return
     table = Table(*columns, title=title, title_justify="left")
     for row in rows.select(columns).iter_rows():
@@ -136,7 +140,7 @@ def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequ
 
 
 def show_lineage(console: Console, lineage: Lineage) -> None:
-    """Where a version came from."""
+    """Print where a version came from."""
     table = Table(title=f"{lineage.name} version {lineage.version}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -150,7 +154,7 @@ def show_lineage(console: Console, lineage: Lineage) -> None:
 
 
 def show_comparison(console: Console, found: "Comparison") -> None:
-    """Figures and settings of two runs."""
+    """Print the figures and settings of two runs."""
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
     table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
     for row in found.figures:
@@ -161,38 +165,43 @@ def show_comparison(console: Console, found: "Comparison") -> None:
     for setting in found.settings:
         settings.add_row(*(escape(value) for value in setting))
     console.print(settings)
-    console.print(f"the two disagree on {len(found.disagreements)} prompts or more" if found.disagreements else "no disagreement")
+    console.print(
+        f"the runs disagree on at least {len(found.disagreements)} prompts"
+        if found.disagreements
+        else "the runs agree on every prompt"
+    )
 
 
 def show_reproduction(console: Console, made: Reproduction) -> None:
-    """Whether it came out the same."""
+    """Print whether the reproduced adapter equals the recorded one."""
     for difference in made.differences:
-        console.print(f"not as it was: {difference}", markup=False)
-    verdict = "the same bytes" if made.same else "DIFFERENT"
+        console.print(f"this has changed since then: {difference}", markup=False)
+    verdict = "is identical" if made.same else "DIFFERS"
     console.print(
-        f"the adapter came out {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
+        f"the reproduced adapter {verdict}: {made.adapter_sha256[:16]}, recorded {made.of.adapter_sha256[:16]} "
         f"(MLflow run {made.run_id})",
         soft_wrap=True,
     )
 
 
 def show_fields(console: Console) -> None:
-    """Every field of the config tree."""
+    """Print every field of the config."""
     table = Table("field", "default", "meaning")
-    for name, field in _fields(RunConfig, ""):
+    for name, field in config_fields(RunConfig, ""):
         default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
         table.add_row(name, default if len(default) < 40 else "...", " ".join((field.description or "").split()))
     console.print(table)
 
 
-def _fields(model: type[BaseModel], prefix: str) -> list[tuple[str, "FieldInfo"]]:
+def config_fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, "FieldInfo"]]:
+    """The dotted name and the description of every field below `model`, for example stages[].learning_rate."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in model.model_fields.items():
         inner, marker = _section_in(field.annotation)
         if inner is None:
             rows.append((prefix + name, field))
         else:
-            rows += _fields(inner, f"{prefix}{name}{marker}.")
+            rows += config_fields(inner, f"{prefix}{name}{marker}.")
     return rows
 
 

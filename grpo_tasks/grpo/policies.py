@@ -24,7 +24,7 @@ from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
-from grpo_tasks.policy.shared_prompt import UnsupportedError
+from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.results import ModelRef
 

@@ -1,1 +1,1 @@
-"""Servers and views for whoever operates the pipeline: `grpo up`, `grpo doctor`, `grpo trace`."""
+"""What a person needs to operate the pipeline: `grpo up`, `grpo doctor`, `grpo trace`."""

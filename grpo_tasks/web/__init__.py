@@ -1,1 +1,1 @@
-"""What a server of ours answers to: requests from its own pages and from programs on this machine."""
+"""The check in front of every server: it answers its own pages and programs on this machine, and no other web page."""

@@ -1,15 +1,18 @@
-"""Keeps other web pages away from a server on this machine.
+"""Refuses requests that other web pages send to a server on this machine.
 
     SameOrigin(app)   ->  app answers its own pages and programs; a request that another page caused gets 403
 
-A browser sends what any page asks it to send, to 127.0.0.1 as well, and it sends "simple" POSTs without asking the server first.
-CORS headers only decide whether the page may read the answer. So the server looks at what the browser says about the request:
-`Host` is the name that the address bar or the script used (a name that is not ours: DNS rebinding), `Origin` is the page that
-asks, `Sec-Fetch-Site` says how far away that page is where there is no Origin. Programs (command line, workers, flows) send
-neither of the last two.
+A browser sends whatever any page asks it to send, even to 127.0.0.1, and it sends "simple" POSTs without asking the server
+first. CORS headers only decide whether the page may read the answer. So the server checks what the browser says about a request:
 
-This is no authentication: every program on this machine is let in. Only the standard library is used, so that a server
-in another environment can load this file.
+    Host             the name that the address bar or the script used; a foreign name means DNS rebinding
+    Origin           the page that sent the request
+    Sec-Fetch-Site   if there is no Origin: whether that page belongs to the same site
+
+Programs (command line, workers, flows) send neither Origin nor Sec-Fetch-Site.
+
+This is not authentication: every program on this machine is accepted. Only the standard library is used, so that a server in
+another environment can load this file.
 """
 
 import os
@@ -19,7 +22,7 @@ from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
-"""Environment variable: further names (`name` or `name:port`, separated by commas) under which the servers may be reached."""
+"""Environment variable: further host names (`name` or `name:port`, separated by commas) that the servers answer to."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,20 +33,20 @@ _ADDRESS = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(?::([0-9]+))?")
 
 
 class SameOrigin:
-    """ASGI middleware: HTTP requests and websockets from other pages, or to a name that is not the server's, are refused."""
+    """ASGI middleware that refuses HTTP requests and websockets from other pages, or to a host name that is not the server's."""
 
     def __init__(self, app: App, hosts: Iterable[str] | None = None) -> None:
-        """Wrap `app`; it may be reached by the loopback names and by `hosts` (those of GRPO_ALLOWED_HOSTS when None)."""
+        """Wrap `app`. It answers to the loopback names and to `hosts` (default: GRPO_ALLOWED_HOSTS)."""
         self.app = app
         self.hosts = {*LOOPBACK, *(further_hosts() if hosts is None else hosts)}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer 403, or hand on to the app."""
+        """Answer 403, or pass the request to the app."""
         reason = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if reason is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # Closed before it was accepted: the browser gets 403.
+            # Closing it before it is accepted makes the ASGI server answer 403.
             await send({"type": "websocket.close", "code": 1008, "reason": reason})
         else:
             head = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
@@ -56,7 +59,7 @@ class SameOrigin:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
         host, *more = headers.get("host", [""])
         if more or not self._is_ours(host):
-            return f"This server is not reached by that name; to allow it: {ALLOWED_HOSTS}=NAME"
+            return f"This server does not answer to that host name; to allow it: {ALLOWED_HOSTS}=NAME"
         origins = headers.get("origin", [])
         if not all(self._is_own_page(origin, host) for origin in origins):
             return "Other web pages cannot use this server"
@@ -73,7 +76,7 @@ class SameOrigin:
         return found is not None and (found[0] in self.hosts or found[1] in self.hosts)
 
     def _is_own_page(self, origin: str, host: str) -> bool:
-        # The page may be open as localhost:4200 and ask 127.0.0.1:4200. Another port is another server.
+        # A page opened as localhost:4200 may call 127.0.0.1:4200. But another port is another server.
         page = origin.partition("://")[2].lower()
         return self._is_ours(page) and _port(page) == _port(host)
 
@@ -89,6 +92,6 @@ def _port(address: str) -> str:
 
 
 def _link(scope: Mapping[str, Any], headers: Mapping[str, list[str]]) -> bool:
-    """Whether a person followed a link to one of the server's pages: the page that held the link cannot read what it shows."""
+    """Whether a person followed a link to a page of the server. The page with the link cannot read what the server answers."""
     opened = headers.get("sec-fetch-mode") == ["navigate"] and headers.get("sec-fetch-dest") == ["document"]
     return opened and scope.get("method") in ("GET", "HEAD")

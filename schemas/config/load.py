@@ -18,11 +18,11 @@ from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import ConfigError, shorten
-from schemas.paths import module_file, why_not_a_file
+from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
-PRESETS = Path(__file__).resolve().parents[2] / "deploy" / "presets"
+PRESETS = DEPLOY / "presets"
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -56,7 +56,7 @@ def _layers(source: str | Path) -> list[tuple[Path, dict[str, Any]]]:
     while path is not None:
         tree = parse_yaml(_text_of(path), place=str(path))
         if not isinstance(tree, dict):
-            raise ConfigError("the file is not a mapping of settings", place=str(path), fix="start from a preset, such as demo")
+            raise ConfigError("the file is not a mapping of settings", place=str(path), fix="start from a preset: grpo presets")
         extended = tree.pop("extends", None)
         layers.append((path, tree))
         path = None if extended is None else _extended(extended, [file for file, _ in layers])

@@ -1,4 +1,4 @@
-"""The stack's files, as far as they can be checked without a container: parsed, complete, and the same commands that run here."""
+"""The deploy files, as far as they can be checked without containers: they parse, are complete, and use our commands."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from flows.deployments import FILE, prefect_yaml
-from grpo_tasks.operating.servers import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
+from grpo_tasks.operating.commands import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
 from tests.postgres import cluster, programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ ASKED_FOR = {
     "mlflow": "MLFLOW_AUTH_ADMIN_PASSWORD",
     "vllm": "VLLM_API_KEY",
 }
-"""Services that others can reach, and the variable with which each asks for a secret."""
+"""Services with a published port, and the variable that holds the secret of each."""
 
 
 def filled(text):
@@ -44,14 +44,14 @@ def command(service):
     return [filled(part) for part in SERVICES[service]["command"]]
 
 
-def test_prefect_yaml_is_what_the_code_says():
+def test_prefect_yaml_agrees_with_the_code():
     assert FILE.read_text() == prefect_yaml(), "run: grpo deployments"
 
 
 def test_the_servers_are_started_with_the_commands_of_grpo_up():
     assert command("prefect") == [part.replace(HOST, "0.0.0.0") for part in prefect_command(4200)]
     plain = [part.replace(HOST, "0.0.0.0") for part in mlflow_command(5000)]
-    # The same guard, with users behind it.
+    # The same check, and passwords in addition.
     assert plain[-2:] == ["--app-name", "same-origin"]
     assert command("mlflow")[: len(plain)] == [*plain[:-1], "same-origin-basic-auth"]
     assert command("worker") == worker_command("compose-1")
@@ -74,7 +74,7 @@ def test_every_service_with_a_published_port_requires_a_secret():
         assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", value), f"{name} starts without {variable}"
 
 
-def test_a_worker_sends_the_key_that_the_vllm_server_asks_for():
+def test_a_worker_sends_the_key_that_the_vllm_server_requires():
     for worker in ("worker", "worker-gpu"):
         assert SERVICES[worker]["environment"]["VLLM_API_KEY"] == SERVICES["vllm"]["environment"]["VLLM_API_KEY"]
 
@@ -101,7 +101,7 @@ def test_every_variable_has_its_line_in_the_example_and_no_secret_a_value():
     )
 
 
-def test_secrets_stand_in_no_yaml_and_have_no_default():
+def test_no_yaml_contains_a_secret_and_no_secret_has_a_default():
     for path in [*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.json")]:
         for line in path.read_text().splitlines():
             found = re.search(r"^\s*(?:- )?([A-Z_]*(?:PASSWORD|SECRET|AUTH_STRING|API_KEY)[A-Z_]*):\s*(\S.*)$", line)
@@ -109,7 +109,7 @@ def test_secrets_stand_in_no_yaml_and_have_no_default():
                 assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", found[2]), f"{path.name}: {line}"
 
 
-def test_what_waits_for_another_service_waits_for_one_that_exists_and_tells_its_health():
+def test_a_service_waits_only_for_services_that_exist_and_have_a_health_check():
     for name, service in SERVICES.items():
         for other, how in service.get("depends_on", {}).items():
             assert other in SERVICES, name
@@ -165,7 +165,7 @@ CONTAINER = {
 }
 
 
-def test_the_kubernetes_manifests_are_whole():
+def test_the_kubernetes_manifests_are_complete():
     manifests = [yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "k8s").glob("*.yaml"))]
     template = json.loads((DEPLOY / "work_pools" / "kubernetes.json").read_text())
     jobs = [found for found in [*manifests, template["job_configuration"]["job_manifest"]] if found["kind"] == "Job"]
@@ -239,7 +239,7 @@ def start(tmp_path):
 
 
 @pytest.mark.long
-def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
+def test_prefect_with_a_password_refuses_requests_without_it(start, tmp_path):
     port = free_port(14700)
     environment = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_AUTH_STRING": "me:secret", "DO_NOT_TRACK": "1"}
     environment["GRPO_ALLOWED_HOSTS"] = filled(SERVICES["prefect"]["environment"]["GRPO_ALLOWED_HOSTS"])
@@ -254,7 +254,7 @@ def test_prefect_with_a_password_refuses_strangers(start, tmp_path):
 
 
 @pytest.mark.long
-def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
+def test_mlflow_with_a_password_refuses_requests_without_it(start, tmp_path):
     port = free_port(15700)
     replace = {"--artifacts-destination": str(tmp_path / "artifacts")}
     environment = {
@@ -270,7 +270,7 @@ def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
     wait_for(url, 401, process, log)
     assert answers(url, "admin:wrong") == 401
     assert answers(url, "admin:long enough 123") == 200
-    # A worker beside it, and a page that a browser elsewhere has opened.
+    # A worker in another container, and a page that a browser on another machine has opened.
     assert answers(url, "admin:long enough 123", Host="mlflow:5000") == 200
     assert answers(url, "admin:long enough 123", Host="mlflow:5000", Origin="http://mlflow:5000") == 200
     assert answers(url, "admin:long enough 123", Host="evil.example") == 403
@@ -278,13 +278,13 @@ def test_mlflow_with_a_password_refuses_strangers(start, tmp_path):
 
 
 @pytest.mark.long
-def test_the_backup_of_a_database_brings_runs_and_models_back(tmp_path):
+def test_a_restored_backup_contains_runs_and_models(tmp_path):
     folder = programs()
     if folder is None:
         pytest.skip("PostgreSQL is not installed on this machine")
     from mlflow import MlflowClient
 
-    from grpo_tasks.operating.servers import create_databases, database_url
+    from grpo_tasks.operating.postgres import create_databases, database_url
 
     with cluster() as address:
         create_databases(address)

@@ -1,4 +1,4 @@
-"""The command line in folders of its own, with a Prefect home and an MLflow store of their own."""
+"""The command line in temporary folders, each with its own Prefect home and MLflow store."""
 
 import pytest
 import yaml
@@ -8,7 +8,7 @@ from tests.flows.place import SMALL, Place, prefect_server
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory):
-    """Address of a Prefect server that the commands of all tests here share."""
+    """Address of a Prefect server that all tests here share."""
     with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
         yield api
 
@@ -26,7 +26,7 @@ def lone_place(tmp_path):
 
 @pytest.fixture
 def small(place):
-    """Write the small config with changes to it; `change` takes top-level sections."""
+    """Write the small config with changed top-level sections."""
 
     def write(**changes):
         return place.write("small.yaml", yaml.safe_dump(SMALL | changes))
@@ -36,6 +36,6 @@ def small(place):
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
-    """`grpo run demo`, done once for the session; gives the place and what was printed."""
+    """`grpo run demo`, run once a session; returns the folder and the output."""
     place = Place(tmp_path_factory.mktemp("demo"))
     return place, place.grpo("run", "demo")

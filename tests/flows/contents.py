@@ -1,4 +1,4 @@
-"""What a finished pipeline has left, as far as it must be the same every time."""
+"""The results of a finished pipeline that must be the same every time."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from schemas.results import StageResult
 from tests.flows.place import Place
 
 TIMES = {"step_time", "rollout_time", "reward_time", "tokens_per_s", "merge/seconds"}
-"""Metrics that no two runs share."""
+"""Metrics that differ between any two runs."""
 
 
 def contents(place: Place) -> dict:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tasks.operating.servers import mlflow_command, prefect_command, prefect_environment
+from grpo_tasks.operating.commands import mlflow_command, prefect_command, prefect_environment
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
@@ -19,7 +19,7 @@ BIN = Path(sys.executable).parent
 
 @contextmanager
 def prefect_server(home):
-    """Address of a Prefect server that several commands share; starting one for each command takes ten seconds."""
+    """A Prefect server that several commands share, because starting one takes ten seconds; yields its address."""
     [port] = free_ports(1)
     log = home / "log.txt"
     with log.open("wb") as output:
@@ -43,11 +43,11 @@ def prefect_server(home):
 
 
 def started_mlflow(root, port):
-    """A process that serves the store in `root`, once it answers."""
+    """Start an MLflow server for the store in `root`, and wait until it answers."""
     stores = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination", str(root / "artifacts")]
     command = [sys.executable, "-m", *mlflow_command(port), *stores]
     with (root / "mlflow.log").open("ab") as log:
-        # As `grpo up` starts it: four more processes for jobs that nobody here has.
+        # As in `grpo up`: without this there are four more processes for jobs, which no test uses.
         environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         process = subprocess.Popen(
             command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -61,14 +61,14 @@ def started_mlflow(root, port):
 
 
 def end_group(process, number=signal.SIGTERM):
-    """End a server with the processes it has started."""
+    """Stop a server and the processes that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
     process.wait(timeout=60)
 
 
 def ask(url, body=None, method=None):
-    """What a server answers, as JSON; a request with a body is a POST unless it says otherwise."""
+    """The JSON that a server answers; a request with a body is a POST, unless `method` is given."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"}, method=method)
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -90,7 +90,7 @@ class Place:
 
     root: Path
     api: str | None = None
-    """Prefect server to talk to; none: the command starts its own, as it does for a user who has none."""
+    """Address of the Prefect server; None: the command starts a temporary one, as for a user without a server."""
 
     @property
     def environment(self):
@@ -162,4 +162,4 @@ SMALL = {
     "lab": {"num_rows": 4, "num_prompts": 4},
     "resources": {"num_threads": 1},
 }
-"""A whole pipeline in seconds: too little to learn, enough to go through everything."""
+"""A complete pipeline in seconds: too short to learn anything, but it goes through every step."""

@@ -1,4 +1,4 @@
-"""What a user gets who types something wrong, has bad data or a bad reward: a clear word before any training."""
+"""What the command line answers to wrong arguments, bad data and bad rewards: a clear message before any training."""
 
 import logging
 import os
@@ -9,7 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli.main import app, errors_told
+from flows.cli.errors import report_errors
+from flows.cli.main import PANELS, app
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, ModelError
 from tests.flows.place import SMALL, Place
@@ -18,7 +19,7 @@ from tests.flows.place import SMALL, Place
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 
 
-def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(place):
+def test_help_dry_run_and_a_refused_config_run_nothing(place):
     assert "grpo run" not in place.grpo("--help")
     assert "nothing was run" in place.grpo("run", "demo", "--dry-run")
     refused = place.grpo("run", "demo", "--set", "stages.0.num_generation=4", expect=2)
@@ -42,7 +43,7 @@ def test_help_dry_run_and_a_refused_config_answer_in_a_moment_and_run_nothing(pl
         ("stages.1.name=format", "taken"),
     ],
 )
-def test_an_impossible_setting_is_refused_with_its_place(place, override, says):
+def test_an_impossible_setting_is_refused_with_its_field(place, override, says):
     output = place.grpo("run", "demo", "--dry-run", "--set", override, expect=2)
     assert says in " ".join(output.replace("│", " ").split())
 
@@ -57,7 +58,7 @@ def test_a_setting_in_scientific_notation_is_a_number(place):
 
 @pytest.fixture(scope="module")
 def hostile_folder(tmp_path_factory):
-    """A working directory full of what is not what its name says; the store in it is made once."""
+    """A working directory in which nothing is what its name says. It is made once, because its MLflow store takes seconds."""
     folder = tmp_path_factory.mktemp("hostile")
     os.mkfifo(folder / "fifo.jsonl")
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
@@ -136,8 +137,8 @@ def test_a_damaged_record_of_servers_is_named(hostile_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["file", "file/deeper", "/proc/runs", "loop.jsonl", "x" * 300])
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
-    from flows.checks import check_output
+def test_an_output_folder_that_is_not_writable_is_refused_before_the_run(hostile_folder, monkeypatch, folder):
+    from flows.preflight import check_output
 
     monkeypatch.chdir(hostile_folder)
     config = load_config("demo", [f"resources.output_dir={folder}"])
@@ -146,8 +147,8 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_run(hostile_fol
     assert refused.value.place == "resources.output_dir"
 
 
-def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_nothing(tmp_path, monkeypatch):
-    from flows.checks import check_output
+def test_a_run_name_that_is_taken_by_a_file_is_refused_and_the_check_leaves_no_file(tmp_path, monkeypatch):
+    from flows.preflight import check_output
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -158,21 +159,38 @@ def test_a_name_of_a_run_that_a_file_has_taken_is_refused_and_a_free_one_leaves_
     assert list((tmp_path / "runs" / "free").iterdir()) == []
 
 
-def test_what_the_system_refuses_is_shown_as_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
-    with pytest.raises(SystemExit), errors_told():
+def test_an_error_of_the_system_becomes_a_message_and_a_fault_of_ours_keeps_its_traceback(capsys):
+    with pytest.raises(SystemExit), report_errors():
         Path("/proc/version/x").mkdir()
-    told = capsys.readouterr().err
-    assert "/proc/version/x" in told
-    assert "move it away" in told
-    with pytest.raises(FileNotFoundError), errors_told():
+    shown = capsys.readouterr().err
+    assert "/proc/version/x" in shown
+    assert "move it away" in shown
+    with pytest.raises(FileNotFoundError), report_errors():
         Path("/nowhere/x").read_text()
 
 
-def test_doctor_and_fields_tell_what_there_is(place):
+def test_doctor_and_fields_list_what_there_is(place):
     report = place.grpo("doctor")
     assert re.search(r"torch +\d", report)
     assert "free disk" in report
     assert "stages[].learning_rate" in place.grpo("fields")
+
+
+def test_every_command_is_in_a_panel_of_the_help_and_describes_itself():
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "150"}).output
+    for title, commands in PANELS.items():
+        assert title in shown
+        for command in commands:
+            assert f"│ {command.__name__} " in shown
+            assert command.__doc__.strip().endswith(".")
+    assert len(app.registered_commands) == sum(map(len, PANELS.values()))
+
+
+def test_a_preset_is_printed_as_a_config_that_can_be_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(CliRunner().invoke(app, ["presets", "demo"]).output)
+    assert load_config("mine.yaml") == load_config("demo")
+    assert "did you mean demo?" in CliRunner().invoke(app, ["presets", "dmeo"]).output
 
 
 @pytest.mark.long
@@ -241,7 +259,7 @@ def brief(prompts, completions, completion_ids, answer, **kwargs):
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory, prefect_api):
-    """A folder in which each command was called once, with a reward of the user's own; gives what each printed."""
+    """A folder in which each command was called once, with a custom reward; returns what each printed."""
     place = Place(tmp_path_factory.mktemp("worked"), prefect_api)
     place.write("mine.py", MINE)
     stages = [SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}]
@@ -256,7 +274,7 @@ def worked(tmp_path_factory, prefect_api):
     return place, told
 
 
-def test_validate_rewards_evaluate_and_merge_work_alone(worked):
+def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     place, told = worked
     assert "200 to train on, 40 held out" in told["validate"]
     assert "0 checks failed" in told["rewards"]
@@ -264,7 +282,7 @@ def test_validate_rewards_evaluate_and_merge_work_alone(worked):
     assert (place.root / "merged" / "model.safetensors").exists()
 
 
-def test_merge_writes_into_no_folder_that_holds_something_and_wants_an_adapter(worked):
+def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(worked):
     from flows.single import merge_flow
 
     place, _ = worked
@@ -280,7 +298,7 @@ def test_the_written_config_is_the_one_that_ran(worked):
     assert yaml.safe_load(Path(place.written).read_text())["seed"] == 7
 
 
-def test_a_reward_of_the_users_own_takes_part_in_training_and_a_change_of_it_trains_again(worked):
+def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked):
     place, _ = worked
     assert "rewards/brief/mean" in place.child("format", "small").data.metrics
     place.write("mine.py", MINE.replace("400", "401"))

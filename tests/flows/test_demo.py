@@ -1,4 +1,4 @@
-"""What `make demo` promises, on the run itself: it learns, it is recorded whole, it is skipped when nothing changed."""
+"""The promises of `make demo`, checked on the run: it learns, MLflow has all of it, and an unchanged run is skipped."""
 
 import subprocess
 import sys
@@ -75,7 +75,7 @@ def test_reports_tables_and_plots_are_artifacts_of_the_parent_run(demo):
     assert {tag.value for item in inputs for tag in item.tags} == {"training", "evaluation"}
 
 
-def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(demo, tmp_path):
+def test_the_champion_downloaded_with_mlflow_needs_only_transformers_to_answer(demo, tmp_path):
     place, _ = demo
     environment = place.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"}
     command = [BIN / "mlflow", "artifacts", "download", "-u", "models:/grpo-demo@champion", "-d", tmp_path]
@@ -87,7 +87,7 @@ def test_the_champion_downloaded_with_mlflow_answers_with_transformers_alone(dem
     assert "<answer>42</answer>" in asked.stdout
 
 
-def test_a_second_run_that_prefect_knows_nothing_of_skips_everything_and_keeps_the_model_version(demo, tmp_path):
+def test_a_second_run_with_another_prefect_home_skips_every_step_and_keeps_the_model_version(demo, tmp_path):
     place, _ = demo
     process = place.start("run", "demo", PREFECT_HOME=str(tmp_path))
     output, _ = process.communicate(timeout=600)
@@ -98,7 +98,7 @@ def test_a_second_run_that_prefect_knows_nothing_of_skips_everything_and_keeps_t
     assert place.parent().info.status == "FINISHED"
 
 
-def test_the_registered_version_tells_the_decision_and_the_run(demo):
+def test_the_registered_version_names_the_decision_and_the_run(demo):
     place, _ = demo
     version = place.client.get_model_version_by_alias("grpo-demo", "champion")
     assert version.run_id == place.parent().info.run_id

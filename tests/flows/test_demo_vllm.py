@@ -1,4 +1,4 @@
-"""The demo preset with every completion, in training, lab and evaluation, from a real vLLM server (CPU build)."""
+"""The demo preset with a real vLLM server (CPU build), which samples every completion of training, lab and evaluation."""
 
 import json
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_the_demo_learns_as_well_from_a_servers_completions(tmp_path, prefect_api):
+def test_the_demo_learns_from_the_completions_of_a_server(tmp_path, prefect_api):
     place = Place(tmp_path, prefect_api)
     settings = ("rollout.engine=vllm", f"rollout.vllm.python={PYTHON}", "evaluation.stages=false")
     place.grpo("run", "demo", *(part for setting in settings for part in ("--set", setting)), timeout=2900)

@@ -26,7 +26,7 @@ def empty(tmp_path):
 
 
 def kill_all(process):
-    """The command and whatever it has started, as when the machine goes down."""
+    """Kill the command and every process that it has started, as when the machine goes down."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for one in family:
         with suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ def test_a_first_run_killed_in_its_first_seconds_works_the_second_time(empty, nu
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_two_pipelines_at_once_in_one_empty_folder_both_end_well(empty, attempt):
+def test_two_pipelines_at_once_in_one_empty_folder_both_complete(empty, attempt):
     place, seeds = empty(), (7, 7 + attempt % 2)
     both = [place.start("run", "small.yaml", "--set", f"seed={seed}") for seed in seeds]
     outputs = [process.communicate(timeout=900)[0] for process in both]

@@ -34,7 +34,7 @@ def fill(path):
             file.write(b"\0" * 4096)
 
 
-def test_a_full_disk_is_told_and_the_last_checkpoint_is_whole(place, small_disk):
+def test_a_full_disk_is_reported_and_the_last_checkpoint_is_complete(place, small_disk):
     place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": [STAGE]}))
     process = place.start("run", "small.yaml")
     stage_dir = wait_for_step("runs/small/train_stage/*/metrics.jsonl", place.root, 12, process)

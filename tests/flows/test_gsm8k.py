@@ -37,7 +37,7 @@ def config(real_data, place):
     return place.write("gsm8k.yaml", yaml.safe_dump(tree))
 
 
-def test_gsm8k_is_accepted_whole_probed_trained_on_and_published(place, config, real_data):
+def test_gsm8k_is_accepted_completely_probed_trained_on_and_published(place, config, real_data):
     place.grpo("run", config)
     [report] = place.root.glob("runs/gsm8k/validate_data/*/result.json")
     data = DataReport.load(report)

@@ -1,4 +1,4 @@
-"""kill -9, then the same command: it goes on, nothing twice, nothing lost, the same bytes."""
+"""kill -9, then the same command: the run resumes, repeats nothing, loses nothing, and ends in the same bytes."""
 
 import json
 import signal
@@ -29,7 +29,7 @@ def wait_for_step(pattern, root, step, process, limit_s=600):
 
 
 @pytest.mark.long
-def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_factory):
+def test_a_killed_demo_resumes_and_learns_with_another_seed_too(tmp_path_factory):
     from tests.flows.place import Place
 
     place = Place(tmp_path_factory.mktemp("killed"))
@@ -43,7 +43,7 @@ def test_a_killed_demo_with_another_seed_goes_on_and_learns_as_well(tmp_path_fac
     process.wait()
     _, alive = psutil.wait_procs(ours, timeout=60)
     assert not alive
-    # Prefect's own temporary server does not notice that nobody is left to serve.
+    # Prefect's temporary server does not notice that its command has gone.
     for child in psutil.wait_procs(family, timeout=0)[1]:
         child.terminate()
 
@@ -110,7 +110,7 @@ def test_the_same_seed_twice_gives_byte_identical_adapters(stage_dir):
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "beta": 0.05}])
-def test_a_stage_killed_and_started_again_ends_in_the_same_bytes(stage_dir, changes):
+def test_a_stage_that_is_killed_and_restarted_ends_in_the_same_bytes(stage_dir, changes):
     whole, killed = stage_dir("whole", **changes), stage_dir("killed", **changes)
     train(whole)
     train(killed, kill_at=5)

@@ -1,4 +1,4 @@
-"""No web page but Prefect's own can use its API, on the server of `grpo up` and on the temporary one of a single command."""
+"""Only Prefect's own web page can use its API: on the server of `grpo up`, and on the temporary server of a single command."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_prefect_opens_no_websocket_for_another_page(prefect_api):
 
 TEMPORARY = """
 import asyncio, os
-from flows.cli.main import prepare_flow
+from flows.cli.environment import prepare_flow
 prepare_flow()
 import httpx
 from prefect.server.api.server import create_app
@@ -52,7 +52,42 @@ print(asyncio.run(ask()), asyncio.run(ask(auth=(user, password))))
 """
 
 
-def test_the_temporary_server_of_a_command_answers_that_command_alone(lone_place):
+def test_the_temporary_server_of_a_command_answers_only_that_command(lone_place):
     command = [sys.executable, "-c", TEMPORARY]
     done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["401", "200"], done.stderr[-3000:]
+
+
+DIRECT = """
+import urllib.error, urllib.request
+from flows.temporary_server import locked_flow
+
+@locked_flow(name="mine", description="called by a script")
+def mine():
+    from prefect.server.api.server import SubprocessASGIServer
+    try:
+        urllib.request.urlopen(SubprocessASGIServer().api_url + "/admin/version", timeout=30)
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+print("ANSWER", mine())
+"""
+
+
+@pytest.mark.long
+def test_the_temporary_server_of_a_flow_that_a_script_calls_is_locked_too(lone_place):
+    command = [sys.executable, "-c", DIRECT]
+    done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
+    assert "ANSWER 401" in done.stdout, done.stderr[-3000:]
+
+
+def test_every_flow_that_can_be_deployed_locks_its_temporary_server():
+    from prefect import Flow
+    from prefect.utilities.importtools import import_object
+
+    from flows.deployments import deployments
+
+    flows = [import_object(deployment.flow) for deployment in deployments()]
+    assert len(flows) > 10
+    for flow in [*flows, import_object("flows.reproduce.reproduce_flow")]:
+        assert type(flow).__call__ is not Flow.__call__, flow.name

@@ -1,4 +1,4 @@
-"""A flipped byte in any file that a finished run has left is named, and nothing false comes of it; see planted.py."""
+"""A flipped byte in any file of a finished run is reported with the file, and never leads to a wrong result; see planted.py."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def rounds():
     yield from ((kind,) for kind in KINDS if kind.command in (EVALUATE, DOWNLOAD))
 
 
-def test_a_flipped_byte_in_any_kind_of_file_is_made_good_or_refused_by_name(tmp_path_factory, prefect_api):
+def test_a_flipped_byte_in_any_kind_of_file_is_repaired_or_refused_with_the_file(tmp_path_factory, prefect_api):
     place = Place(tmp_path_factory.mktemp("planted"), prefect_api)
     finished_run(place)
     outcomes = [outcome for number, kinds in enumerate(rounds()) for outcome in plant(place, kinds, number)]
@@ -31,7 +31,7 @@ def test_a_flipped_byte_in_any_kind_of_file_is_made_good_or_refused_by_name(tmp_
     assert {outcome.kind.name: outcome.wrong for outcome in outcomes if outcome.wrong} == {}
 
 
-def test_another_adapter_in_the_same_folder_is_evaluated_anew(tmp_path_factory, prefect_api):
+def test_another_adapter_in_the_same_folder_is_evaluated_again(tmp_path_factory, prefect_api):
     import re
     import shutil
 

@@ -1,4 +1,4 @@
-"""Report and comparison as the commands leave them: whole, self-contained, and safe to open whatever a model wrote."""
+"""Report and comparison as the commands write them: complete, self-contained, and safe to open whatever a model wrote."""
 
 import json
 
@@ -35,7 +35,7 @@ def parents(place):
     return [run for run in place.runs("small") if "mlflow.parentRunId" not in run.data.tags]
 
 
-def test_every_run_leaves_one_page_in_mlflow_that_tells_the_whole_story(reported):
+def test_every_run_leaves_one_complete_page_in_mlflow(reported):
     run = parents(reported)[0]
     path = reported.client.download_artifacts(run.info.run_id, "report/report.html", str(reported.root))
     text = (reported.root / path).read_text()
@@ -64,7 +64,7 @@ def test_compare_shows_what_differs_in_settings_figures_and_answers(reported):
     assert "no such run" in reported.grpo("compare", first, "nobody", expect=1)
 
 
-def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported):
+def test_a_registered_model_is_downloaded_asked_and_reproduced(reported):
     told = reported.grpo("lineage", "small/1")
     assert "data digest" in told
     reported.grpo("download", "small/1", "mine")
@@ -72,6 +72,6 @@ def test_a_model_goes_from_the_registry_to_an_answer_and_is_made_again(reported)
     assert "<reasoning>" in reported.grpo("chat", "mine", "What is 15 + 27?", "--greedy")
     assert "other files" in reported.grpo("download", "small/2", "mine", expect=1)
     made = reported.grpo("reproduce", "small/1")
-    assert "the adapter came out the same bytes" in made
+    assert "the reproduced adapter is identical" in made
     assert "not empty" in reported.grpo("reproduce", "small/1", expect=2)
     assert len(reported.client.search_model_versions("name='small'")) == 2

@@ -1,4 +1,4 @@
-"""Two retrainings of one model at once: the second waits and says for whom, then finds nothing to do."""
+"""Two retrainings of one model at once: the second waits, names the run it waits for, and then finds nothing to do."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ first()
 
 
 def start(place, code):
-    """A flow that somebody starts by hand."""
+    """A flow that a script starts."""
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code],
         cwd=place.root,
@@ -48,7 +48,7 @@ def read_until(process, words):
     raise AssertionError(f"it ended without {words!r}:\n{''.join(lines[-30:])}")
 
 
-def test_a_second_retraining_of_a_model_waits_and_says_for_whom(place, small):
+def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_for(place, small):
     small()
     first = start(place, HOLDER)
     second = None

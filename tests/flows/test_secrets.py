@@ -1,4 +1,4 @@
-"""Planted secrets, and then every byte that a run leaves is looked through."""
+"""Secrets are planted, and then every byte that a run leaves is searched for them."""
 
 from urllib.parse import quote
 

@@ -1,4 +1,4 @@
-"""Servers that go away in the middle of a run: training goes on, and afterwards everything is there, in order, once."""
+"""Servers that disappear during a run: training continues, and in the end everything is recorded once and in order."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ LONG = SMALL | {"stages": [SMALL["stages"][0] | {"max_steps": STEPS, "save_steps
 AWAY = 35
 """Updates that are made while a server is away, slow or failing: a quarter of a minute on a slow machine."""
 CUTS = 1
-"""Times that the upload of each file breaks off half way."""
+"""How often the upload of each file is interrupted halfway."""
 
 
 class Between(ThreadingHTTPServer):
@@ -118,7 +118,7 @@ def assert_published_whole(place):
     assert [path.read_bytes() == adapter.read_bytes() for path in stored] == [True]
 
 
-def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api):
+def test_mlflow_disappears_during_a_run(tmp_path, prefect_api):
     [port] = free_ports(1)
     process, place = started_mlflow(tmp_path, port), Place(tmp_path, prefect_api)
     between = Between(f"http://127.0.0.1:{port}")
@@ -142,7 +142,7 @@ def test_mlflow_goes_away_in_the_middle(tmp_path, prefect_api):
         end_group(process)
 
 
-def test_prefect_goes_away_in_the_middle(tmp_path):
+def test_prefect_disappears_during_a_run(tmp_path):
     home = tmp_path / "server"
     home.mkdir()
     with prefect_server(home) as api:
@@ -162,7 +162,7 @@ def test_prefect_goes_away_in_the_middle(tmp_path):
         between.shutdown()
 
 
-def test_a_prefect_server_that_was_never_there_is_told_at_once(tmp_path):
+def test_a_prefect_server_that_was_never_there_is_reported_at_once(tmp_path):
     [port] = free_ports(1)
     place = Place(tmp_path, f"http://127.0.0.1:{port}/api")
     place.write("small.yaml", yaml.safe_dump(LONG))

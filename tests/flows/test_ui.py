@@ -1,4 +1,4 @@
-"""`grpo ui` shows the runs that were made without any server, and Ctrl-C ends everything it started."""
+"""`grpo ui` shows runs from before the servers existed, and Ctrl-C stops everything that it started."""
 
 import re
 import signal
@@ -12,7 +12,7 @@ from tests.flows.place import SMALL, ask
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def test_both_uis_show_the_run_and_end_together(lone_place):
+def test_both_uis_show_the_run_and_stop_together(lone_place):
     place = lone_place
     place.write("small.yaml", yaml.safe_dump(SMALL))
     place.grpo("validate", "small.yaml")

@@ -1,4 +1,4 @@
-"""One stack for all tests here, as `grpo up` brings it up: both servers (on PostgreSQL where it is installed), two workers."""
+"""One stack for all tests here, started by `grpo up`: both servers (on PostgreSQL if it is installed) and two workers."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.postgres import cluster, programs
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 RUN_LIMIT_S = 900
-"""A run takes a minute; on a machine that does other things besides, many."""
+"""A run takes a minute, but many on a busy machine."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Operated(Place):
 
     @property
     def environment(self):
-        # Prefect looks for what is due once a minute; the tests have no time for that.
+        # Prefect checks its schedules once a minute, which is too slow for tests.
         quick = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "3"}
         return super().environment | quick | ({"GRPO_POSTGRES": self.postgres} if self.postgres else {})
 
@@ -55,7 +55,7 @@ class Operated(Place):
         return self.ask("/flow_runs/filter", wanted)
 
     def wait(self, run_id, *states, limit_s=RUN_LIMIT_S):
-        """Wait for a run to end; it must end in one of the states (any, when none is named)."""
+        """Wait until a run has ended; it must end in one of `states`, if any are named."""
         deadline = time.monotonic() + limit_s
         while (run := self.ask(f"/flow_runs/{run_id}"))["state_type"] not in FINAL:
             assert time.monotonic() < deadline, f"{run['name']} is {run['state_name']} after {limit_s} s\n{self.log_of(run_id)}"
@@ -71,7 +71,7 @@ class Operated(Place):
         return "\n".join(line["message"] for line in found)
 
     def says(self, run_id, text, limit_s=120):
-        """Whether the run's log says so; its last lines arrive a moment after its state."""
+        """Wait until the log of the run contains `text`: its last lines arrive a moment after its state."""
         deadline = time.monotonic() + limit_s
         while text not in (log := self.log_of(run_id)):
             if time.monotonic() > deadline:
@@ -100,7 +100,7 @@ def postgres():
 
 @pytest.fixture(scope="session")
 def operated(tmp_path_factory, request):
-    """`grpo up` with two workers; `grpo down` at the end leaves nothing behind."""
+    """`grpo up` with two workers. At the end, `grpo down` must leave no process behind."""
     place = Operated(tmp_path_factory.mktemp("operated"))
     if programs():
         place.postgres = request.getfixturevalue("postgres")
@@ -114,4 +114,4 @@ def operated(tmp_path_factory, request):
     place.grpo("down")
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    assert "nothing runs here" in place.grpo("down")
+    assert "nothing is running here" in place.grpo("down")

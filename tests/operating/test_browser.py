@@ -10,7 +10,7 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
-"""Folder for pictures of the pages; they are taken for the README by setting it."""
+"""Folder for screenshots. Set it to take those of the README."""
 
 pytestmark = [
     pytest.mark.xdist_group("operated"),
@@ -73,7 +73,7 @@ def open_form(page, operated):
 
 
 @pytest.mark.ci
-def test_a_person_fills_in_the_form_is_refused_mends_it_and_watches_the_run_complete(page, operated):
+def test_a_person_fills_in_the_form_corrects_a_refused_value_and_watches_the_run_complete(page, operated):
     open_form(page, operated)
     picture(page, "form")
     type_into(page, "Name", "from-the-form")

@@ -1,4 +1,4 @@
-"""Day after day on real servers: two workers and one card, schedules, events, retraining with unchanged, changed and bad data."""
+"""Daily operation on real servers: two workers and one GPU slot, schedules, events, retraining with same, new and bad data."""
 
 import json
 import signal
@@ -59,7 +59,7 @@ def test_both_servers_keep_their_tables_in_postgresql(operated):
         pytest.skip("PostgreSQL is not installed on this machine")
     import psycopg2
 
-    from grpo_tasks.operating.servers import database_url
+    from grpo_tasks.operating.postgres import database_url
 
     for database, table in (("prefect", "deployment"), ("mlflow", "experiments")):
         with (
@@ -70,7 +70,7 @@ def test_both_servers_keep_their_tables_in_postgresql(operated):
             assert cursor.fetchone()[0] > 0
 
 
-def test_two_runs_that_want_one_card_take_turns_and_both_complete(operated):
+def test_two_runs_that_need_one_gpu_slot_take_turns_and_both_complete(operated):
     first, second = operated.config("card-a", seed=1), operated.config("card-b", seed=2)
     slot = ["resources.gpu_slot=test-card"]
     runs = [operated.trigger("preset", source=source, overrides=slot) for source in (first, second)]
@@ -107,7 +107,7 @@ def held(place, run_id):
     return spans
 
 
-def test_a_holder_that_is_killed_loses_its_slot_to_the_one_who_waits(operated):
+def test_a_killed_run_loses_its_slot_to_the_run_that_waits(operated):
     config = operated.config("killed-holder", stages=[SMALL["stages"][0] | {"max_steps": 4000, "save_steps": 1000}])
     slot = ["resources.gpu_slot=lost-card"]
     first = operated.trigger("preset", source=config, overrides=slot)
@@ -125,7 +125,7 @@ def test_a_holder_that_is_killed_loses_its_slot_to_the_one_who_waits(operated):
     assert not processes_of("grpo_tasks.grpo", "killed-holder")
 
 
-def test_a_worker_that_is_killed_loses_no_run_and_up_starts_it_again(operated):
+def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
     """Its run goes on without it, or the next one takes it up: never is it half done and called complete."""
     stage = SMALL["stages"][0] | {"max_steps": 40}
     untouched = operated.trigger("preset", source=operated.config("untouched", stages=[stage]))
@@ -169,7 +169,7 @@ def processes_of(module, name):
 
 
 @pytest.mark.ci
-def test_a_scheduled_retraining_does_nothing_trains_or_refuses_as_its_data_demands(operated):
+def test_a_scheduled_retraining_does_nothing_trains_or_refuses_depending_on_its_data(operated):
     write_rows(operated, "daily", ROWS)
     source = operated.config("daily", data=own_data("daily"))
     deployment = operated.deployment("retrain")
@@ -298,7 +298,7 @@ def test_any_registered_model_can_be_evaluated(operated):
     assert "evaluation-model" in {artifact["key"] for artifact in artifacts}
 
 
-def test_an_adapter_can_be_published_by_itself(operated):
+def test_a_single_adapter_can_be_published(operated):
     operated.wait(operated.trigger("preset", source=operated.config("by-hand"))["id"], "COMPLETED")
     [adapter] = operated.root.glob("runs/by-hand/train_stage/format-*/final")
     tree = yaml.safe_load((operated.root / "by-hand.yaml").read_text())

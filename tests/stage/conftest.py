@@ -1,3 +1,3 @@
 """Stages to train, as in the tests of the engine."""
 
-from tests.grpo.conftest import stages  # noqa: F401 - a fixture
+from tests.grpo.conftest import stages, train  # noqa: F401 - fixtures

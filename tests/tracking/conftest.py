@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from safetensors.numpy import save_file
 
 from grpo_tasks.content.hashes import folder_sha256
-from grpo_tasks.operating.servers import mlflow_command
+from grpo_tasks.operating.commands import mlflow_command
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import find_champion

@@ -1,4 +1,4 @@
-"""Which requests pass the guard in front of the servers."""
+"""Which requests the check in front of the servers lets through."""
 
 import asyncio
 

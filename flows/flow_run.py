@@ -1,6 +1,5 @@
-"""A flow's run: where its steps leave their folders and how their results reach MLflow."""
+"""One run of a flow: the folder where its steps leave their results, and the MLflow run that records them."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,8 +8,8 @@ from pathlib import Path
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from flows.checks import check_inputs, check_output
 from flows.ends import cancellable, noted
+from flows.preflight import check_inputs, check_installed, check_output
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
@@ -19,19 +18,19 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, TrackingError, UserError, disk_full, hidden_errors
+from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
 from schemas.results import StepResult
 from schemas.secret import hide
 
 ROOMS = ("data", "answers", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")
-EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
-"""Libraries that a configuration may ask for, and the extra that brings each."""
-SHOWN_OF_A_FAILURE = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
+"""Rooms whose code decides what a trained model is."""
+FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
+"""Files of a failed step that are sent to MLflow."""
 
 
 @dataclass(slots=True, eq=False)
 class FlowRun:
-    """What steps see of the run (`grpo_tasks.running.step.Run`), kept by the tracking room."""
+    """What steps know about the run (`grpo_tasks.running.step.Run`), backed by MLflow."""
 
     tracked: TrackedRun
     output: Path
@@ -45,12 +44,12 @@ class FlowRun:
 
     @property
     def resources(self) -> ResourcesConfig:
-        """Machine settings; no part of any content key."""
+        """Settings of the machine; they are part of no content key."""
         return self.config.resources
 
     @property
     def origin(self) -> dict[str, str]:
-        """What made the model, as tags of its registered version."""
+        """What the model was made from, as tags of its registered version."""
         hashes = {
             "grpo.config_sha256": content_key("config", (), _sections(self.config)),
             "grpo.code_sha256": content_key("code", ROOMS, {}),
@@ -63,14 +62,14 @@ class FlowRun:
         self.tracked.record(result)
 
     def record_failure(self, step: str, directory: Path, error: UserError) -> None:
-        """Send what a failed step has left, and why it failed."""
+        """Send the error of a failed step and the files that it has left."""
         handle = self.tracked.handle
-        # The error itself matters more than a store that cannot hear of it.
+        # The step's own error must reach the user, even if MLflow cannot record it.
         with suppress(TrackingError):
             handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
-            for name in SHOWN_OF_A_FAILURE:
+            for name in FAILURE_FILES:
                 if name.endswith(".txt") and (directory / name).exists():
-                    # A user's own code may have printed anything.
+                    # The user's own code may have printed anything, secrets included.
                     text = (directory / name).read_text(encoding="utf-8", errors="replace")
                     handle.text(hide(text), f"failed/{step}/{name}")
                 elif (directory / name).exists():
@@ -82,17 +81,20 @@ class FlowRun:
 
 
 @contextmanager
-def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
-    """Open the MLflow run that belongs to this configuration, these inputs and this code; the same again goes on in it."""
-    _require_installed(config)
+def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
+    """Check the config against this machine, then open the MLflow run of this config, these inputs and this code.
+
+    A second run of the same config, inputs and code continues the same MLflow run.
+    """
+    check_installed(config)
     check_inputs(config)
     check_output(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     with (
-        _full_disk_told(config.resources.output_dir),
+        _report_disk_full(config.resources.output_dir),
         hidden_errors(),
-        _in_company(config, fresh),
+        _folder_lock(config, fresh),
         noted(config.resources.output_dir / config.name / ".running", flow_run.id),
         cancellable(flow_run.id),
         open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,
@@ -101,20 +103,20 @@ def session(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[Fl
 
 
 @contextmanager
-def _in_company(config: RunConfig, fresh: bool) -> Iterator[None]:
-    """Runs of one folder share finished steps; one that does every step again takes them away, and so waits to be alone."""
+def _folder_lock(config: RunConfig, fresh: bool) -> Iterator[None]:
+    """Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder."""
     log = get_run_logger()
     lock = config.resources.output_dir / config.name / LOCKS / "folder"
 
     def waiting(holder: str) -> None:
-        log.info("waiting for %s, which works in the same folder %s", holder, lock.parent.parent)
+        log.info("waiting for %s, which uses the same folder %s", holder, lock.parent.parent)
 
     with alone(lock, who=f"the run {config.name}", shared=not fresh, waiting=waiting):
         yield
 
 
 @contextmanager
-def _full_disk_told(folder: Path) -> Iterator[None]:
+def _report_disk_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -123,19 +125,8 @@ def _full_disk_told(folder: Path) -> Iterator[None]:
         raise no_room(folder) from error
 
 
-def _require_installed(config: RunConfig) -> None:
-    """Before anything is computed: the libraries that the configuration asks for."""
-    wanted = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
-    for stage in config.stages:
-        wanted += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []
-        wanted += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []
-    for place, library in wanted:
-        if importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{library} is not installed", place=place, fix=f"pip install '.[{EXTRAS[library]}]'")
-
-
 def pipeline_key(config: RunConfig, start_from: str) -> str:
-    """Key of everything a trained model depends on: settings, contents of data and models, code of the rooms."""
+    """Hash of everything a trained model depends on: settings, contents of data and models, code of the rooms."""
     return content_key(f"retrain from {start_from}", ROOMS, _sections(config))
 
 

@@ -1,4 +1,4 @@
-"""All deployments served by one process on one machine, for those who want no work pool."""
+"""Serve all deployments from one process on one machine, without a work pool."""
 
 import os
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from schemas.errors import UserError
 
 
 def serve_all() -> None:
-    """Create the deployments on the server of PREFECT_API_URL and run what is triggered, until Ctrl-C.
+    """Create the deployments on the server at PREFECT_API_URL and execute the runs that are started there, until Ctrl-C.
 
     Raises:
-        UserError: no server is configured; nobody could trigger anything.
+        UserError: no server is configured, so nobody could start a run.
     """
     if not os.environ.get("PREFECT_API_URL"):
         raise UserError("no Prefect server is configured", fix="export PREFECT_API_URL=http://127.0.0.1:4200/api, or use grpo up")
@@ -43,7 +43,7 @@ def _runner(deployment: Deployment) -> RunnerDeployment:
 
 
 def _schedule(given: Mapping[str, Any]) -> DeploymentScheduleCreate:
-    """A schedule of prefect.yaml as the client wants it."""
+    """A schedule of prefect.yaml in the form that the client needs."""
     kept = {name: given[name] for name in ("slug", "active", "parameters") if name in given}
     if "cron" in given:
         return DeploymentScheduleCreate(schedule=CronSchedule(cron=given["cron"], timezone=given["timezone"]), **kept)

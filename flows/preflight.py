@@ -1,5 +1,8 @@
-"""What a config names on this disk, looked at before anything heavy is loaded or hashed: data, base model, room to write."""
+"""Checks before the first step, while nothing heavy is loaded or hashed: inputs exist, the output folder is writable, extras
+are installed.
+"""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -8,11 +11,13 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
-_RELATIVE = "paths are relative to where grpo is called"
+_RELATIVE = "paths are relative to the folder where grpo is called"
+EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
+"""Optional libraries that a config may need, and the extra that installs each."""
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse data files and a base model that are not there or are something else; opens nothing, so that nothing blocks.
+    """Refuse data files and a base model that do not exist or are something else. Opens no file, so a FIFO cannot block it.
 
     Raises:
         ConfigError: with the field.
@@ -34,7 +39,7 @@ def _check_source(source: DataSource, place: str) -> None:
 
 
 def check_model(name: str, place: str) -> None:
-    """Refuse a model that is no folder of a model, as far as the disk tells; another name is taken for a hub id."""
+    """Refuse a path that is not a model folder. A name that is not on this disk is taken for a hub id."""
     path = Path(resolve(name))
     if os.path.lexists(path):
         reason = why_not_a_file(path / "config.json") if path.is_dir() else "it is not a folder"
@@ -45,10 +50,10 @@ def check_model(name: str, place: str) -> None:
 
 
 def check_output(config: RunConfig) -> None:
-    """Refuse a folder that cannot be written to, before the first step rather than after the last one.
+    """Refuse an output folder that is not writable, before the first step instead of after the last one.
 
     Raises:
-        ConfigError: with the reason of the system.
+        ConfigError: with the reason that the operating system gives.
     """
     folder = config.resources.output_dir / config.name
     try:
@@ -60,5 +65,20 @@ def check_output(config: RunConfig) -> None:
         raise ConfigError(
             f"the run cannot write to {folder}: {error.strerror}",
             place="resources.output_dir",
-            fix="remove what stands in its place, or name another folder",
+            fix="remove what is in the way, or name another folder",
         ) from error
+
+
+def check_installed(config: RunConfig) -> None:
+    """Refuse settings that need a library which is not installed.
+
+    Raises:
+        ConfigError: with the field, the library and the extra that installs it.
+    """
+    needed = [("model.quantization", "bitsandbytes")] if config.model.quantization != "none" else []
+    for stage in config.stages:
+        needed += [(f"stages {stage.name}: engine trl", "trl")] if stage.engine == "trl" else []
+        needed += [(f"stages {stage.name}: optim {stage.optim}", "bitsandbytes")] if "8bit" in stage.optim else []
+    for place, library in needed:
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"{library} is not installed", place=place, fix=f"pip install '.[{EXTRAS[library]}]'")

@@ -1,8 +1,8 @@
-"""The pipeline's lines with the sections of the config each step depends on; a step is run again when one of them changes."""
+"""Each step of the pipeline with the sections of the config that it depends on: if one of them changes, the step runs again."""
 
 from collections.abc import Sequence
 
-from flows.session import FlowRun
+from flows.flow_run import FlowRun
 from grpo_tasks.evaluate_model import evaluate_model
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
@@ -15,43 +15,44 @@ from schemas.config.stage import StageConfig
 from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, StageResult
 
 
-def first_model(config: RunConfig) -> ModelRef:
-    """The base model of a run."""
+def base_model(config: RunConfig) -> ModelRef:
+    """The model that the first stage starts from."""
     return ModelRef(path=config.model.path, revision=config.model.revision)
 
 
-def checked_data(run: FlowRun) -> DataReport:
-    """Rows read and judged."""
+def validated_data(run: FlowRun) -> DataReport:
+    """Read the data and check every row."""
     config = run.config
     rows = prepare_data(run, config.data)
+    # Only the tags and the equality of answers matter here: a new reward function is no reason to validate the data again.
     answers = RewardsConfig(tags=config.rewards.tags, equality=config.rewards.equality)
     inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=answers, seed=config.seed)
     return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout)
 
 
-def probed(run: FlowRun, data: DataReport) -> LabReport:
-    """Every reward of every stage tried before any training."""
+def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
+    """Test every reward of every stage before any training."""
     config = run.config
-    inputs = LabInputs(rewards=config.rewards, stages=[_rewarded(stage) for stage in config.stages], lab=config.lab)
+    inputs = LabInputs(rewards=config.rewards, stages=[_reward_settings(stage) for stage in config.stages], lab=config.lab)
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
 
 
-def _rewarded(stage: StageConfig) -> StageConfig:
-    """A stage as far as its rewards go: a new learning rate is no reason to probe them again."""
+def _reward_settings(stage: StageConfig) -> StageConfig:
+    """The stage without the settings that do not concern its rewards: a new learning rate is no reason to probe them again."""
     group = stage.num_generations
     return StageConfig(name=stage.name, rewards=stage.rewards, num_generations=group, per_device_train_batch_size=group)
 
 
-def trained(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport) -> StageResult:
-    """One stage, from the model of the one before."""
+def trained_stage(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport) -> StageResult:
+    """Train one stage from the model `start`."""
     config = run.config
     return train_stage(
         run, stage, start, data, model=config.model, rewards=config.rewards, rollout=config.rollout, seed=config.seed
     )
 
 
-def evaluated(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> EvalReport:
-    """A model on the held-out prompts."""
+def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> EvalReport:
+    """Evaluate a model on the held-out prompts."""
     config = run.config
     rollout = config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine})
     return evaluate_model(
@@ -70,7 +71,7 @@ def evaluated(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> Eval
 def rivals_of(
     run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport
 ) -> tuple[Champion | None, Sequence[EvalReport]]:
-    """Whom the new model has to beat: the base, and the present champion unless it is the same model."""
+    """The evaluations that the new model must beat: that of the base, and of the champion unless it is the same model."""
     folder = run.output / "champions"
     found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve())
     if found is None:
@@ -78,4 +79,4 @@ def rivals_of(
     champion, ref = found
     if champion.sha256 == merged.sha256:
         return champion, [base]
-    return champion, [base, evaluated(run, "champion", ref, data)]
+    return champion, [base, evaluation_of(run, "champion", ref, data)]

@@ -1,11 +1,12 @@
-"""What the command line does with registered models: find them, fetch them, ask them, make them again."""
+"""Train a registered model again from its record, and compare the adapters. Publishes nothing."""
 
 from pathlib import Path
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 
-from flows.parts import checked_data, first_model, trained
-from flows.session import session
+from flows.flow_run import open_flow_run
+from flows.steps import base_model, trained_stage, validated_data
+from flows.temporary_server import locked_flow
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
 from schemas.config.load import check_config, tracking_at
@@ -17,7 +18,7 @@ from schemas.results import DataReport, Lineage, Reproduction
 
 
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:
-    """The config that made a version, with another folder to write to."""
+    """The config that a version was made with, but with another output folder."""
     place = f"config.yaml of run {lineage.run_id}"
     tree = parse_yaml(recorded_config(lineage, tracking), place=place)
     recorded = check_config(tree, place=place)
@@ -26,23 +27,23 @@ def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> R
     return recorded.model_copy(update={"resources": resources, "tracking": where})
 
 
-@flow(name="grpo-reproduce", description="Make a registered model again from what is recorded, and compare the adapter.")
+@locked_flow(name="grpo-reproduce", description="Train a registered model again from its record, and compare the adapters.")
 def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_uri: str | None = None) -> Reproduction:
-    """`model`: NAME@ALIAS or NAME/VERSION; publishes nothing."""
+    """`model`: NAME@ALIAS or NAME/VERSION."""
     tracking = tracking_at(tracking_uri)
     lineage = lineage_of(model, tracking)
     config = config_of(lineage, tracking, output_dir)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ConfigError("the folder is not empty", place=str(output_dir), fix="name a new one with --output-dir")
-    with session(config, flow=f"reproduce {lineage.name} {lineage.version}", fresh=True) as run:
+    with open_flow_run(config, flow=f"reproduce {lineage.name} {lineage.version}", fresh=True) as run:
         run.tracked.handle.tags({"grpo.reproduces": lineage.run_id})
-        data = checked_data(run)
+        data = validated_data(run)
         differences = differences_of(lineage, data)
         for difference in differences:
-            get_run_logger().warning("not as it was: %s", difference)
-        ref = first_model(config)
+            get_run_logger().warning("this has changed since then: %s", difference)
+        ref = base_model(config)
         for stage in config.stages:
-            result = trained(run, stage, ref, data)
+            result = trained_stage(run, stage, ref, data)
             ref = result.model
         same = result.sha256 == lineage.adapter_sha256
         run.tracked.handle.tags({"grpo.same_adapter": str(same).lower()})
@@ -52,7 +53,7 @@ def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_u
 
 
 def differences_of(lineage: Lineage, data: DataReport) -> list[str]:
-    """What is not as it was when the version was made."""
+    """What has changed since the version was made: data, code, Python, packages."""
     now = describe_environment()
     found = []
     if data.digest != lineage.data_digest:
@@ -60,7 +61,7 @@ def differences_of(lineage: Lineage, data: DataReport) -> list[str]:
     if now.git_commit and now.git_commit != lineage.commit:
         found.append(f"commit {now.git_commit[:12]} instead of {lineage.commit[:12]}")
     if lineage.dirty or now.git_dirty:
-        found.append("code that was not committed, then or now")
+        found.append("uncommitted code, then or now")
     if now.python != lineage.python:
         found.append(f"Python {now.python} instead of {lineage.python}")
     for name, version in lineage.packages.items():

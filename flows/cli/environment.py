@@ -1,0 +1,118 @@
+"""What a command prepares before it imports Prefect or MLflow: settings of the libraries, and early checks.
+
+Nothing heavy is imported at the top: `grpo --help`, a dry run and a refused config must answer at once.
+"""
+
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from schemas.config.load import load_config
+from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
+from schemas.secret import hide, hide_output
+
+if TYPE_CHECKING:
+    from schemas.config.run import RunConfig
+
+RETRIES = "PREFECT_CLIENT_MAX_RETRIES"
+MANY, FEW = "8", "4"
+"""How often the client repeats a request to Prefect, after 2, 4, 8 ... seconds."""
+DEFAULTS = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # If a server disappears during a run, the client retries for up to eight minutes with doubling intervals.
+    RETRIES: MANY,
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+"""Environment variables set for every command, unless the user has set them."""
+
+
+def checked_config(source: str, override: list[str] | None) -> "RunConfig":
+    """Load the config and check that its inputs exist, before Prefect takes seconds to start."""
+    from flows.preflight import check_inputs
+
+    settings = load_config(source, override)
+    check_inputs(settings)
+    return settings
+
+
+def prepare_environment() -> None:
+    """Set `DEFAULTS`, keep secrets out of logs and output, and check addresses and the working directory."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    hide_output()
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        with suppress(KeyError):
+            _check_address(name, os.environ[name])
+    _check_working_directory()
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_drop_traceback)
+        logging.getLogger(name).addFilter(_hide_secrets)
+
+
+def prepare_flow() -> None:
+    """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
+    prepare_environment()
+    _check_prefect(os.environ.get("PREFECT_API_URL"))
+    from flows.temporary_server import is_temporary, lock_temporary_server
+
+    if is_temporary() and os.environ[RETRIES] == MANY:
+        # Nobody restarts a temporary server, so there is no point in waiting long for it.
+        os.environ[RETRIES] = FEW
+    lock_temporary_server()
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(f"{address} is not an address: {error}", place=name, fix=f"correct it, or unset {name}") from error
+
+
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError("the working directory no longer exists", fix="change to a folder that does") from error
+
+
+def _check_prefect(address: str | None) -> None:
+    """Report within seconds that a server was never there; the long retries are for a server that disappears during a run."""
+    if address is None:
+        return
+    import httpx
+
+    for attempt in range(5):
+        time.sleep(attempt)
+        with suppress(httpx.TransportError):
+            httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
+            return
+    raise OrchestratorError(
+        "the Prefect server does not answer",
+        place=f"PREFECT_API_URL={address}",
+        fix="start it (grpo up, or prefect server start), or unset PREFECT_API_URL: flows then use a temporary one",
+    )
+
+
+def _drop_traceback(record: logging.LogRecord) -> bool:
+    # The message of a UserError says where the fault is and how to fix it; the path through our code helps nobody.
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UserError) or refused_by_system(error) is not None:
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if (hidden := hide(message)) != message:
+        record.msg, record.args = hidden, None
+    return True

@@ -1,0 +1,118 @@
+"""Commands for registered models: restore, download, ask, compare, trace back, train again."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.environment import prepare_environment, prepare_flow
+from flows.cli.errors import report_errors
+from flows.cli.options import Model, TrackingUri
+from flows.cli.show import out
+from schemas.config.load import tracking_at
+
+
+def rollback(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the registered model.")],
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Restore this version instead of `previous`.")] = None,
+    reason: Annotated[str, typer.Option(help="Recorded as a tag of the version that is rolled back.")] = "",
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Restore the previous champion."""
+    with report_errors():
+        prepare_environment()
+        from grpo_tasks.tracking.registry import rollback as roll_back
+
+        left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
+        out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
+
+
+def download(
+    model: Model,
+    into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Download a registered model and verify every file. Resumes an interrupted download."""
+    with report_errors():
+        prepare_environment()
+        from grpo_tasks.tracking.models import ORIGIN, fetch_version
+        from grpo_tasks.tracking.registry import find_version, lineage_of
+
+        tracking = tracking_at(tracking_uri)
+        version = find_version(model, tracking)
+        folder = fetch_version(version, tracking, into)
+        lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
+        out.print(f"{version.name} version {version.version}: {folder} (every file verified)", soft_wrap=True)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, NAME, or a model folder.")],
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="One question. Without it you can ask several in turn.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message. Default: the one that the model was trained with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Sample from the most likely tokens that together have this probability.")
+    ] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the most likely token.")] = False,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Ask a model questions in the terminal."""
+    with report_errors():
+        prepare_environment()
+        from flows.cli.chat import answer_questions
+        from grpo_tasks.policy.chat_session import ChatSettings
+
+        settings = ChatSettings(temperature, top_p, max_new_tokens, greedy)
+        answer_questions(out, model, question, system=system, settings=settings, tracking=tracking_at(tracking_uri))
+
+
+def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
+    """Show where a registered model came from: run, data, rewards, config, commit, environment."""
+    with report_errors():
+        prepare_environment()
+        from flows.cli.show import show_lineage
+        from grpo_tasks.tracking.registry import lineage_of
+
+        show_lineage(out, lineage_of(model, tracking_at(tracking_uri)))
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="RUN", help="MLflow run id (or its first digits), run name, or NAME@ALIAS.")],
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare with.")],
+    into: Annotated[Path, typer.Option("--out", metavar="FILE", help="HTML page to write.")] = Path("comparison.html"),
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Compare two runs: settings, paired evaluation differences, curves, completions on which they disagree."""
+    with report_errors():
+        prepare_environment()
+        from flows.cli.show import show_comparison
+        from grpo_tasks.reporting.compare import compare_runs, write_comparison
+        from grpo_tasks.tracking.past_runs import load_past_run
+
+        tracking = tracking_at(tracking_uri)
+        found = compare_runs(load_past_run(first, tracking), load_past_run(second, tracking))
+        show_comparison(out, found)
+        out.print(f"page: {write_comparison(found, into.resolve())}", soft_wrap=True)
+
+
+def reproduce(
+    model: Model,
+    output_dir: Annotated[Path, typer.Option("--output-dir", metavar="DIR", help="New folder for everything written.")] = Path(
+        "reproduced"
+    ),
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Train a registered model again from its record. Exit code 1 if the new adapter differs."""
+    with report_errors():
+        prepare_flow()
+        from flows.cli.show import show_reproduction
+        from flows.reproduce import reproduce_flow
+
+        made = reproduce_flow(model, output_dir, tracking_uri)
+        show_reproduction(out, made)
+        if not made.same:
+            sys.exit(1)

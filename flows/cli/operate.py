@@ -1,0 +1,90 @@
+"""Commands for the servers, the workers and the deployments."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.environment import prepare_environment, prepare_flow
+from flows.cli.errors import report_errors
+from flows.cli.options import MlflowPort, Postgres, PrefectPort, Workers
+from flows.cli.show import out
+
+if TYPE_CHECKING:
+    from grpo_tasks.operating.servers import Stack
+
+
+def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
+    """Start the Prefect server, the MLflow server, workers and all deployments in the background. Stop them: `grpo down`."""
+    with report_errors():
+        start_stack(prefect_port, mlflow_port, workers, postgres)
+        out.print("stop everything: grpo down")
+
+
+def down() -> None:
+    """Stop what `grpo up` started in this folder, and nothing else."""
+    from grpo_tasks.operating.servers import Stack
+
+    with report_errors():
+        stopped = Stack(Path.cwd()).stop()
+        out.print(f"stopped: {', '.join(stopped)}" if stopped else "nothing is running here")
+
+
+def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
+    """The same as `grpo up`, in the foreground. Ctrl-C stops everything."""
+    with report_errors():
+        stack = start_stack(prefect_port, mlflow_port, workers, postgres)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        out.print("Ctrl-C stops everything")
+        try:
+            while True:
+                stack.check()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            out.print("stopping everything")
+        finally:
+            stack.stop()
+
+
+def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None) -> "Stack":
+    """Start servers, workers and deployments, and print the addresses."""
+    prepare_environment()
+    from grpo_tasks.operating.commands import mlflow_environment
+    from grpo_tasks.operating.postgres import create_databases
+    from grpo_tasks.operating.servers import Stack
+    from grpo_tasks.tracking.store import prepare
+    from schemas.paths import DEPLOY
+
+    if postgres:
+        create_databases(postgres)
+    # A new MLflow server migrates its database in place, and a kill in the middle leaves a half-migrated one. So migrate it here.
+    prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
+    stack = Stack(Path.cwd(), report=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
+    at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=DEPLOY / "prefect.yaml", workers=workers)
+    out.print(f"Prefect UI  {at.prefect}", highlight=False)
+    out.print(f"MLflow UI   {at.mlflow}", highlight=False)
+    return stack
+
+
+def deployments(
+    into: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write. Default: deploy/prefect.yaml.")
+    ] = None,
+) -> None:
+    """Write deploy/prefect.yaml again from flows/deployments.py."""
+    with report_errors():
+        from flows.deployments import write_prefect_yaml
+
+        out.print(f"written: {write_prefect_yaml(into)}", soft_wrap=True)
+
+
+def serve() -> None:
+    """Serve all deployments from this process, without a work pool. Needs PREFECT_API_URL. Ctrl-C stops it."""
+    with report_errors():
+        prepare_flow()
+        from flows.cli.serve import serve_all
+
+        serve_all()

@@ -1,0 +1,53 @@
+"""Arguments and options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+from schemas.secret import has_password
+
+Config = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset (`grpo presets` lists them).")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field, for example stages.0.learning_rate=1e-5. Repeatable."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run every step again, even if its inputs have not changed.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for the champion of that name.")]
+
+
+def _refuse_password(address: str | None) -> str | None:
+    # Prefect records this parameter, and every user of the machine can read the command line of a process.
+    if address and has_password(address):
+        raise typer.BadParameter(
+            "it contains a password; export MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return address
+
+
+TrackingUri = Annotated[
+    str | None,
+    typer.Option(
+        "--tracking-uri",
+        callback=_refuse_password,
+        help="Address of MLflow. Default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db if that is not set.",
+    ),
+]
+PrefectPort = Annotated[
+    int, typer.Option(help="Port of the Prefect UI. If it is in use, the next free port is taken.", min=1, max=65535)
+]
+MlflowPort = Annotated[
+    int, typer.Option(help="Port of the MLflow UI. If it is in use, the next free port is taken.", min=1, max=65535)
+]
+Workers = Annotated[
+    int, typer.Option(help="Number of worker processes. They execute the runs started in the UI.", min=1, max=256)
+]
+Postgres = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GRPO_POSTGRES",
+        metavar="URL",
+        help="Keep both databases in PostgreSQL instead of SQLite: postgresql://USER:PASSWORD@HOST:PORT.",
+    ),
+]

@@ -1,0 +1,255 @@
+"""The steps of the pipeline as plain functions: no server, no tracking, no skipped steps.
+
+    load_data -> DataReport -> train_stage -> StageResult -> merge -> MergeProof -> evaluate -> EvalReport
+                                                                                    generate -> texts
+
+    from grpo_tasks.library.steps import evaluate, generate, load_data, merge, train_stage
+    from schemas.config.load import load_config
+
+    def brief(completions, **columns):
+        return [1.0 if len(completion[0]["content"]) < 80 else 0.0 for completion in completions]
+
+    config = load_config("demo", ["stages.0.max_steps=20"])
+    data = load_data(config, "work/data")
+    stage = train_stage(config, "format", data, "work/format", rewards={"brief": brief})
+    merged = merge(config, stage.model, data, "work/merged")
+    print(evaluate(config, merged.model, data, "work/evaluation").metrics["format_rate"])
+    print(generate(config, merged.model, ["What is 15 + 27?"]))
+
+Each function writes its files into the folder that it is given, and returns the same result object as the step of the pipeline
+(schemas/results.py). The next function takes that object. Training, merging and sampling run in a child process, so their memory
+is free afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
+
+Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.content.hashes import file_sha256, folder_sha256
+from grpo_tasks.data.judge import judge
+from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.evaluation.report import evaluate_samples
+from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import RESULT, SPEC
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.stage.run import run_stage
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.run import JudgeInputs, RunConfig
+from schemas.config.stage import StageConfig
+from schemas.paths import resolve
+from schemas.results import DataReport, EvalReport, MergeFigures, MergeProof, MergeSpec, ModelRef, Result, StageResult
+
+PROOF_PROMPTS, PROOF_TOKENS = 16, 64
+"""Held-out prompts, and tokens of each completion, that a merge is compared on."""
+
+
+def base_model(config: RunConfig) -> ModelRef:
+    """The base model of a config: where training starts by default, and what to compare a trained model with."""
+    return ModelRef(path=config.model.path, revision=config.model.revision)
+
+
+def load_data(config: RunConfig, directory: str | Path) -> DataReport:
+    """Read and validate the data of a config.
+
+    Args:
+        config: its sections data, validation, rewards (tags and equality), model (the tokenizer) and rollout.
+        directory: gets train.parquet, eval.parquet, quarantine.parquet and report.md.
+
+    Returns:
+        The verdict, with the paths of the accepted rows.
+
+    Raises:
+        DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
+    """
+    # Imports transformers, which takes seconds.
+    from grpo_tasks.data.chat_tokens import load_counter
+
+    began, folder = time.perf_counter(), _folder(directory)
+    loaded = load_sources(config.data, directory=folder)
+    counter = load_counter(config.model)
+    counter.check_stops(config.rollout)
+    inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=config.rewards, seed=config.seed)
+    verdict = judge(
+        pl.read_parquet(loaded.path), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens
+    )
+    truths = find_unusable_truths(verdict.accepted, config.rewards.equality)
+    origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
+    report = report_data(verdict, origin, [*stop_warnings(verdict, config.rollout), *filter(None, [truths.warning])])
+    enforce(verdict, config.validation)
+    truths.enforce()
+    return report
+
+
+def train_stage(
+    config: RunConfig,
+    stage: str | StageConfig,
+    data: DataReport,
+    directory: str | Path,
+    *,
+    start: ModelRef | None = None,
+    rewards: Mapping[str, Reward] | None = None,
+    in_process: bool = False,
+) -> StageResult:
+    """Train one GRPO stage. Calling it again resumes an interrupted stage, and only reads a finished one.
+
+    Args:
+        config: its sections model, rewards, rollout, resources and the seed.
+        stage: a stage of the config by name, or a stage of your own.
+        data: what `load_data` returned.
+        directory: the stage directory (grpo_tasks/stage/stage_dir.py lists its files; metrics.jsonl has a line for each update).
+        start: the model to start from, for example the `model` of an earlier `StageResult`; by default the base model.
+        rewards: reward functions to use besides those of the stage, by name: a function with TRL's signature
+            `f(prompts, completions, **columns) -> list[float]`, or "package.module:function".
+        in_process: train in this process, for a debugger. By default a child process trains.
+
+    Returns:
+        The trained model (`model`), the mean metrics of the last updates (`metrics`), and why the stage ended (`stopped`).
+
+    Raises:
+        ConfigError: a reward function cannot be used here, or the directory holds another stage.
+        RewardError, TrainingError: the stage failed.
+    """
+    folder, start = _folder(directory), start or base_model(config)
+    section = add_rewards(config.rewards, rewards or {}, folder)
+    settings = config.stage(stage) if isinstance(stage, str) else stage
+    names = [*settings.rewards, *(name for name in rewards or {} if name not in settings.rewards)]
+    spec = StageSpec(
+        key="",
+        stage=settings.model_copy(update={"rewards": names}),
+        seed=config.seed,
+        model=config.model,
+        start=start,
+        rewards=section,
+        rollout=config.rollout,
+        resources=config.resources,
+        train=data.train,
+        eval=data.eval,
+    )
+    # The stage is another one if the contents of its model, data or rewards are others, even under the same names.
+    contents = [*_model_sha256(start), file_sha256(data.train), file_sha256(data.eval), rewards_sha256(section)]
+    unkeyed = spec.model_copy(update={"resources": type(spec.resources)()})
+    return run_stage(spec.model_copy(update={"key": _key(unkeyed, *contents)}), folder, in_process=in_process)
+
+
+def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path) -> MergeProof:
+    """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
+
+    Args:
+        config: its section model (`merged_dtype`).
+        model: `StageResult.model`.
+        data: its held-out prompts are used for the proof.
+        directory: gets model/, which `transformers` loads without this package.
+
+    Raises:
+        MergeError: the merged or the saved model differs from base + adapter.
+    """
+    began, folder = time.perf_counter(), _folder(directory)
+    rows = read_prompts(data.eval, limit=PROOF_PROMPTS)
+    chats = [[dict(message) for message in row.messages] for row in rows]
+    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS)
+    spec.save(folder / SPEC)
+    run_module("grpo_tasks.policy", folder)
+    figures = MergeFigures.load(folder / RESULT)
+    return MergeProof(
+        key=_key(spec),
+        directory=folder,
+        seconds=time.perf_counter() - began,
+        model=ModelRef(path=str(folder / "model"), sha256=figures.sha256),
+        **figures.model_dump(),
+    )
+
+
+def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path, *, label: str = "model") -> EvalReport:
+    """Evaluate a model on the held-out prompts. No reward function is involved.
+
+    Args:
+        config: its sections evaluation, rewards (tags and equality), rollout, resources and the seed.
+        model: `base_model(config)`, `StageResult.model` or `MergeProof.model`.
+        data: what `load_data` returned.
+        directory: gets samples.parquet (every completion with its scores) and report.md.
+        label: name of the model in the report.
+
+    Returns:
+        Each metric of schemas/metrics.py EVALUATION with its confidence interval.
+    """
+    began, folder, evaluation = time.perf_counter(), _folder(directory), config.evaluation
+    spec = SampleSpec(
+        model=config.model,
+        ref=model,
+        prompts=data.eval,
+        max_prompts=evaluation.max_prompts,
+        num_samples=evaluation.num_samples,
+        temperature=evaluation.temperature,
+        greedy=evaluation.greedy,
+        rollout=config.rollout.model_copy(update={"engine": evaluation.engine or config.rollout.engine}),
+        resources=config.resources,
+        seed=config.seed,
+    )
+    spec.save(folder / SPEC)
+    run_module("grpo_tasks.rollout", folder)
+    rows = chosen_rows(data.eval, evaluation.max_prompts)
+    report = evaluate_samples(
+        folder, key=_key(spec), label=label, model=model, prompts=rows, rewards=config.rewards, evaluation=evaluation
+    )
+    return report.model_copy(update={"seconds": time.perf_counter() - began})
+
+
+def generate(
+    config: RunConfig, model: ModelRef, questions: Sequence[str], *, num_samples: int = 1, temperature: float = 0.0
+) -> list[list[str]]:
+    """Ask a model questions in this process, with the system prompt of the config.
+
+    Args:
+        config: its sections model, data (`system_prompt`), rollout (lengths and stop strings), resources and the seed.
+        model: as in `evaluate`.
+        questions: one user message each.
+        num_samples: completions per question.
+        temperature: 0 always takes the most likely token.
+
+    Returns:
+        For each question its completions.
+    """
+    # Imports torch, which the other functions leave to their child processes.
+    from grpo_tasks.policy.chat import prompt_ids
+    from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
+    from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
+    from grpo_tasks.rollout.local import LocalEngine
+
+    system = config.data.system_prompt
+    before = [{"role": "system", "content": system}] if system else []
+    tokenizer = load_tokenizer(model)
+    prompts = [prompt_ids(tokenizer, [*before, {"role": "user", "content": question}]) for question in questions]
+    requests = [
+        Request(ids, completion_seed(config.seed, "generate", number) + sample)
+        for number, ids in enumerate(prompts)
+        for sample in range(num_samples)
+    ]
+    engine = LocalEngine(load_policy(model, config.model, device=pick_device(config.resources)), tokenizer)
+    drawn = [done.text for done in engine.generate(requests, Sampling.of(config.rollout, temperature=temperature))]
+    return [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
+
+
+def _folder(directory: str | Path) -> Path:
+    folder = Path(directory).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _key(inputs: Result | JudgeInputs, *contents: str) -> str:
+    """Name of what a result was made from; `contents` are hashes of what the inputs only name."""
+    return hashlib.sha256("\n".join([inputs.model_dump_json(), *contents]).encode()).hexdigest()
+
+
+def _model_sha256(model: ModelRef) -> list[str]:
+    """Hashes of the folders of a model; empty for a base model that comes from the hub."""
+    folders = [Path(resolve(model.path)), *([model.adapter] if model.adapter else [])]
+    return [folder_sha256(folder) for folder in folders if folder.is_dir()]

@@ -1,0 +1,81 @@
+"""Commands and settings of each server and worker. `grpo up` runs them here, deploy/compose.yaml in containers."""
+
+import os
+import socket
+from pathlib import Path
+
+from grpo_tasks.operating.postgres import database_url
+from schemas.errors import UserError
+
+HOST = "127.0.0.1"
+QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+"""Settings without which the servers report to their vendors."""
+
+
+def prefect_command(port: int) -> list[str]:
+    """The Prefect server: arguments after `python -m`."""
+    return ["grpo_tasks.operating.guarded_servers", "--host", HOST, "--port", str(port)]
+
+
+def prefect_environment(port: int, postgres: str | None) -> dict[str, str]:
+    """Environment variables of the Prefect server."""
+    settings = {
+        "PREFECT_SERVER_API_HOST": HOST,
+        # The web page calls the port in this setting, not the one given as --port.
+        "PREFECT_SERVER_API_PORT": str(port),
+        # A GPU slot whose holder was killed becomes free when this service notices.
+        "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
+    }
+    if postgres:
+        settings["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url(postgres, "postgresql+asyncpg", "prefect")
+    return settings
+
+
+def mlflow_command(port: int) -> list[str]:
+    """The MLflow server: arguments after `python -m`."""
+    return ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1", "--app-name", "same-origin"]
+
+
+def mlflow_environment(postgres: str | None) -> dict[str, str]:
+    """Environment variables of the MLflow server, its database among them: every user can read the arguments of a process.
+
+    Raises:
+        UserError: MLFLOW_TRACKING_URI names a server instead of a database.
+    """
+    store = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    if postgres:
+        store = database_url(postgres, "postgresql+psycopg2", "mlflow")
+    elif store.startswith("http"):
+        raise UserError(f"MLFLOW_TRACKING_URI already names a server: {store}", fix="unset it, or open that address in a browser")
+    return {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def worker_command(name: str) -> list[str]:
+    """A worker: arguments after `python -m`."""
+    return ["prefect", "worker", "start", "--pool", "grpo", "--type", "process", "--name", name]
+
+
+def deploy_commands(deploy_file: Path) -> list[list[str]]:
+    """Work pool, queues and deployments: arguments after `python -m`. Repeating these commands changes nothing."""
+    return [
+        ["prefect", "--no-prompt", "work-pool", "create", "grpo", "--type", "process", "--overwrite"],
+        ["prefect", "--no-prompt", "deploy", "--prefect-file", str(deploy_file), "--all"],
+    ]
+
+
+def free_port(wanted: int) -> int:
+    """`wanted`, or the next higher port that is not in use.
+
+    Raises:
+        UserError: a hundred ports in a row are in use.
+    """
+    for port in range(wanted, wanted + 100):
+        with socket.socket() as probe:
+            # Without this, a port counts as taken for a minute after its server has stopped.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise UserError(f"no free port from {wanted} to {wanted + 99}", fix="name another with --prefect-port or --mlflow-port")

@@ -1,0 +1,77 @@
+"""The engine in a script of one's own: the ten lines of grpo_tasks/library/steps.py, without Prefect and MLflow."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grpo_tasks.library.steps import base_model, load_data, train_stage
+from schemas.config.load import load_config
+from schemas.errors import ConfigError, DataError
+
+SETTINGS = [
+    "stages.0.max_steps=2",
+    "stages.0.per_device_train_batch_size=8",
+    "data.train.0.max_rows=50",
+    "data.eval.0.max_rows=16",
+    "evaluation.num_samples=1",
+    "resources.num_threads=1",
+]
+SCRIPT = f"""
+import json, re, sys
+from grpo_tasks.library.steps import evaluate, generate, load_data, merge, train_stage
+from schemas.config.load import load_config
+
+LONGEST = 80
+
+def brief(completions, **columns):
+    return [1.0 if len(re.sub("<.*?>", "", completion[0]["content"])) < LONGEST else 0.0 for completion in completions]
+
+config = load_config("demo", {SETTINGS})
+data = load_data(config, "work/data")
+stage = train_stage(config, "format", data, "work/format", rewards={{"brief": brief}})
+merged = merge(config, stage.model, data, "work/merged")
+assert train_stage(config, "format", data, "work/format", rewards={{"brief": brief}}) == stage
+report = evaluate(config, merged.model, data, "work/evaluation")
+answers = generate(config, merged.model, ["What is 15 + 27?", "What is 20 + 2?"], num_samples=2, temperature=1.0)
+
+assert not {{"prefect", "mlflow"}} & set(sys.modules)
+print(json.dumps([data.train_rows, stage.steps, stage.metrics["rewards/brief/mean"], report.prompts, answers]))
+"""
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory):
+    """A folder in which the script has run, and what it printed."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, json.loads(done.stdout)
+
+
+def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
+    folder, (rows, steps, brief, prompts, answers) = worked
+    assert (rows, steps, prompts) == (50, 2, 16)
+    assert 0.0 <= brief <= 1.0
+    assert [len(samples) for samples in answers] == [2, 2]
+    assert (folder / "work" / "merged" / "model" / "model.safetensors").exists()
+    assert (folder / "work" / "evaluation" / "report.md").exists()
+
+
+def test_another_model_or_reward_is_another_stage(worked, tmp_path):
+    folder, _ = worked
+    config = load_config("demo", SETTINGS)
+    data = load_data(config, tmp_path)
+    trained = base_model(config).model_copy(update={"adapter": folder / "work" / "format" / "final"})
+    for other in ({"start": trained}, {"rewards": {"brief": "missing:brief"}}, {}):
+        with pytest.raises(ConfigError, match="another stage"):
+            train_stage(config, "format", data, folder / "work" / "format", **other)
+
+
+def test_bad_rows_are_refused_with_their_line(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "", "answer": "2"}\n')
+    config = load_config("demo", [f"data.train.0.path={tmp_path / 'bad.jsonl'}", "validation.max_invalid_fraction=0"])
+    with pytest.raises(DataError, match=r"bad\.jsonl:1"):
+        load_data(config, tmp_path / "data")

@@ -1,0 +1,71 @@
+"""Commands and addresses of the servers, and the record of what runs, without starting any server."""
+
+import json
+import socket
+
+import psutil
+import pytest
+
+from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
+from grpo_tasks.operating.postgres import database_url
+from grpo_tasks.operating.servers import Stack
+from schemas.errors import UserError
+
+POSTGRES = "postgresql://me:secret@db:5433"
+
+
+def test_a_port_in_use_is_skipped():
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        assert free_port(taken) > taken
+
+
+def test_one_postgresql_address_gives_each_server_its_own_database():
+    prefect = prefect_environment(4200, POSTGRES)["PREFECT_API_DATABASE_CONNECTION_URL"]
+    mlflow = mlflow_environment(POSTGRES)["MLFLOW_BACKEND_STORE_URI"]
+    assert prefect == "postgresql+asyncpg://me:secret@db:5433/prefect"
+    assert mlflow == "postgresql+psycopg2://me:secret@db:5433/mlflow"
+
+
+@pytest.mark.parametrize("address", ["mysql://me@db", "postgresql://", "db:5432"])
+def test_another_address_is_refused_with_an_example(address):
+    with pytest.raises(UserError, match="not the address of a PostgreSQL server") as refused:
+        database_url(address, "postgresql", "mlflow")
+    assert "postgresql://USER" in refused.value.fix
+
+
+def test_the_mlflow_server_does_not_take_another_server_for_its_database(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    with pytest.raises(UserError, match="already names a server"):
+        mlflow_environment(None)
+
+
+def recorded(folder, **changes):
+    """A folder whose record names this process, with changed fields."""
+    process = {"name": "worker 1", "pid": psutil.Process().pid, "born": psutil.Process().create_time()}
+    (folder / ".grpo").mkdir()
+    (folder / ".grpo" / "stack.json").write_text(json.dumps([process | changes]))
+    return Stack(folder)
+
+
+def test_a_recorded_process_runs_and_another_process_with_its_pid_is_not_mistaken_for_it(tmp_path):
+    (tmp_path / "same").mkdir()
+    (tmp_path / "other").mkdir()
+    assert recorded(tmp_path / "same").running() == ["worker 1"]
+    other = recorded(tmp_path / "other", born=1.0)
+    assert other.running() == []
+    with pytest.raises(UserError, match="worker 1 has ended"):
+        other.check()
+    # Nothing is stopped, above all not this process.
+    assert other.stop() == []
+
+
+@pytest.mark.parametrize("addresses", ["{", "[]", '{"prefect": 1}'])
+def test_damaged_addresses_are_named_with_a_fix(tmp_path, addresses):
+    stack = recorded(tmp_path)
+    (tmp_path / ".grpo" / "addresses.json").write_text(addresses)
+    with pytest.raises(UserError, match="addresses are damaged") as refused:
+        stack.addresses()
+    assert "grpo down" in refused.value.fix

@@ -1,0 +1,73 @@
+"""`grpo trace` on folders as the steps leave them, and on folders whose files are damaged."""
+
+import polars as pl
+import pytest
+
+from grpo_tasks.operating.trace import trace_row
+from schemas.errors import DamagedError, UserError
+
+PROMPT_ID = "0123456789abcdef"
+FAULT = {
+    "side": "train",
+    "source": "mine.jsonl",
+    "line": 2,
+    "rule": "content_empty",
+    "value": "",
+    "meaning": "a message is empty",
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with one accepted row (line 1), one refused row (line 2) and one evaluation."""
+    tables = {
+        "validate_data/all-key": {
+            "train": pl.DataFrame({"prompt_id": [PROMPT_ID], "source": ["mine.jsonl"], "line": [1]}),
+            "eval": pl.DataFrame(schema={"prompt_id": pl.String, "source": pl.String, "line": pl.Int64}),
+            "quarantine": pl.DataFrame([FAULT]),
+        },
+        "evaluate_model/base-key": {"samples": pl.DataFrame({"prompt_id": [PROMPT_ID, "other"], "sample": [0, 0]})},
+        "train_stage/format-key": {},
+    }
+    for folder, files in tables.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "result.json").touch()
+        for name, table in files.items():
+            table.write_parquet(tmp_path / folder / f"{name}.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [PROMPT_ID, "mine.jsonl:1"])
+def test_an_accepted_row_is_found_by_its_id_and_by_its_line(run, name):
+    found = trace_row(run, name)
+    assert (found.side, found.source, found.line) == ("train", "mine.jsonl", 1)
+    assert found.samples["base"].height == 1
+    assert found.completions["format"].is_empty()
+
+
+def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
+    found = trace_row(run, "mine.jsonl:2")
+    assert found.prompt is None
+    assert found.faults["rule"].to_list() == ["content_empty"]
+
+
+def test_a_row_that_is_not_there_is_refused(run):
+    with pytest.raises(UserError, match="no row is called"):
+        trace_row(run, "mine.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    "name", ["validate_data/all-key/train", "validate_data/all-key/quarantine", "evaluate_model/base-key/samples"]
+)
+@pytest.mark.parametrize("damage", [lambda whole: whole[:40], lambda _: b"", None], ids=["cut", "empty", "missing"])
+def test_a_damaged_table_is_named_with_a_fix(run, name, damage):
+    table = run / f"{name}.parquet"
+    whole = table.read_bytes()
+    table.unlink()
+    if damage is not None:
+        table.write_bytes(damage(whole))
+    with pytest.raises(DamagedError) as refused:
+        trace_row(run, "mine.jsonl:2" if "quarantine" in name else PROMPT_ID)
+    assert refused.value.place == str(table)
+    assert str(table.parent) in refused.value.fix
+    assert "\n" not in refused.value.message
