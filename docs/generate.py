@@ -53,7 +53,11 @@ def _section(path: str, model: type[BaseModel]) -> list[str]:
         if _inner(field.annotation) is None
     ]
     title = f"## `{path.removesuffix('.')}`" if path else "## The top level"
-    return [title, _words(inspect.getdoc(model) or ""), *([_table(("field", "type", "default", "meaning"), rows)] if rows else [])]
+    return [
+        title,
+        _words(inspect.getdoc(model) or ""),
+        *([_table(("field", "type", "default", "meaning"), rows)] if rows else []),
+    ]
 
 
 def sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -70,8 +74,8 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         NOTE,
-        "The journal of a stage, MLflow, the progress bar, the plots and the guards use these names. They are defined in one table, "
-        "[schemas/metrics.py](../schemas/metrics.py). `*` stands for the name of a reward function.",
+        "The journal of a stage, MLflow, the progress bar, the plots and the guards use these names. They are defined in one "
+        "table, [schemas/metrics.py](../schemas/metrics.py). `*` stands for the name of a reward function.",
         "## Training, once per update",
         _metrics(TRAINING),
         "## Evaluation, once per model",
@@ -92,8 +96,8 @@ def rules_page() -> str:
     lines = [
         "# Row rules",
         NOTE,
-        "A row that breaks a rule goes to quarantine with its file, line, rule and value. `validation.ignore_rules` switches rules "
-        "off by name. A rule that cannot be ignored describes a row that nothing can be trained on. The rules are defined in "
+        "A row that breaks a rule goes to quarantine with its file, line, rule and value. `validation.ignore_rules` switches "
+        "rules off by name. A rule that cannot be ignored describes a row that nothing can be trained on. The rules are defined in "
         "[grpo_tasks/data/rules.py](../grpo_tasks/data/rules.py).",
         _table(("rule", "what is wrong with the row", "can be ignored"), rows),
     ]

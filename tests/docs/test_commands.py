@@ -1,8 +1,8 @@
 """Every command on a page belongs to one of three classes: run here, run by another test, or marked as not run with a reason.
 
-    RUN        cheap ones, run here word for word
-    ELSEWHERE  the file that runs the same command, and the words by which one finds it there
-    not run    below `<!-- not run: REASON -->` on the page
+RUN        cheap ones, run here word for word
+ELSEWHERE  the file that runs the same command, and the words by which one finds it there
+not run    below `<!-- not run: REASON -->` on the page
 """
 
 import re
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "make demo": ("tests/flows/conftest.py", '"run", "demo"'),
     "make test": (".ci/run", "make test"),
     "make test-ci": (".ci/run", "make test test-ci"),
-    "make test-long": ("Makefile", '-m long $(ARGS)'),
+    "make test-long": ("Makefile", "-m long $(ARGS)"),
     "make check": (".ci/run", "make test test-ci"),
     "make vllm": (".ci/run", "vllm audit lint types"),
     "make chaos": ("tests/flows/test_chaos.py", "rampage("),

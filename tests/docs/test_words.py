@@ -20,8 +20,11 @@ CODE = ("flows", "grpo_tasks", "schemas")
 """Packages whose messages are read."""
 NOT_YET = (
     "docs/settings.md",
+    "flows/deployments.py",
     "flows/ends.py",
     "flows/retrain.py",
+    "flows/session.py",
+    "flows/single.py",
     "grpo_tasks/content/hub.py",
     "grpo_tasks/grpo/launch.py",
     "grpo_tasks/grpo/trainer.py",
@@ -71,7 +74,9 @@ def shown_strings(path):
     """Strings of a module that may be shown: all but docstrings of functions, classes and modules that no user reads."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     hidden = set(unseen_docstrings(tree, path.relative_to(ROOT)))
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    inside = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)

@@ -55,7 +55,10 @@ def test_the_data_of_an_example_is_what_its_script_writes(name, tmp_path):
     [data] = (EXAMPLES / name).glob("data.*")
     shutil.copy(EXAMPLES / name / "make_data.py", tmp_path)
     code = (tmp_path / "make_data.py").read_text()
-    exec(compile(code, str(tmp_path / "make_data.py"), "exec"), {"__name__": "__main__", "__file__": str(tmp_path / "make_data.py")})
+    exec(
+        compile(code, str(tmp_path / "make_data.py"), "exec"),
+        {"__name__": "__main__", "__file__": str(tmp_path / "make_data.py")},
+    )
     assert (tmp_path / data.name).read_bytes() == data.read_bytes()
 
 
