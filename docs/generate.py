@@ -97,8 +97,8 @@ def rules_page() -> str:
         "# Row rules",
         NOTE,
         "A row that breaks a rule goes to quarantine with its file, line, rule and value. `validation.ignore_rules` switches "
-        "rules off by name. A rule that cannot be ignored describes a row that nothing can be trained on. The rules are defined in "
-        "[grpo_tasks/data/rules.py](../grpo_tasks/data/rules.py).",
+        "rules off by name. A rule that cannot be ignored describes a row that nothing can be trained on. The rules are "
+        "defined in [grpo_tasks/data/rules.py](../grpo_tasks/data/rules.py).",
         _table(("rule", "what is wrong with the row", "can be ignored"), rows),
     ]
     return _page(lines)
@@ -202,7 +202,7 @@ def _inner(annotation: Any, marker: str = "") -> tuple[type[BaseModel], str] | N
     """The section that a field holds, with `[]` for a list of them and `.NAME` for a mapping; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, marker
-    marker = {list: "[]", dict: ".NAME"}.get(get_origin(annotation), marker)  # type: ignore[arg-type]
+    marker = {list: "[]", dict: ".NAME"}.get(get_origin(annotation), marker)
     return next((found for one in get_args(annotation) if (found := _inner(one, marker)) is not None), None)
 
 
