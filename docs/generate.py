@@ -10,6 +10,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flows.cli.main import app
-from grpo_tasks.data.rules import RULES
+from grpo_tasks.data.rules import RULES, Rule
 from schemas.config.run import RunConfig
 from schemas.metrics import EVALUATION, TRAINING, Metric
 
@@ -92,16 +93,24 @@ def _metrics(metrics: Sequence[Metric]) -> str:
 
 def rules_page() -> str:
     """Every rule that a row has to keep."""
-    rows = [(f"`{rule.name}`", _words(rule.meaning), "yes" if rule.ignorable else "no") for rule in RULES]
+    headings = {"name": "rule", "meaning": "what is wrong with the row", "fix": "fix", "ignorable": "can be ignored"}
+    shown = [field.name for field in fields(Rule) if field.name in headings]
+    rows = [[_cell(getattr(rule, name), code=name == "name") for name in shown] for rule in RULES]
     lines = [
         "# Row rules",
         NOTE,
         "A row that breaks a rule goes to quarantine with its file, line, rule and value. `validation.ignore_rules` switches "
         "rules off by name. A rule that cannot be ignored describes a row that nothing can be trained on. The rules are "
         "defined in [grpo_tasks/data/rules.py](../grpo_tasks/data/rules.py).",
-        _table(("rule", "what is wrong with the row", "can be ignored"), rows),
+        _table([headings[name] for name in shown], rows),
     ]
     return _page(lines)
+
+
+def _cell(value: str | bool, *, code: bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"`{value}`" if code else _words(value)
 
 
 def commands_page() -> str:
