@@ -16,7 +16,8 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from schemas.config.load import load_config
+from schemas.config.load import check_config, load_config
+from schemas.config.stage import StageConfig
 from tests.docs.pages import DOCS, ROOT, command_text, commands, written_pages
 
 BIN = Path(sys.executable).parent
@@ -147,10 +148,11 @@ def test_a_preset_on_a_page_is_a_config(name):
 
 
 def test_yaml_on_pages_is_yaml_and_its_fields_exist():
-    from schemas.config.stage import StageConfig
-
     for page in DOCS.glob("*.md"):
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             tree = yaml.safe_load(block)
             if "guards" in tree:
                 StageConfig(name="s", rewards=["format"], **tree)
+                continue
+            # A piece of a config, completed by the rest of one.
+            check_config({"data": {"train": [{"path": "data.csv"}]}, "stages": [{"name": "s", "rewards": ["format"]}]} | tree)
