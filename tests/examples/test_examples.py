@@ -1,0 +1,100 @@
+"""Each example runs through the whole pipeline, with two updates a stage; what is cheap about it is checked one by one."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from tests.flows.place import Place, prefect_server
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml"))
+QUICK = {
+    "stages.0.max_steps": 2,
+    "stages.1.max_steps": 2,
+    "lab.num_rows": 4,
+    "lab.num_prompts": 4,
+    "evaluation.max_prompts": 8,
+    "evaluation.num_samples": 2,
+    "evaluation.stages": "false",
+    "resources.num_threads": 1,
+}
+
+
+def module_of(example, name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / example / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory):
+    """Address of a Prefect server for all examples."""
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as api:
+        yield api
+
+
+def test_the_examples_are_these():
+    assert NAMES == ["multiple-choice", "my-csv", "own-model", "word-problems"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_has_the_same_files(name):
+    files = {path.name for path in (EXAMPLES / name).iterdir()}
+    assert {"README.md", "config.yaml", "make_data.py"} <= files
+    assert files & {"data.jsonl", "data.csv"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_of_an_example_is_what_its_script_writes(name, tmp_path):
+    [data] = (EXAMPLES / name).glob("data.*")
+    shutil.copy(EXAMPLES / name / "make_data.py", tmp_path)
+    code = (tmp_path / "make_data.py").read_text()
+    exec(
+        compile(code, str(tmp_path / "make_data.py"), "exec"),
+        {"__name__": "__main__", "__file__": str(tmp_path / "make_data.py")},
+    )
+    assert (tmp_path / data.name).read_bytes() == data.read_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/gpu.yaml")))
+def test_the_run_for_a_gpu_is_a_valid_config(name, tmp_path, monkeypatch):
+    shutil.copytree(EXAMPLES / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    outcome = CliRunner().invoke(app, ["run", "gpu.yaml", "--dry-run"])
+    assert outcome.exit_code == 0, outcome.output
+    assert "Qwen" in outcome.output
+
+
+def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency():
+    reward = module_of("my-csv", "rewards").names_currency
+    replies = {
+        "<reasoning>2 times 4 pounds is 8.</reasoning><answer>8</answer>": 1.0,
+        "<reasoning>2 times 4 is 8.</reasoning><answer>8</answer>": 0.0,
+        "<reasoning>2 times 4 pounds is 8.</reasoning><answer></answer>": 0.0,
+        "<reasoning>2 times 4 pounds is 8.</reasoning><answer>\u200b</answer>": 0.0,
+        "pounds pounds pounds": 0.0,
+    }
+    completions = [[{"role": "assistant", "content": text}] for text in replies]
+    assert reward(None, completions, currency=["pounds"] * len(replies), answer=["8"] * len(replies)) == list(replies.values())
+
+
+@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.xdist_group("examples")
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api):
+    shutil.copytree(EXAMPLES / name, tmp_path / "mine")
+    if (script := tmp_path / "mine" / "copy_model.py").exists():
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
+    place = Place(tmp_path / "mine", prefect_api)
+    settings = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
+    shown = place.grpo("run", "config.yaml", *settings)
+    assert f"{name} version 1" in shown
+    [report] = (place.root / "runs" / name / "validate_data").glob("*/result.json")
+    assert json.loads(report.read_text())["quarantined"] == 0
