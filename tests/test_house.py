@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from graphlib import TopologicalSorter
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -143,3 +144,35 @@ def test_every_field_of_the_config_is_described():
     fields = config_fields(RunConfig)
     assert len(fields) > 90
     assert [name for name, field in fields if not field.description] == []
+
+
+def source_files():
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_no_room_has_more_than_fourteen_files():
+    rooms = {path.parent for path in source_files()}
+    sizes = {room.relative_to(ROOT).as_posix(): len([*room.glob("*.py")]) - 1 for room in rooms}
+    assert {room: size for room, size in sizes.items() if size > 14} == {}
+
+
+def test_no_file_has_more_than_four_hundred_lines():
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in source_files()}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_no_function_has_more_than_sixty_lines():
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in source_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60
+    ]
+    assert long == []
+
+
+def test_no_module_imports_itself_by_a_detour(graph):
+    ours = {name for name in graph.modules if name.partition(".")[0] in PACKAGES}
+    imports = {name: {each for each in graph.find_modules_directly_imported_by(name) if each in ours} for name in ours}
+    # Raises CycleError, which names the modules of a cycle.
+    assert set(TopologicalSorter(imports).static_order()) == ours
