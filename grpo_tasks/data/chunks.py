@@ -201,11 +201,11 @@ def _start_worker(parent: int) -> None:
     die_with_parent()
     # Ctrl-C reaches the whole process group; the parent shuts its workers down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # see no_garbage_collection
 
 
 def _read_span_chunks(path: Path, span: Span, columns: Columns, split: str, source: str) -> list[Chunk]:
-    with no_garbage_collection():
-        return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
+    return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
 
 
 @contextmanager
