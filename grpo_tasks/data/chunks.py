@@ -3,7 +3,7 @@
     Record --read_row--> Row --raw_table--> Chunk(table, summary)                        read_chunks
     Span --worker process: read_span, read_chunks--> list[Chunk] --file order--> Chunk   read_chunks_in_parallel
 
-Memory holds a few chunks, never the whole file as Python objects.
+Memory holds a few chunks, never all rows as Python objects.
 """
 
 import difflib
@@ -159,7 +159,7 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
         raise DataError(
             "a process that was reading the file was killed",
             place=source,
-            fix="run it again with more free memory; if it printed an error of its own, that stands above",
+            fix="run it again with more free memory; if it printed an error of its own, see the output above",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -82,7 +82,7 @@ def test_report_names_sources_rules_first_rows_and_lengths(verdict: Verdict, tmp
     text = (tmp_path / "report.md").read_text()
     assert "62 rows read: **2 quarantined** (3.23%)" in text
     assert "| `rows.jsonl` | train | 62 |" in text
-    assert "| answer_missing | 1 |" in text
+    assert "| answer_missing | 1 | the answer is missing or empty | fill the column, or set data.answer_column |" in text
     assert "rows.jsonl`:61 | answer_missing |" in text
     assert made.digest in text
     assert f"| {made.prompt_tokens.mean:.1f} |" in text
@@ -104,7 +104,7 @@ def test_report_survives_as_json(verdict: Verdict, tmp_path: Path) -> None:
     assert DataReport.load(tmp_path / "result.json") == made
 
 
-def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: Verdict) -> None:
+def test_too_many_quarantined_rows_stop_the_run_with_rules_and_first_rows(verdict: Verdict) -> None:
     with pytest.raises(DataError, match="2 of 62 rows are quarantined") as caught:
         enforce(verdict, ValidationConfig(max_invalid_fraction=0.01))
     assert "answer_missing" in caught.value.message
@@ -113,7 +113,7 @@ def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: V
     assert "max_invalid_fraction" in caught.value.fix
 
 
-def test_allowed_share_of_refused_rows_goes_on(verdict: Verdict) -> None:
+def test_allowed_share_of_quarantined_rows_stops_nothing(verdict: Verdict) -> None:
     enforce(verdict, ValidationConfig(max_invalid_fraction=0.05))
 
 
