@@ -8,6 +8,7 @@ import pytest
 
 from grpo_tasks.data.judge import Verdict
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import read_prompts
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
@@ -82,7 +83,7 @@ def test_report_names_sources_rules_first_rows_and_lengths(verdict: Verdict, tmp
     text = (tmp_path / "report.md").read_text()
     assert "62 rows read: **2 quarantined** (3.23%)" in text
     assert "| `rows.jsonl` | train | 62 |" in text
-    assert "| answer_missing | 1 | the answer is missing or empty | fill the column, or set data.answer_column |" in text
+    assert "| answer_missing | 1 |" in text
     assert "rows.jsonl`:61 | answer_missing |" in text
     assert made.digest in text
     assert f"| {made.prompt_tokens.mean:.1f} |" in text
@@ -132,3 +133,10 @@ def test_file_of_nothing_but_bad_rows_is_reported_and_refused(
     assert (made.train_rows, made.eval_rows, made.quarantined) == (0, 0, 2)
     with pytest.raises(DataError, match=r"100\.0%"):
         enforce(verdict, ValidationConfig())
+
+
+def test_report_names_the_fix_of_each_broken_rule(verdict: Verdict, tmp_path: Path) -> None:
+    report(verdict, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    for rule in ("answer_missing", "content_empty"):
+        assert f"| {BY_NAME[rule].meaning} | {BY_NAME[rule].fix} |" in text
