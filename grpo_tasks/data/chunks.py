@@ -3,7 +3,7 @@
     Record --read_row--> Row --raw_table--> Chunk(table, summary)                        read_chunks
     Span --worker process: read_span, read_chunks--> list[Chunk] --file order--> Chunk   read_chunks_in_parallel
 
-Memory holds a few chunks, never the whole file as Python objects.
+Memory holds a few chunks, never all rows as Python objects.
 """
 
 import difflib
@@ -159,7 +159,7 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
         raise DataError(
             "a process that was reading the file was killed",
             place=source,
-            fix="run it again with more free memory; if it printed an error of its own, that stands above",
+            fix="run it again with more free memory; if it printed an error of its own, see the output above",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -201,11 +201,11 @@ def _start_worker(parent: int) -> None:
     die_with_parent()
     # Ctrl-C reaches the whole process group; the parent shuts its workers down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # see no_garbage_collection
 
 
 def _read_span_chunks(path: Path, span: Span, columns: Columns, split: str, source: str) -> list[Chunk]:
-    with no_garbage_collection():
-        return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
+    return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
 
 
 @contextmanager

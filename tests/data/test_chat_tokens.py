@@ -1,4 +1,4 @@
-"""Prompts are counted as the trainer will tokenise them, without torch."""
+"""Prompt lengths are those of the trainer's own tokenisation, counted without torch."""
 
 import copy
 import subprocess
@@ -21,7 +21,7 @@ Chat = list[dict[str, str]]
 
 TEMPLATES = {
     "trims": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}",
-    "heeds a word": "{{ 'think: ' if '27' not in messages[-1].content }}{{ messages[-1].content }}",
+    "depends on a word": "{{ 'think: ' if '27' not in messages[-1].content }}{{ messages[-1].content }}",
     "drops thinking": "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}",
     "no special tokens": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
     "doubles": "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}",
@@ -46,7 +46,7 @@ def column(chats: list[Chat] | list[Chat | None]) -> pl.Series:
     return pl.Series("prompt", chats, dtype=MESSAGES)
 
 
-def test_count_is_the_length_of_what_the_trainer_tokenises(counter: TokenCounter) -> None:
+def test_count_is_the_number_of_tokens_the_trainer_gets(counter: TokenCounter) -> None:
     transformers = pytest.importorskip("transformers")
     chat = pytest.importorskip("grpo_tasks.policy.chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve("embedded:base"))
@@ -72,7 +72,7 @@ def test_any_text_is_rendered_and_counted_the_same_either_way(
     assert counter.count_column(column(chats)).to_list() == counter.count(chats)
 
 
-def test_template_that_puts_text_in_as_it_is_needs_no_rendering_row_by_row(counter: TokenCounter) -> None:
+def test_template_that_inserts_text_unchanged_has_a_frame(counter: TokenCounter) -> None:
     assert counter.template.frame(None) is not None
     assert with_template(counter, TEMPLATES["trims"]).template.frame(None) is None
 
@@ -91,7 +91,9 @@ def test_refused_and_absent_chats_have_no_count(counter: TokenCounter) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=80), min_size=1, max_size=6), st.integers(1, 120))
-def test_bound_is_never_below_the_count_nor_hides_a_long_prompt(counter: TokenCounter, texts: list[str], limit: int) -> None:
+def test_upper_bound_is_never_below_the_count_and_hides_no_long_prompt(
+    counter: TokenCounter, texts: list[str], limit: int
+) -> None:
     chats = column([[{"role": "system", "content": "be short"}, {"role": "user", "content": text}] for text in texts])
     exact, bound = counter.count_column(chats), counter.count_column(chats, limit=limit)
     assert (bound >= exact).all()
@@ -110,7 +112,7 @@ def test_stop_strings_and_ids_of_the_tokenizer_pass(counter: TokenCounter) -> No
     )
 
 
-def test_stop_string_the_tokenizer_cannot_write_is_refused(tmp_path: Path) -> None:
+def test_stop_string_the_tokenizer_cannot_produce_is_refused(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "yes": 1, "no": 2}, unk_token="<unk>"))
@@ -158,21 +160,19 @@ print(sorted({"torch", "prefect", "mlflow", "datasets"} & set(sys.modules)))
 
 @pytest.fixture(scope="module")
 def searching(counter: TokenCounter) -> TokenCounter:
-    """With a special token of its own."""
+    """A tokenizer with an added special token."""
     tokenizer = copy.deepcopy(counter.tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<search>"]})
     return TokenCounter(tokenizer)
 
 
-def test_a_special_token_that_was_added_passes_and_takes_no_other_from_the_markers(
-    counter: TokenCounter, searching: TokenCounter
-) -> None:
+def test_an_added_special_token_passes_and_removes_no_other_marker(counter: TokenCounter, searching: TokenCounter) -> None:
     searching.check_stops(RolloutConfig(stop=["<search>", "</a><search>\n", "</answer>"]))
     assert set(searching.special_tokens) == {*counter.special_tokens, "<search>"}
     assert "<|im_start|>" in counter.special_tokens
 
 
-def test_a_stop_string_inside_a_special_token_is_refused_where_special_tokens_are_read(searching: TokenCounter) -> None:
+def test_a_stop_string_inside_a_special_token_is_refused_once_special_tokens_are_searched(searching: TokenCounter) -> None:
     searching.check_stops(RolloutConfig(stop=["search", "im_end"]))
     with pytest.raises(ConfigError, match=r"'im_end' is part of the special token '<\|im_end\|>'"):
         searching.check_stops(RolloutConfig(stop=["<search>", "im_end"]))

@@ -1,4 +1,4 @@
-"""A file with at least one planted fault for every rule yields exactly those rows, with line and reason."""
+"""A file with at least one planted fault for every rule: exactly those rows are quarantined, with line and reason."""
 
 import copy
 from collections.abc import Callable
@@ -64,8 +64,8 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
     ({"answer_has_tags"}, ask("tags in the answer?", "<answer>4</answer>")),
     (set(), ask("twice?", "2")),
     ({"duplicate"}, ask("twice?", 2.0)),
-    ({"contradiction"}, ask("torn?", "2")),
-    ({"contradiction"}, ask("torn?", "3")),
+    ({"contradiction"}, ask("two answers?", "2")),
+    ({"contradiction"}, ask("two answers?", "3")),
     ({"leak_exact"}, ask("What is 7 + 8?", "15")),
     ({"leak_normalised"}, ask("where does 'anna'  live", "Rome")),
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
@@ -108,9 +108,15 @@ def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: 
 
 
 def test_every_rule_of_the_table_is_planted_somewhere() -> None:
-    # a CSV and an answer pattern are needed for these two; they have tests of their own below
+    # These two need a CSV file and an answer pattern; a test below covers them.
     elsewhere = {"cell_count", "answer_pattern"}
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
+
+
+def test_every_rule_has_its_own_name_meaning_and_fix() -> None:
+    for texts in ([rule.name for rule in RULES], [rule.meaning for rule in RULES]):
+        assert len(set(texts)) == len(RULES)
+    assert all(rule.fix for rule in RULES)
 
 
 def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
@@ -128,7 +134,7 @@ def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[...
     assert refused["value"].str.len_chars().max() <= 250
 
 
-def test_reasons_of_a_row_stand_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
+def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
     last = planted().quarantine.filter(line=len(PLANTED))["rule"].to_list()
     assert last == ["last_not_user", "control_characters", "template_markers"]
 
@@ -159,19 +165,21 @@ def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
     assert verdict.accepted["answer"].to_list() == ["5"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
-def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest(planted: Callable[..., Verdict], name: str, says: str) -> None:
+@pytest.mark.parametrize(("name", "expected"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
+def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest_name(
+    planted: Callable[..., Verdict], name: str, expected: str
+) -> None:
     with pytest.raises(ConfigError, match="no such rule") as caught:
         planted(ignore_rules=[name])
-    assert says in caught.value.fix
+    assert expected in caught.value.fix
 
 
-def test_rule_without_which_there_is_no_row_cannot_be_ignored(planted: Callable[..., Verdict]) -> None:
+def test_required_rule_cannot_be_ignored(planted: Callable[..., Verdict]) -> None:
     with pytest.raises(ConfigError, match="answer_missing cannot be ignored"):
         planted(ignore_rules=["answer_missing"])
 
 
-def test_copies_are_found_before_our_own_split_tears_them_apart(
+def test_copies_are_found_before_our_own_split_separates_them(
     write: Callable[..., str], verdict_on: Callable[..., Verdict]
 ) -> None:
     rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
@@ -179,7 +187,7 @@ def test_copies_are_found_before_our_own_split_tears_them_apart(
     assert {count.rule: count.rows for count in verdict.rules if count.rows} == {"duplicate": 40, "contradiction": 120}
 
 
-def test_operators_and_decimals_are_no_punctuation(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
     held = write(ask("What is 6 - 3?", "3"), ask("What is 1.5 x 2?", "3"), name="held.jsonl")
     train = write(
         ask("What is 6 / 3?", "2"), ask("What is 6 * 3?", "18"), ask("What is 15 x 2?", "30"), ask("What is 6 -3?", "3")
@@ -202,8 +210,8 @@ def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_o
 def test_verdict_does_not_depend_on_the_size_of_the_slices(
     monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Verdict]
 ) -> None:
-    whole = planted()
+    one_slice = planted()
     monkeypatch.setattr("grpo_tasks.data.judge._SLICE_ROWS", 3)
     sliced = planted()
-    assert sliced.accepted.equals(whole.accepted)
-    assert sliced.quarantine.equals(whole.quarantine)
+    assert sliced.accepted.equals(one_slice.accepted)
+    assert sliced.quarantine.equals(one_slice.quarantine)

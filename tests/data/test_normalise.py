@@ -12,7 +12,7 @@ from grpo_tasks.data.normalise import check_pattern, normalise_answer, normalise
 from schemas.errors import ConfigError
 from schemas.tables import MESSAGES
 
-TIDY = {
+NORMALISED = {
     "18": "18",
     " 1,234 ": "1234",
     "$1,234.50": "1234.5",
@@ -60,17 +60,17 @@ UNTOUCHED = [
 ]
 
 
-@pytest.mark.parametrize(("given_text", "tidy"), TIDY.items())
-def test_number_is_tidied(given_text: str, tidy: str) -> None:
-    assert normalise_answer(given_text) == tidy
+@pytest.mark.parametrize(("text", "expected"), NORMALISED.items())
+def test_number_is_normalised(text: str, expected: str) -> None:
+    assert normalise_answer(text) == expected
 
 
 @pytest.mark.parametrize("text", UNTOUCHED)
-def test_what_is_no_number_is_left_alone(text: str) -> None:
+def test_text_that_is_not_a_number_is_unchanged(text: str) -> None:
     assert normalise_answer(text) == text
 
 
-def test_text_loses_only_blanks_around_it_and_invisible_characters() -> None:
+def test_text_loses_only_surrounding_whitespace_and_invisible_characters() -> None:
     assert normalise_answer("\ufeff Chloe\u00a0is a\u200b saint.\n") == "Chloe is a saint."
 
 
@@ -89,7 +89,7 @@ def test_function_and_expression_agree(texts: list[str]) -> None:
 
 
 @given(answers)
-def test_tidying_twice_changes_nothing_more(text: str) -> None:
+def test_normalising_twice_changes_nothing(text: str) -> None:
     once = normalise_answer(text)
     assert normalise_answer(once) == once
 
@@ -99,7 +99,7 @@ def test_numeric_value_is_kept(number: object) -> None:
     assert float(normalise_answer(str(number))) == float(str(number))
 
 
-def test_a_megabyte_of_digits_costs_nothing() -> None:
+def test_a_megabyte_of_digits_is_left_unchanged() -> None:
     text = "0." + "0" * 1_000_000 + "1"
     assert normalise_answer(text) == text
 
@@ -114,8 +114,8 @@ def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[lis
     assert prompt_id_column(chats, answers).to_list() == [prompt_id(chat, answer) for chat, answer in rows]
 
 
-def test_prompt_id_is_what_it_always_was() -> None:
-    # If this changes, every split, every cache and every recorded run loses its rows.
+def test_prompt_id_has_not_changed() -> None:
+    # If it changes, every row may change its split, and recorded runs no longer match their rows.
     assert prompt_id([{"role": "user", "content": "What is 15 + 27?"}], "42") == "eab2802808b2e297"
 
 
@@ -125,7 +125,7 @@ def test_prompt_id_ignores_key_order_and_other_keys() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["####", "(", "(?=x)(y)", r"(a)\1"])
-def test_pattern_that_is_no_linear_pattern_with_a_group_is_refused(pattern: str) -> None:
+def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="pattern") as caught:
         check_pattern(pattern)
     assert "####" in caught.value.fix
@@ -149,7 +149,7 @@ def test_last_match_of_the_pattern_is_the_ground_truth(
     assert verdict_on(data).accepted["answer"].to_list() == [truth]
 
 
-def test_system_prompt_leads_every_chat_that_has_none(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_system_prompt_is_added_to_every_chat_without_one(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
     own = {"role": "system", "content": "own"}
     rows = [
         {"question": "bare", "answer": "1"},

@@ -1,4 +1,4 @@
-"""Real data sets, odd as they are."""
+"""Real data sets with their peculiarities."""
 
 import json
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def sources(*names: str) -> list[dict[str, Any]]:
     return [{"path": str(DATA / name)} for name in names]
 
 
-def test_gsm8k_is_accepted_whole_with_the_number_after_the_mark(verdict_on: Callable[..., Verdict]) -> None:
+def test_gsm8k_is_accepted_completely_with_the_number_after_the_marker(verdict_on: Callable[..., Verdict]) -> None:
     verdict = verdict_on(
         {"train": sources("gsm8k/train.jsonl"), "eval": sources("gsm8k/test.jsonl"), "answer_pattern": "#### (.+)"},
-        validation={"max_prompt_length": 2000},  # the embedded tokenizer knows hardly more than single characters
+        validation={"max_prompt_length": 2000},  # the embedded tokenizer has few tokens longer than a character
     )
     assert broken(verdict) == {}
     for split, name, rows in (("train", "train", 7473), ("eval", "test", 1319)):
@@ -48,7 +48,7 @@ def test_mawps_has_twenty_duplicates(verdict_on: Callable[..., Verdict]) -> None
     assert broken(verdict) == {"duplicate": 20}
 
 
-def test_prompts_with_markers_of_a_template_inside_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:
+def test_prompts_that_contain_template_markers_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:
     data = {
         "train": sources("logic_kk/3ppl_train.parquet", "logic_kk/3ppl_test.parquet"),
         "answer_column": "solution_text_format",
@@ -63,5 +63,5 @@ def test_null_answers_are_all_refused(verdict_on: Callable[..., Verdict]) -> Non
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves"])
-def test_reasoning_gym_is_accepted_whole(verdict_on: Callable[..., Verdict], name: str) -> None:
+def test_reasoning_gym_is_accepted_completely(verdict_on: Callable[..., Verdict], name: str) -> None:
     assert broken(verdict_on({"train": sources(f"reasoning_gym/{name}.jsonl")})) == {}

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_tasks.data.judge import Verdict
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import read_prompts
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
@@ -104,7 +105,7 @@ def test_report_survives_as_json(verdict: Verdict, tmp_path: Path) -> None:
     assert DataReport.load(tmp_path / "result.json") == made
 
 
-def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: Verdict) -> None:
+def test_too_many_quarantined_rows_stop_the_run_with_rules_and_first_rows(verdict: Verdict) -> None:
     with pytest.raises(DataError, match="2 of 62 rows are quarantined") as caught:
         enforce(verdict, ValidationConfig(max_invalid_fraction=0.01))
     assert "answer_missing" in caught.value.message
@@ -113,7 +114,7 @@ def test_too_many_refused_rows_stop_the_run_with_rules_and_first_rows(verdict: V
     assert "max_invalid_fraction" in caught.value.fix
 
 
-def test_allowed_share_of_refused_rows_goes_on(verdict: Verdict) -> None:
+def test_allowed_share_of_quarantined_rows_stops_nothing(verdict: Verdict) -> None:
     enforce(verdict, ValidationConfig(max_invalid_fraction=0.05))
 
 
@@ -132,3 +133,10 @@ def test_file_of_nothing_but_bad_rows_is_reported_and_refused(
     assert (made.train_rows, made.eval_rows, made.quarantined) == (0, 0, 2)
     with pytest.raises(DataError, match=r"100\.0%"):
         enforce(verdict, ValidationConfig())
+
+
+def test_report_names_the_fix_of_each_broken_rule(verdict: Verdict, tmp_path: Path) -> None:
+    report(verdict, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    for rule in ("answer_missing", "content_empty"):
+        assert f"| {BY_NAME[rule].meaning} | {BY_NAME[rule].fix} |" in text

@@ -1,7 +1,8 @@
-"""Reading never refuses a row and never loses a line number; only whole files are errors."""
+"""Reading never refuses a row and never loses a line number; only a file as a whole can be an error."""
 
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import polars as pl
@@ -59,7 +60,7 @@ BROKEN = {
     "duplicate key": (b'{"question": "q", "answer": "1", "answer": "2"}', "duplicate_key"),
     "duplicate key with blanks": (b'{"question" : "q", "answer":"1", "answer"\t: "2"}', "duplicate_key"),
     "duplicate key, escaped": (b'{"question": "q", "answer": "1", "\\u0061nswer": "2"}', "duplicate_key"),
-    "duplicate key beside escaped colon": (b'{"question": "\\u003A", "answer": "1", "answer": "2"}', "duplicate_key"),
+    "duplicate key and escaped colon": (b'{"question": "\\u003A", "answer": "1", "answer": "2"}', "duplicate_key"),
     "duplicate key with carriage return": (b'{"question": "q", "answer": "1", "answer"\r: "2"}', "duplicate_key"),
     "duplicate key inside": (b'{"question": "q", "answer": "1", "x": {"a": 1, "a": 2}}', "duplicate_key"),
     "10 MB line": (b'{"question": "' + b"x" * 10_000_000 + b'", "answer": "1"}', "line_too_long"),
@@ -185,16 +186,34 @@ UNREADABLE: dict[str, tuple[str, bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "says"), UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_unreadable_file_is_an_error_that_names_it_and_leaves_nothing(
-    tmp_path: Path, name: str, content: bytes, says: str
+    tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load(tmp_path, str(tmp_path / name))
     assert name in caught.value.place
     assert caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 10**6), content=st.binary(min_size=1, max_size=40), cut=st.booleans())
+def test_damage_in_a_parquet_file_raises_no_other_error(tmp_path: Path, position: int, content: bytes, cut: bool) -> None:
+    path = tmp_path / "rows.parquet"
+    pl.DataFrame([{**GOOD, "day": date(2020, 1, 1), "tags": ["é"]}] * 30).write_parquet(path, compression="uncompressed")
+    intact = path.read_bytes()
+    position %= len(intact)
+    path.write_bytes(intact[:position] if cut else intact[:position] + content + intact[position + len(content) :])
+    (tmp_path / "out").mkdir(exist_ok=True)
+    error = None
+    try:
+        load(tmp_path / "out", str(path))
+    except DataError as caught:
+        error = caught
+    assert error is not None or not cut
+    assert error is None or (str(path) in error.place and error.fix)
 
 
 def test_open_quote_is_reported_with_the_line_it_opens_on(tmp_path: Path) -> None:
@@ -261,7 +280,7 @@ texts = st.text(st.sampled_from('a:"\\{} '), max_size=4)
 
 @st.composite
 def objects(draw: st.DrawFn, depth: int = 2) -> str:
-    """JSON as nobody's library writes it: duplicate or escaped keys, whitespace in odd places."""
+    """JSON that no library would write: duplicate or escaped keys, unusual whitespace."""
 
     def value() -> str:
         kind = draw(st.integers(0, 3 if depth else 1))

@@ -1,4 +1,4 @@
-"""Held out by hash of the row: never by position."""
+"""Rows are held out by a hash of the row, never by position."""
 
 from collections.abc import Callable
 
@@ -16,9 +16,9 @@ def splits(verdict: Verdict) -> dict[str, str]:
 
 
 def test_row_keeps_its_split_when_others_come_go_or_move(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
-    whole = splits(verdict_on({"train": [{"path": write(*ROWS)}]}))
+    complete = splits(verdict_on({"train": [{"path": write(*ROWS)}]}))
     half = splits(verdict_on({"train": [{"path": write(*reversed(ROWS[::2]))}]}))
-    assert half.items() <= whole.items()
+    assert half.items() <= complete.items()
     assert len(half) == 150
 
 
@@ -29,7 +29,7 @@ def test_other_seed_holds_out_other_rows(write: Callable[..., str], verdict_on: 
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
-def test_share_held_out_is_the_fraction_asked_for(fraction: float) -> None:
+def test_share_held_out_is_the_configured_fraction(fraction: float) -> None:
     ids = pl.Series([f"{number:016x}" for number in range(20_000)])
     share = (assign_splits(ids, fraction=fraction, seed=0) == "eval").mean()
     assert share == pytest.approx(fraction, abs=0.01)
