@@ -17,6 +17,7 @@ from typing import Literal
 import orjson
 import pyarrow.parquet as pq
 
+from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.data.chunks import (
     PARALLEL_FROM_BYTES,
     RAW_ARROW,
@@ -100,18 +101,13 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
     summary, rows_digest = ScanSummary(), hashlib.sha256()
     with ThreadPoolExecutor(1) as pool:
         # hashlib releases the interpreter lock, so the file is hashed while it is read.
-        file_digest = None if source_format(source) == "hub" else pool.submit(_file_digest, source)
+        file_digest = None if source_format(source) == "hub" else pool.submit(file_sha256, Path(resolve(source.path)))
         for chunk in _chunks(source, split, columns=columns, rows_digest=rows_digest):
             writer.write_table(chunk.table)
             summary.add(chunk.summary)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
     summary.check(source.path, columns)
     return SourceFile(path=source.path, split=split, rows=summary.rows, sha256=sha256)
-
-
-def _file_digest(source: DataSource) -> str:
-    with Path(resolve(source.path)).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _chunks(source: DataSource, split: Split, *, columns: Columns, rows_digest: "hashlib._Hash") -> Iterator[Chunk]:

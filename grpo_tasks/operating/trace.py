@@ -8,16 +8,16 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.table import QUARANTINE
+from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
-from schemas.errors import DamagedError, UserError
+from schemas.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """What happened to one row."""
 
-    side: str
+    split: str
     source: str
     line: int
     faults: pl.DataFrame | None = None
@@ -46,43 +46,33 @@ def trace_row(folder: Path, name: str) -> Trace:
         raise UserError("no validated data there", place=str(folder), fix="grpo validate CONFIG or grpo run CONFIG comes first")
     source, _, line = name.rpartition(":")
     by_line = (pl.col("source") == source) & (pl.col("line") == (int(line) if line.isdecimal() else 0))
-    for side in ("train", "eval"):
-        rows = _read(validated / f"{side}.parquet", (pl.col("prompt_id") == name) | by_line)
+    for split in ("train", "eval"):
+        rows = read_table(validated / f"{split}.parquet").filter((pl.col("prompt_id") == name) | by_line)
         if not rows.is_empty():
-            return _accepted(folder, side, rows.head(1))
-    faults = _read(validated / QUARANTINE, by_line)
+            return _accepted(folder, split, rows.head(1))
+    faults = read_table(validated / QUARANTINE).filter(by_line)
     if faults.is_empty():
         raise UserError(f"no row is called {name}", place=str(validated), fix="name a prompt_id of its tables, or FILE:LINE")
     return Trace(faults["split"][0], source, int(line), faults=faults)
 
 
-def _accepted(folder: Path, side: str, row: pl.DataFrame) -> Trace:
+def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
     same_prompt = pl.col("prompt_id") == row["prompt_id"][0]
     stages = {
         name: _read_all(sorted(made.glob("completions/*.parquet")), same_prompt)
         for name, made in _newest(folder / "train_stage").items()
     }
     evaluations = {
-        name: _read(made / "samples.parquet", same_prompt) for name, made in _newest(folder / "evaluate_model").items()
+        name: read_table(made / "samples.parquet").filter(same_prompt)
+        for name, made in _newest(folder / "evaluate_model").items()
     }
-    return Trace(side, row["source"][0], row["line"][0], prompt=row, completions=stages, samples=evaluations)
+    return Trace(split, row["source"][0], row["line"][0], prompt=row, completions=stages, samples=evaluations)
 
 
 def _read_all(tables: list[Path], condition: pl.Expr) -> pl.DataFrame:
-    return pl.concat([_read(table, condition) for table in tables], how="diagonal_relaxed") if tables else pl.DataFrame()
-
-
-def _read(table: Path, condition: pl.Expr) -> pl.DataFrame:
-    try:
-        return pl.read_parquet(table).filter(condition)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        # The first line of polars' message says what is wrong; the others show its query plan.
-        reason = str(error).partition("\n")[0]
-        raise DamagedError(
-            f"the table cannot be read: {reason}",
-            place=str(table),
-            fix=f"remove the folder {table.parent} and repeat the run: the step that wrote it runs again",
-        ) from error
+    return (
+        pl.concat([read_table(table).filter(condition) for table in tables], how="diagonal_relaxed") if tables else pl.DataFrame()
+    )
 
 
 def _newest(step: Path) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from schemas.errors import DamagedError, UserError
 
 PROMPT_ID = "0123456789abcdef"
 FAULT = {
-    "side": "train",
+    "split": "train",
     "source": "mine.jsonl",
     "line": 2,
     "rule": "content_empty",
