@@ -114,7 +114,7 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
 
 def show_trace(console: Console, trace: "Trace") -> None:
     """Print what happened to one row, step by step."""
-    console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.side}", highlight=False)
+    console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.split}", highlight=False)
     if trace.faults is not None:
         for fault in trace.faults.iter_rows(named=True):
             console.print(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})", markup=False)
