@@ -43,6 +43,8 @@ def train_stage(
         train=data.train,
         eval=data.eval,
     )
+    # The shipper reads the spec before the stage starts.
+    spec.save(directory.spec)
     shipper = work.run.follow(work.directory)
     with StageProgress(stage, directory, ship=shipper.ship, ship_every_s=shipper.flush_interval_s) as progress:
         result = run_stage(spec, work.directory, tick=progress.tick)
