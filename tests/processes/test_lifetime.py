@@ -24,7 +24,7 @@ ADOPTS = """
 import os, subprocess, sys
 from grpo_tasks.processes.lifetime import adopt_orphans
 adopt_orphans()
-starts_and_ends = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+starts_and_ends = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
 orphan = int(subprocess.run([sys.executable, "-S", "-c", starts_and_ends], capture_output=True, check=True).stdout)
 os.kill(orphan, 9)
 print(os.waitpid(orphan, 0)[0] == orphan)
