@@ -1,13 +1,5 @@
-"""Ports nobody listens on."""
+"""Free ports, from the room that has them."""
 
-import socket
-from contextlib import ExitStack
+from grpo_tasks.processes.ports import free_ports
 
-
-def free_ports(count):
-    """So many different ones on 127.0.0.1."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+__all__ = ["free_ports"]

@@ -128,7 +128,7 @@ class _Step(Generic[Made]):
     device: bool
 
     def skip_or_run(self, work: Work, label: str, inputs: dict[str, Any], results: list[Made]) -> State[None]:
-        """Skip the step if its folder holds the finished result, otherwise run it; in both cases append the result."""
+        """Skip the step if its folder holds the finished result, otherwise run it. Appends the result to `results`."""
         with _locked_folder(work, label):
             may_skip = self.cached and not work.run.fresh
             finished = finished_result(self.result_type, work.directory) if may_skip else None

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl exists on
 CHILD = "from grpo_tasks.processes.lifetime import die_with_parent\ndie_with_parent()\nprint('READY', flush=True)\ninput()"
 STARTS_A_CHILD = f"""
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], env=os.environ | {{"{PARENT}": str(os.getpid())}}, stdin=subprocess.PIPE)
+environment = os.environ | {{"{PARENT}": str(os.getpid())}}
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], env=environment, stdin=subprocess.PIPE)
 print(child.pid, flush=True)
 child.wait()
 """
@@ -23,7 +24,7 @@ ADOPTS = """
 import os, subprocess, sys
 from grpo_tasks.processes.lifetime import adopt_orphans
 adopt_orphans()
-starts_and_ends = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
+starts_and_ends = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
 orphan = int(subprocess.run([sys.executable, "-S", "-c", starts_and_ends], capture_output=True, check=True).stdout)
 os.kill(orphan, 9)
 print(os.waitpid(orphan, 0)[0] == orphan)

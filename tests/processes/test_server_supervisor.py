@@ -1,9 +1,9 @@
 """A server and everything it starts end with the process that wanted the server, however that one ends."""
 
-import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -39,14 +39,14 @@ def started(tmp_path):
     def wait():
         until((tmp_path / "started").exists)
         server, helper, sockets = (tmp_path / "started").read_text().split()
-        assert os.path.isdir(sockets)
-        return int(server), int(helper), sockets
+        assert Path(sockets).is_dir()
+        return int(server), int(helper), Path(sockets)
 
     return wait
 
 
 def assert_nothing_left(server, helper, sockets):
-    until(lambda: has_ended(server) and has_ended(helper) and not os.path.exists(sockets))
+    until(lambda: has_ended(server) and has_ended(helper) and not sockets.exists())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])

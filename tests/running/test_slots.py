@@ -3,20 +3,16 @@
 That runs wait for each other and say for whom is shown in tests/flows/test_retrain.py and in tests/operating.
 """
 
-import os
 import socket
 import subprocess
 import sys
 
 import pytest
-from prefect.logging import disable_run_logger
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from grpo_tasks.operating.servers import prefect_command, prefect_environment
 from grpo_tasks.running.slots import hold, slots_of
 from schemas.config.operations import ResourcesConfig
-from tests.flows.place import ask
-from tests.ports import free_ports
+
+pytestmark = pytest.mark.xdist_group("running")
 
 CARD = "card-of-the-slots"
 HOLDER = f"""
@@ -60,76 +56,39 @@ def test_a_machine_without_cards_waits_for_nothing():
     assert slots_of(ResourcesConfig(), has_cards=False) == []
 
 
-class Server:
-    """A Prefect server that can be stopped and started again. It never expires a lease: we free a slot, or nobody does."""
-
-    def __init__(self, home):
-        [self._port] = free_ports(1)
-        self.home, self.api = home, f"http://127.0.0.1:{self._port}/api"
-        never_expires = {"PREFECT_SERVER_SERVICES_REPOSSESSOR_ENABLED": "false"}
-        self.environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": self.api} | never_expires
-        self.start()
-
-    def start(self):
-        environment = self.environment | prefect_environment(self._port, None)
-        with (self.home / "log.txt").open("ab") as log:
-            command = [sys.executable, "-m", *prefect_command(self._port)]
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        while not self._answers():
-            assert self._process.poll() is None, (self.home / "log.txt").read_text()
-
-    def stop(self):
-        self._process.terminate()
-        self._process.wait(timeout=60)
-
-    def held(self):
-        return ask(f"{self.api}/v2/concurrency_limits/{CARD}")["active_slots"]
-
-    def _answers(self):
-        try:
-            return ask(f"{self.api}/health")
-        except OSError:
-            return False
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("prefect"))
-    with temporary_settings({PREFECT_API_URL: server.api}), disable_run_logger():
-        yield server
-    server.stop()
-
-
 @pytest.mark.long
+@pytest.mark.usefixtures("no_run_log")
 def test_a_holder_that_is_killed_loses_its_slot_before_its_lease_expires(server):
     holder = subprocess.Popen(
         [sys.executable, "-u", "-c", HOLDER], env=server.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert any("HELD" in line for line in holder.stdout)
-    assert server.held() == 1
+    assert server.held(CARD) == 1
     holder.kill()
     holder.communicate()
-    assert server.held() == 1
+    assert server.held(CARD) == 1
     with hold(CARD):
-        assert server.held() == 1
-    assert server.held() == 0
+        assert server.held(CARD) == 1
+    assert server.held(CARD) == 0
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_run_log")
 def test_a_server_that_was_restarted_does_not_keep_the_slot(server):
     with hold(CARD):
         server.stop()
         server.start()
-        assert server.held() == 1, "it counts the slot as held, and has forgotten the lease"
-    assert server.held() == 0
+        assert server.held(CARD) == 1, "it counts the slot as held, and has forgotten the lease"
+    assert server.held(CARD) == 0
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_run_log")
 def test_a_holder_that_cannot_reach_the_server_goes_on_and_the_next_one_frees_the_slot(server):
     with hold(CARD):
         server.stop()
     server.start()
-    assert server.held() == 1
+    assert server.held(CARD) == 1
     with hold(CARD):
-        assert server.held() == 1
-    assert server.held() == 0
+        assert server.held(CARD) == 1
+    assert server.held(CARD) == 0
