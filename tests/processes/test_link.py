@@ -50,6 +50,13 @@ def test_bytes_that_are_not_one_frame_are_refused(link, sent):
         link.receive(100, later())
 
 
+def test_bytes_behind_a_frame_are_refused_even_when_the_frame_was_read_alone(link, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.processes.link.CHUNK_BYTES", len(frame(b"{}")))
+    link.worker_ends[0].send(frame(b"{}") + b"x")
+    with pytest.raises(MalformedReplyError, match="more than one reply"):
+        link.receive(100, later())
+
+
 def test_a_worker_that_sends_nothing_costs_no_more_than_the_deadline(link):
     with pytest.raises(TimeoutError):
         link.receive(100, soon())
