@@ -21,7 +21,7 @@ FIXES = {
 
 
 def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast]) -> str:
-    """The whole report."""
+    """The complete report."""
     failed = [check for check in checks if check.outcome == "failed"]
     warned = [check for check in checks if check.outcome == "warned"]
     parts = [

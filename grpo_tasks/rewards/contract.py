@@ -81,7 +81,7 @@ class ScoreBatch:
     """Columns of the data by name, N values each. `answer` is the ground truth."""
     step: int = 0
     """Number of the update. Functions see it as trainer_state.global_step."""
-    places: Sequence[str] = field(default=())
+    origins: Sequence[str] = field(default=())
     """Where each of the N rows comes from, for error messages. May be empty."""
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class ScoreBatch:
             completion_ids=[self.completion_ids[index] for index in indices],
             columns={name: [values[index] for index in indices] for name, values in self.columns.items()},
             step=self.step,
-            places=[self.places[index] for index in indices] if self.places else (),
+            origins=[self.origins[index] for index in indices] if self.origins else (),
         )
 
 
@@ -123,11 +123,11 @@ def batch_of(
         completion_ids=completion_ids,
         columns={"answer": [row.answer for row in rows], **{name: [row.extra.get(name) for row in rows] for name in names}},
         step=step,
-        places=[place_of(row) for row in rows],
+        origins=[origin_of(row) for row in rows],
     )
 
 
-def place_of(row: Row) -> str:
+def origin_of(row: Row) -> str:
     """Where a row comes from, for a person: file, line and prompt_id."""
     return f"{row.source}:{row.line} (prompt_id {row.prompt_id})"
 
@@ -199,14 +199,14 @@ def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None
 
 def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
     """The fault as an error for the user: function, row, completion and fix."""
-    places = [fault.source]
+    where = [fault.source]
     index = fault.index or 0
     if len(batch):
         # Without an index the call failed as a unit. The first completion then stands for the batch.
         prefix = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
-        places.append(f"{prefix}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
+        where.append(f"{prefix}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
     fix = fault.fix or "fix the function, or set on_error: zero | skip for it"
-    return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, places)), fix=fix)
+    return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, where)), fix=fix)
 
 
 def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
@@ -218,8 +218,8 @@ def shorten(text: str, limit: int = SHOWN_CHARS) -> str:
 
 
 def _row(batch: ScoreBatch, index: int) -> str:
-    if batch.places:
-        return batch.places[index]
+    if batch.origins:
+        return batch.origins[index]
     question = batch.prompts[index][-1].get("content", "") if batch.prompts[index] else ""
     return f"completion {index} of the batch, question {shorten(question, 120)!r}"
 

@@ -59,19 +59,19 @@ class Scores:
     """What functions passed to log_metric, averaged over the batch, by name of the function."""
 
     @classmethod
-    def join(cls, parts: Sequence["Scores"]) -> "Scores":
+    def join(cls, batches: Sequence["Scores"]) -> "Scores":
         """The scores of several batches by the same functions, as those of one batch."""
-        starts = np.cumsum([0, *(len(part.raw) for part in parts)])
+        starts = np.cumsum([0, *(len(batch.raw) for batch in batches)])
         tokens: dict[int, dict[int, list[float]]] = {}
-        for start, part in zip(starts, parts, strict=False):
-            for function, given in part.tokens.items():
+        for start, batch in zip(starts, batches, strict=False):
+            for function, given in batch.tokens.items():
                 tokens.setdefault(function, {}).update({int(start) + index: values for index, values in given.items()})
         return replace(
-            parts[0],
-            metrics=_mean_metrics([part.metrics for part in parts]),
-            raw=np.concatenate([part.raw for part in parts]),
-            totals=np.concatenate([part.totals for part in parts]),
-            notes=[note for part in parts for note in part.notes],
+            batches[0],
+            metrics=_mean_metrics([batch.metrics for batch in batches]),
+            raw=np.concatenate([batch.raw for batch in batches]),
+            totals=np.concatenate([batch.totals for batch in batches]),
+            notes=[note for batch in batches for note in batch.notes],
             tokens=tokens,
         )
 
@@ -181,11 +181,11 @@ def full_score(config: RewardConfig) -> float:
     return config.full_score if config.full_score is not None else FULL_SCORES.get(config.function or "", 1.0)
 
 
-def _mean_metrics(parts: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+def _mean_metrics(batches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """The mean of each metric over the batches in which its function reported it."""
     values: dict[str, dict[str, list[float]]] = {}
-    for part in parts:
-        for function, given in part.items():
+    for batch in batches:
+        for function, given in batch.items():
             for name, value in given.items():
                 values.setdefault(function, {}).setdefault(name, []).append(value)
     return {function: {name: fmean(found) for name, found in given.items()} for function, given in values.items()}

@@ -36,14 +36,14 @@ def test_a_column_of_text_alone_is_refused_with_the_first_row_and_the_fix(how):
     assert "rewards.equality: exact" in refused.value.fix
 
 
-def test_text_under_mathematical_equality_is_warned_of_because_identical_text_is_right():
+def test_text_under_mathematical_equality_is_a_warning_because_identical_text_is_right():
     found = find_unusable_truths(rows("Paris", "Rome"), "math")
     found.enforce()
     assert "2 of 2 answers" in found.warning
     assert "identical" in found.warning
 
 
-def test_a_long_column_is_looked_at_by_a_sample_of_its_distinct_answers():
+def test_a_long_column_is_checked_by_a_sample_of_its_distinct_answers():
     limit = MAX_DISTINCT["math"]
     found = find_unusable_truths(rows(*(f"{n} apples each" for n in range(2 * limit)), *["7"] * 1_000), "math")
     assert (found.count, found.of) == (limit, limit + 1_000)

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -49,6 +50,13 @@ def test_bytes_that_are_not_one_frame_are_refused(link, sent):
         link.receive(100, later())
 
 
+def test_bytes_behind_a_frame_are_refused_even_when_the_frame_was_read_alone(link, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.processes.link.CHUNK_BYTES", len(frame(b"{}")))
+    link.worker_ends[0].send(frame(b"{}") + b"x")
+    with pytest.raises(MalformedReplyError, match="more than one reply"):
+        link.receive(100, later())
+
+
 def test_a_worker_that_sends_nothing_costs_no_more_than_the_deadline(link):
     with pytest.raises(TimeoutError):
         link.receive(100, soon())
@@ -61,17 +69,21 @@ def test_a_worker_that_does_not_read_costs_no_more_than_the_deadline(link):
 
 def test_bytes_that_arrive_one_by_one_do_not_postpone_the_deadline(link):
     data, _ = link.worker_ends
-    data.send(HEADER.pack(MAGIC, 1_000))
-    stop = threading.Event()
+    size, stop = 2_000_000, threading.Event()
+    data.send(HEADER.pack(MAGIC, size))
+    data.setblocking(False)
 
-    def trickle():
-        while not stop.wait(0.01):
-            data.send(b"x")
+    def feed():
+        sent = 0
+        # Without a pause, so that the parent finds something to read whenever it waits.
+        while sent < size and not stop.is_set():
+            with suppress(BlockingIOError):
+                sent += data.send(b"x")
 
-    feeder = threading.Thread(target=trickle)
+    feeder = threading.Thread(target=feed)
     feeder.start()
     with pytest.raises(TimeoutError):
-        link.receive(10_000, time.monotonic() + 0.2)
+        link.receive(size, soon())
     stop.set()
     feeder.join()
 

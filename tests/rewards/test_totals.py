@@ -1,4 +1,4 @@
-"""One definition of a completion's reward, and one builder of the batch that functions see."""
+"""The reward of a completion has one definition, and the batch that functions receive has one builder."""
 
 from dataclasses import replace
 

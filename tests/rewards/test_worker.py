@@ -1,4 +1,4 @@
-"""Functions in their process: whatever they do, the caller gets scores or a fault, and nothing is left behind."""
+"""Whatever a reward function does in its process, the caller gets scores or a fault, and no process is left."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from schemas.errors import ConfigError, RewardError
 from tests.rewards.processes import is_gone, wait_until
 
 LIMIT_S = {"hangs": 0.5}
-"""Short where a hang is waited for; long elsewhere, for busy machines."""
+"""Short where a test waits for a hang. Elsewhere 30 s, because the machine may be busy."""
 
 FUNCTIONS = """
     import asyncio, ctypes, os, subprocess, sys, time
