@@ -4,6 +4,6 @@
     schedule   groups     groups    advantages    microbatches    losses  learner
                `------- rounds --------------'    `---------- trainer ----------'
 
-Read `advantages` and `losses` beside the paper: they touch tensors only. Nothing here knows Prefect, MLflow, or any file
+Read `advantages` and `losses` next to the paper: they touch tensors only. Nothing here knows Prefect, MLflow, or any file
 outside the stage directory.
 """

@@ -83,13 +83,15 @@ class Learner:
         figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 or measure_kl else None)
         if not self.model.training:
             self.model.train()
+        # None instead of zeros: the first backward pass then writes the gradient instead of adding to it.
         self.optimizer.zero_grad(set_to_none=True)
         threshold = self._entropy_threshold(microbatches) if self.stage.top_entropy_quantile < 1 else None
         for index, microbatch in enumerate(microbatches):
             self._accumulate(microbatch, old_logps[index] if old_logps is not None else None, threshold, figures)
+        # Before the step: every rank has to decide by the same figures whether to make it.
         figures = figures.over(self.ranks)
         try:
-            # On all ranks or on none: `tokens` is the sum over the ranks, so a rank without microbatches takes part too.
+            # On all ranks or on none: `tokens` is the sum over the ranks, so a rank without microbatches joins in.
             if figures.tokens:
                 self._step(figures)
         finally:
@@ -148,6 +150,7 @@ class Learner:
             advantages=microbatch.advantages,
             mask=mask,
             weights=microbatch.weights,
+            # [N, T]; detached: the choice of tokens has no gradient.
             keep=None if threshold is None else scores.entropies.detach() >= threshold,
             correction=sampling_correction(old, microbatch.sampler_logps, mask, self.stage),
             entropies=scores.entropies if bonus else None,
@@ -160,7 +163,7 @@ class Learner:
         if not math.isfinite(figures.loss):
             self._refuse(figures)
         for parameter in self._trained:
-            # A rank without microbatches has no gradients, but takes part in the sum.
+            # A rank without microbatches has no gradients, but the sum needs some from every rank.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if not self.policies.sharded:  # sharded gradients were summed in the backward pass
@@ -169,6 +172,7 @@ class Learner:
         if scaler is not None:
             # Before clipping: the limit is in units of the true gradient.
             scaler.unscale_(self.optimizer)
+        # Clipping by infinity only measures the norm. A norm over shards is itself a sharded tensor.
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self.stage.max_grad_norm or math.inf)
         figures.grad_norm = float(gather_shards(norm))
         if scaler is not None:

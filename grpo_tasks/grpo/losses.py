@@ -1,4 +1,4 @@
-"""The loss of one update: a weighted sum over tokens. The page to read beside the papers.
+"""The loss of one update: a weighted sum over tokens. The page to read next to the papers.
 
     ratio_t  = pi(o_t) / pi_old(o_t) = exp(logp_t - old_logp_t)          per token, or one per sequence (GSPO)
 

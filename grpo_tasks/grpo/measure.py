@@ -6,6 +6,7 @@ GpuMeter         memory and energy
 """
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,6 +190,28 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
         }
     )
+
+
+class Stopwatch:
+    """Seconds of the present update, and of the stage over all its resumes."""
+
+    def __init__(self, before_s: float) -> None:
+        now = time.perf_counter()
+        self._began, self._update = now - before_s, now
+
+    def start_update(self) -> None:
+        """An update begins: sampling, scoring and training count, writing checkpoints does not."""
+        self._update = time.perf_counter()
+
+    @property
+    def update_s(self) -> float:
+        """Seconds since the update began."""
+        return time.perf_counter() - self._update
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the stage began, without the time between a kill and the resume."""
+        return time.perf_counter() - self._began
 
 
 class GpuMeter:

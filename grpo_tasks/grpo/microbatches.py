@@ -88,6 +88,7 @@ def make_microbatches(
 
     microbatches = [assemble(rows) for rows in _split(live, [_size(rollout, index) for index in indices], stage)]
     if same_count:
+        # The shortest completion makes the cheapest idle pass.
         shortest = min(range(len(indices)), key=lambda row: len(completions[row].token_ids))
         missing = max(ranks.gather(len(microbatches))) - len(microbatches)
         microbatches += [replace(assemble([shortest]), idle=True)] * missing
@@ -97,6 +98,7 @@ def make_microbatches(
 def _split(live: Sequence[int], sizes: Sequence[_Size], stage: StageConfig) -> list[Sequence[int]]:
     if stage.max_tokens_per_microbatch is not None:
         return _by_tokens(live, sizes, stage.max_tokens_per_microbatch)
+    # The last one may be smaller; weights are those of the update, so it needs no correction.
     step = stage.per_device_train_batch_size
     return [live[start : start + step] for start in range(0, len(live), step)]
 
@@ -112,6 +114,7 @@ def _by_tokens(live: Sequence[int], sizes: Sequence[_Size], budget: int) -> list
     The prompt of a group counts once in a microbatch. A completion longer than the budget has a microbatch of its own.
     """
     longest: dict[int, int] = {}
+    # Groups are ordered by their longest completion, so that groups of similar length share a microbatch.
     for row in live:
         longest[sizes[row].prompt] = max(longest.get(sizes[row].prompt, 0), sizes[row].tokens)
     # By length pads the completions least, but spreads a group over several microbatches, each of which encodes its prompt again.
@@ -147,6 +150,7 @@ def _assemble(
     device: torch.device,
 ) -> Microbatch:
     completions = [rollout.completions[index] for index in indices]
+    # Each different prompt once [P, S], with the row of the prompt for each completion [N].
     tokens = token_batch(
         rollout.prompts,
         [completion.token_ids for completion in completions],

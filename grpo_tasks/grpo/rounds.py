@@ -61,6 +61,7 @@ class Collector:
 
     def collect(self, number: int, *, step: int) -> Round:
         """Round `number`, counted from 0, for the updates from `step` on, sampled from the present weights."""
+        # The engine takes over the weights first: sampled from any others the update would be off-policy.
         self.engine.sync()
         return self.sample(number, step=step)
 
@@ -72,6 +73,7 @@ class Collector:
             if not dead.any():
                 break
             current = self._refilled(current, int(dead.sum()), completion_seed(self.seed, "refill", refill, number), step)
+        # A server on the same GPU releases its memory for the update.
         self.engine.sleep()
         # Adaptive weights move once per round, after all of its groups were scored with the same weights.
         self.suite.adapt(current.scored.scores)
@@ -92,15 +94,17 @@ class Collector:
 
     def _refilled(self, current: Round, wanted: int, seed: int, step: int) -> Round:
         """Dynamic sampling (arXiv:2503.14476, 3.2): dead groups replaced by groups of further prompts."""
+        # An order of prompts of its own: the prompts of later rounds do not depend on how many refills this one needs.
         numbers = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
         fresh = self._round(numbers, seed, step)
         scored = current.with_live_groups_of(fresh)
-        # Advantages anew: with `scale_rewards: batch` the deviation is that of the groups that are trained on.
+        # All advantages again: with `scale_rewards: batch` the deviation is that of the groups that are trained on.
         gained = advantages(rewards_of(scored), self.spec.stage)
         return Round(scored, gained, current.dropped + wanted, current.tokens + fresh.tokens)
 
     def _score(self, rows: Sequence[PromptRow], seed: int, step: int, group_size: int) -> ScoredRollout:
         """Scored groups of completions of these rows: each rank samples its share, then all ranks know all of them."""
+        # Complete groups per rank, so that a rank encodes each of its prompts once.
         numbers = self.ranks.share(range(len(rows)))
         share = self._score_share([rows[number] for number in numbers], numbers, seed, step, group_size) if numbers else None
         return join([scored for scored in self.ranks.gather(share) if scored is not None])
@@ -159,6 +163,7 @@ def rewards_of(scored: ScoredRollout) -> Rewards:
     completions = scored.rollout.completions
     # A function that scored the completion counts with that score at each of its tokens: [F] -> [T, F].
     rows = [np.tile(row, (len(completion.token_ids), 1)) for row, completion in zip(scores.raw, completions, strict=True)]
+    # A function that scored tokens replaces its column, completion by completion.
     for function, given in scores.tokens.items():
         for index, values in given.items():
             rows[index][:, function] = values

@@ -6,7 +6,6 @@ Trainer.train is that loop. What each word means is in a module of its own: roun
 (update), measure (journal), stage/watch (verdict), stage/save_restore (checkpoint).
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.launch import rollout_engine
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.grpo.measure import GpuMeter, completions_table, held_out_metrics, rollout_metrics
+from grpo_tasks.grpo.measure import GpuMeter, Stopwatch, completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
@@ -39,9 +38,8 @@ from schemas.results import StageResult
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A round, split into the updates that train on it."""
+    """The updates that train on a round."""
 
-    round: Round
     updates: list[list[Microbatch]]
     """The microbatches of each update; every iteration over the round goes through them again."""
     old_logps: list[list[torch.Tensor]] | None
@@ -92,24 +90,20 @@ class Trainer:
         Raises:
             TrainingError: a guard or the time limit stops the stage, or the completions come from another policy.
         """
-        watch = self._begin()
-        began = time.perf_counter() - self.counters.seconds
+        watch, clock = self._begin(), Stopwatch(self.counters.seconds)
         # A stage killed between its last update and its result is complete already.
         verdict: Verdict = watch.goal(self.step)
         try:
             while not isinstance(verdict, Stop | Fail):
-                at = time.perf_counter()
+                clock.start_update()
                 if self.step % self.stage.updates_per_rollout == 0:
-                    batch = self._microbatches(self._collect())  # rollout, score, advantages; then microbatches
+                    current = self._collect()  # rollout, score, advantages
+                    batch = self._microbatches(current)
                 metrics, fault = self._update(batch)
-                self.counters.step += 1
-                self._evaluate_held_out(metrics)
-                self.counters.seconds = time.perf_counter() - began
-                self._record(batch.round, metrics, seconds=time.perf_counter() - at)  # journal
-                self._keep_best(watch)
+                metrics |= self._evaluate_held_out()
+                self._record(current, metrics, clock)  # journal
                 verdict = self._judge(watch, fault)
-                if not isinstance(verdict, Stop | Fail) and self._checkpoint_due(self.step):
-                    self.checkpoints.save()
+                self._checkpoint(verdict)
         finally:
             self.rounds.close()
         return self._finish(verdict)
@@ -156,19 +150,23 @@ class Trainer:
         ]
         self._seed_dropout("score")
         if self.stage.updates_per_rollout == 1:
-            return Batch(current, updates, None)
+            return Batch(updates, None)
         old = [[self.learner.old_logps(microbatch) for microbatch in microbatches] for microbatches in updates]
-        return Batch(current, updates, old)
+        return Batch(updates, old)
 
     def _update(self, batch: Batch) -> tuple[dict[str, float], NotFiniteError | None]:
-        """One optimizer step: its figures, or the fault because of which no weight was moved."""
+        """One optimizer step, counted: its figures, or the fault because of which no weight was moved."""
         index = self.step % self.stage.updates_per_rollout % len(batch.updates)
         old = batch.old_logps[index] if batch.old_logps is not None else None
         self._seed_dropout("update")
+        metrics: dict[str, float] = {}
+        fault = None
         try:
-            return self.learner.update(batch.updates[index], old, measure_kl=self._kl_due()).means(), None
-        except NotFiniteError as fault:
-            return {}, fault
+            metrics = self.learner.update(batch.updates[index], old, measure_kl=self._kl_due()).means()
+        except NotFiniteError as error:
+            fault = error
+        self.counters.step += 1
+        return metrics, fault
 
     @property
     def _kl_every(self) -> int:
@@ -185,14 +183,16 @@ class Trainer:
         """Dropout draws differently on every rank, and the same again after a resume."""
         torch.manual_seed(completion_seed(self.seed, purpose, self.step, self.ranks.rank))
 
-    def _evaluate_held_out(self, metrics: dict[str, float]) -> None:
-        """Add the rewards of the present policy on held-out prompts, where they are due."""
-        if self._evaluation_due(self.step):
-            scored = self.collector.evaluate_held_out(self.held_out, step=self.step)
-            metrics |= held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
+    def _evaluate_held_out(self) -> dict[str, float]:
+        """Rewards of the present policy on held-out prompts; empty where no evaluation is due."""
+        if not self._evaluation_due(self.step):
+            return {}
+        scored = self.collector.evaluate_held_out(self.held_out, step=self.step)
+        return held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
 
-    def _record(self, current: Round, metrics: dict[str, float], *, seconds: float) -> None:
-        """Append the update to the journal, and write its completions where they are due."""
+    def _record(self, current: Round, metrics: dict[str, float], clock: Stopwatch) -> None:
+        """Append the update to the journal; write its completions where they are due, and its weights if they are the best."""
+        seconds, self.counters.seconds = clock.update_s, clock.total_s
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
         metrics |= rollout_metrics(current.scored, current.advantages)
         if self.stage.max_refills:
@@ -206,9 +206,8 @@ class Trainer:
         if due and self.ranks.writes:
             table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
             write_completions(self.dir, self.step, table)
-
-    def _keep_best(self, watch: Watch) -> None:
-        if self._evaluation_due(self.step) and watch.is_best(self.step):
+        # Before any roll back: the evaluation is that of these weights.
+        if self._evaluation_due(self.step) and best_step(self.journal, self.step) == self.step:
             save_best(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
 
     def _judge(self, watch: Watch, fault: NotFiniteError | None) -> Verdict:
@@ -223,6 +222,11 @@ class Trainer:
         detail = f"to the weights of update {good}, because of {verdict.why}; learning rate times {factor:g}"
         self.events.report(self.step, "rolled_back", detail)
         return watch.ending(self.step, resumable=resumable)
+
+    def _checkpoint(self, verdict: Verdict) -> None:
+        """Save where it is due. A failed stage keeps the checkpoint before the trouble; `_finish` saves a complete one."""
+        if not isinstance(verdict, Stop | Fail) and self._checkpoint_due(self.step):
+            self.checkpoints.save()
 
     def _checkpoint_due(self, step: int) -> bool:
         return self._due(self.stage.save_steps, step)

@@ -67,6 +67,6 @@ class Checkpoints:
     def roll_back(self, verdict: RollBack) -> int:
         """Load the weights and the optimizer of an earlier update; returns its number. The updates keep counting."""
         good = roll_back(self.directory.checkpoints, self.state, to=verdict.to, writes=self.writes)
-        # What the journal says about the updates before belongs to other weights: the guards start anew.
+        # The journal up to here belongs to other weights: the guards judge later updates only.
         self.guards.since, self.guards.rollbacks = self.counters.step, self.guards.rollbacks + 1
         return good

@@ -102,10 +102,6 @@ class Watch:
         )
         return Fail(error, save=True)
 
-    def is_best(self, step: int) -> bool:
-        """True when update `step` has the highest eval_reward so far."""
-        return best_step(self.journal, step) == step
-
     def _trouble(self, step: int, fault: NotFiniteError | None) -> Fail | RollBack | None:
         firings = self.guards.check(self.journal, step)
         if fault is not None:

@@ -60,7 +60,7 @@ def test_a_nearly_tied_group_is_not_blown_up_by_its_tiny_std():
 
 
 def theirs(scores, weights, settings):
-    """TRL's own lines from scores to advantages, cut out of the method they stand in the middle of (v1.16)."""
+    """TRL's own lines from scores to advantages, extracted from the middle of a method (v1.16)."""
     source = textwrap.dedent(inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions))
     start = source.rindex("\n", 0, source.index("num_generations = self.num_generations if mode")) + 1
     end = source.rindex("\n", 0, source.index("# Slice to keep only the local part of the data")) + 1
@@ -101,7 +101,7 @@ def test_a_group_that_nothing_applies_to_is_dead():
 
 
 def test_normalising_each_function_lets_none_drown_the_others():
-    """Correctness in thousands beside format in ones: summed, format moves nothing; normalised, both count alike."""
+    """Correctness in thousands and format in ones: summed, format moves nothing; normalised, both count alike."""
     scores = torch.tensor([[1000.0, 0.0], [0.0, 1.0], [1000.0, 1.0], [0.0, 0.0]])
     summed = advantages(Rewards(scores, torch.ones(2)), stage())
     split = advantages(Rewards(scores, torch.ones(2)), stage(multi_objective_aggregation="normalize_then_sum"))

@@ -1,7 +1,7 @@
 """One golden curve, and everything that must reproduce it: however the same work is split, shared, laid out or interrupted.
 
 The curve is tests/golden/journal.jsonl: six updates on the embedded model. `pytest tests/grpo/test_equivalence.py --golden`
-writes it anew, which needs a sentence in the CHANGELOG.
+writes a new one, which needs a sentence in the CHANGELOG.
 """
 
 import json
@@ -143,7 +143,7 @@ SHARDED = {"num_processes": 2, "fsdp": True}
 def test_weights_sharded_over_two_processes_make_the_updates_of_one(stages):
     # An odd number of microbatches, so that one rank needs an idle one.
     odd = {"num_generations": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}
-    # A large epsilon: Adam turns the rounding of a gradient near zero into a whole step.
+    # A large epsilon: Adam turns the rounding of a gradient near zero into a full step.
     settings = CURVE | odd | {"top_entropy_quantile": 0.5, "adam_epsilon": 1e-3}
     _, one = stages.train("by-1", **settings)
     two = stages.write("by-2", **settings, resources=SHARDED)

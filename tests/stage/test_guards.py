@@ -213,7 +213,7 @@ def test_prefects_check_of_parameters_takes_what_the_config_takes(given):
 
 
 def test_a_form_shows_a_guard_as_a_choice_between_a_box_and_the_action_alone():
-    # The choice stands in the field itself and leads to a definition with fields: of anything else Prefect's form makes raw JSON.
+    # The choice is in the field itself and refers to a definition with fields: Prefect's form shows anything else as raw JSON.
     schema = GuardsConfig.model_json_schema()
     for guard in GUARDS:
         box, alone = schema["properties"][guard.event]["anyOf"]
