@@ -6,7 +6,7 @@ the untouched base at each `sync`. All other weights are shared with the trained
 """
 
 import copy
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-CausalLM = PreTrainedModel | PeftModel
+CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
 
 
