@@ -154,7 +154,7 @@ class Learner:
         return isinstance(self.model, PeftModel)
 
     def update(
-        self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "N T"]] | None, *, measure_kl: bool = False
+        self, parts: Sequence[Microbatch], old_logps: Sequence[Float[Tensor, "_ _"]] | None, *, measure_kl: bool = False
     ) -> UpdateFigures:
         """One optimizer step over the passes of an update.
 
