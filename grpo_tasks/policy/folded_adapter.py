@@ -52,6 +52,7 @@ class FoldedPolicy:
     @torch.no_grad()
     def sync(self) -> None:
         """Recompute the weights of the adapted layers; `copy_` rounds them once to the copy's precision."""
+        # copy_ keeps the storage, so that views of it (fused_decoder.py) see the new weights.
         for lora, plain in self._pairs:
             plain.weight.copy_(folded_weight(lora))
 
@@ -67,7 +68,7 @@ class FoldedPolicy:
             # On the meta device: the constructor then allocates no weights, which the next lines replace anyway.
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
-            plain.bias = layer.bias
+            plain.bias = layer.bias  # LoRA does not train biases, so they are shared like all other weights
             parent, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, plain)
             self._pairs.append((original, plain))
