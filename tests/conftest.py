@@ -1,4 +1,4 @@
-"""Real things shared by the session: the embedded model, its tokenizer, the real data where it is at hand."""
+"""Real things shared by the session: the embedded model, its tokenizer, and the real data sets where they exist."""
 
 import os
 from pathlib import Path

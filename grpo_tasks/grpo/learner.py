@@ -64,7 +64,7 @@ class Learner:
     def update(
         self,
         microbatches: Sequence[Microbatch],
-        old_logps: Sequence[Float[Tensor, "N T"]] | None,
+        old_logps: Sequence[Float[Tensor, "_ _"]] | None,
         *,
         measure_kl: bool = False,
     ) -> UpdateFigures:

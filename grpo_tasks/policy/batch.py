@@ -78,6 +78,7 @@ def token_batch(
         prompt_of: for each completion the index of its prompt in `prompts`.
         device: where the tensors are placed.
     """
+    # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
     prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False)
@@ -97,6 +98,7 @@ def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"
     With `left` the padding comes first, as `generate` of transformers needs it: it continues every row at the last column.
     """
     width = max(1, *(len(row) for row in rows))
+    # Any valid token id serves as padding, because it is masked or never read; 0 exists in every vocabulary.
     ids = torch.zeros((len(rows), width), dtype=torch.long)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -112,4 +114,5 @@ def position_ids(mask: Bool[Tensor, "N L"]) -> Int[Tensor, "N L"]:
     Padding repeats the position before it (0 at the start of a row), which rotary embeddings accept and nothing reads. Counting
     real tokens matters where padding lies inside a row, between a context and its completion.
     """
+    # Mask 0 1 1 0 1 gives cumsum 0 1 2 2 3 and positions 0 0 1 1 2.
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

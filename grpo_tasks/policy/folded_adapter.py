@@ -6,7 +6,7 @@ the untouched base at each `sync`. All other weights are shared with the trained
 """
 
 import copy
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-CausalLM = PreTrainedModel | PeftModel
+CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
 
 
@@ -52,6 +52,7 @@ class FoldedPolicy:
     @torch.no_grad()
     def sync(self) -> None:
         """Recompute the weights of the adapted layers; `copy_` rounds them once to the copy's precision."""
+        # copy_ keeps the storage, so that views of it (fused_decoder.py) see the new weights.
         for lora, plain in self._pairs:
             plain.weight.copy_(folded_weight(lora))
 
@@ -67,7 +68,7 @@ class FoldedPolicy:
             # On the meta device: the constructor then allocates no weights, which the next lines replace anyway.
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
-            plain.bias = layer.bias
+            plain.bias = layer.bias  # LoRA does not train biases, so they are shared like all other weights
             parent, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, plain)
             self._pairs.append((original, plain))

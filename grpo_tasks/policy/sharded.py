@@ -104,6 +104,7 @@ class GatheredPolicy:
 
     def _copy_weights(self, source: nn.Module, twin: Any) -> None:
         if isinstance(source, LoraLinear):
+            # The copy has a plain linear layer where the policy has an adapted one.
             twin.weight.copy_(folded_weight(source))
             others = {"bias": source.base_layer.bias}
         else:
@@ -117,6 +118,7 @@ def _paired(source: nn.Module, twin: nn.Module, unit: nn.Module) -> Iterator[tup
     """Yield (FSDP unit that holds the weights, module, its counterpart in the copy), module by module."""
     unit = source if isinstance(source, FSDPModule) else unit
     yield unit, source, twin
+    # Below an adapted layer the module trees differ: the copy has no base_layer, lora_A and lora_B.
     if not isinstance(source, LoraLinear):
         for name, child in source.named_children():
             yield from _paired(child, twin.get_submodule(name), unit)

@@ -75,6 +75,7 @@ class FusedDecoder:
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = past.attend(index, query, key, value, layer.scale).reshape(len(tokens), -1)  # [N, H, 1, D] -> [N, H D]
             hidden = hidden + functional.linear(attended, layer.out.weight, layer.out.bias)
+            # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
             gate, up = functional.linear(_normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down.weight, layer.down.bias)
         logits: Tensor = self._head(_normed(hidden, self._norm))
@@ -120,6 +121,7 @@ def _layer(layer: Any) -> _Layer:
 def _fuse(linears: list[nn.Module]) -> tuple[Float[Tensor, "out in"], Float[Tensor, " out"] | None]:
     """Stack the weights of projections of one input into one weight, and make the projections views of it."""
     layers = [_linear(linear) for linear in linears]
+    # Linear weights are [out, in], so stacking them along the first axis stacks the outputs.
     fused = torch.cat([layer.weight.detach() for layer in layers])
     for layer, rows in zip(layers, fused.split([len(layer.weight) for layer in layers]), strict=True):
         layer.weight = nn.Parameter(rows, requires_grad=False)

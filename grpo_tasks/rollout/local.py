@@ -161,7 +161,7 @@ class SharedPromptState:
     def _model_forward(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
         with shared_prompt_attention(causal_model(self._model)):
             out = self._model(input_ids=tokens[:, None], position_ids=positions, use_cache=False, shared_prompt=self._past)
-        logits: Tensor = out.logits[:, -1]
+        logits: Tensor = out.logits[:, -1]  # [N, 1, V] -> [N, V]
         return logits
 
     def keep_rows(self, rows: Int[Tensor, " R"]) -> None:
@@ -174,7 +174,7 @@ class RepeatedPromptState:
     """Keeps a copy of its prompt for every row, in transformers' own cache: works for every architecture with such a cache."""
 
     def __init__(self, model: CausalLM, prompts: TokenBatch, cache: DynamicCache, max_length: int) -> None:  # noqa: ARG002
-        cache.batch_select_indices(prompts.prompt_of)
+        cache.batch_select_indices(prompts.prompt_of)  # [P, K, C, D] -> [N, K, C, D], layer by layer
         self._model, self._cache = model, cache
         self._mask = prompts.context_mask.long()[prompts.prompt_of]  # [N, C], one column more per step
 
@@ -248,7 +248,7 @@ class _DecodingLoop:
         if len(self.alive) < len(self.ids):
             uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
         tokens, logps = sample_tokens(self.logits, uniform, self.sampling)
-        drawn = tokens.tolist()
+        drawn = tokens.tolist()  # one transfer from the device per step, not one per row
         for request, token, logp in zip(self.alive, drawn, logps.tolist(), strict=True):
             self.ids[request].append(token)
             self.logps[request].append(logp)
@@ -262,6 +262,7 @@ class _DecodingLoop:
             return tokens
         for request, done in zip(self.alive, ended, strict=True):
             self.ended[request] = done
+        # Shorter tensors make all further steps cheaper; completions of a group end at very different lengths.
         keep = torch.tensor(staying, dtype=torch.long, device=tokens.device)
         self.alive = [self.alive[row] for row in staying]
         if staying:

@@ -119,29 +119,29 @@ def _functions() -> Iterator[Line]:
 
 
 def _lines() -> Iterator[Line]:
-    told = 0
+    counted = 0
     for line, rule in BROKEN.values():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.jsonl"
             path.write_bytes(b"\n".join([b'{"question": "q", "answer": "1"}', line, b'{"question": "q", "answer": "1"}', b""]))
-            told += faults(load(Path(folder), str(path))) == {1: [], 2: [rule], 3: []}
+            counted += faults(load(Path(folder), str(path))) == {1: [], 2: [rule], 3: []}
     yield (
         "broken lines: cut off, NUL, wrong encoding, 10 MB, deep nesting, doubled keys, wrong types, ...",
         len(BROKEN),
-        f"{told} quarantined with line and rule, their neighbours kept",
+        f"{counted} quarantined with line and rule, their neighbours kept",
     )
 
 
 def _files() -> Iterator[Line]:
-    told = 0
+    counted = 0
     for name, content, says in UNREADABLE.values():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / name).write_bytes(content)
             try:
                 load(Path(folder), str(Path(folder) / name))
             except DataError as error:
-                told += says in error.message and name in error.place and bool(error.fix)
-    yield "files: empty, UTF-16, packed, another format, broken, open quotes, ...", len(UNREADABLE), f"{told} refused by name"
+                counted += says in error.message and name in error.place and bool(error.fix)
+    yield "files: empty, UTF-16, packed, another format, broken, open quotes, ...", len(UNREADABLE), f"{counted} refused by name"
 
 
 def _seconds(call: object) -> float:

@@ -61,8 +61,8 @@ def main() -> None:
         seconds = [journal for path, journal in healthy.items() if path.parent.name == "correctness"]
         for event, values in PLANTED.items():
             delays = [delay for journal in seconds if (delay := _delay(journal, event, values, Path(folder))) is not None]
-            told = f"{statistics.median(delays):.0f}, {max(delays)}" if delays else ""
-            print(f"| {event} | {len(seconds)} | {len(delays)} | {told} | {alarms[event]} |")
+            delay = f"{statistics.median(delays):.0f}, {max(delays)}" if delays else ""
+            print(f"| {event} | {len(seconds)} | {len(delays)} | {delay} | {alarms[event]} |")
 
 
 def _fired(journal: Journal) -> list[tuple[str, int]]:

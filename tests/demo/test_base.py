@@ -72,8 +72,8 @@ def test_end_and_padding_are_the_stated_tokens_in_tokenizer_and_model() -> None:
 
 def test_the_chat_template_is_chatml_without_a_system_message_of_its_own() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " there "}]
-    told = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n there <|im_end|>\n"
-    assert pupil.apply_chat_template(messages, tokenize=False) == told
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n there <|im_end|>\n"
+    assert pupil.apply_chat_template(messages, tokenize=False) == expected
     assert pupil.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )

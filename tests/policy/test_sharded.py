@@ -1,4 +1,4 @@
-"""Two processes that hold half of the weights each, beside one that holds them all."""
+"""Two processes that hold half of the weights each, compared with one process that holds all of them."""
 
 import os
 import subprocess

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import held_out_metrics, rollout_metrics
@@ -30,6 +33,7 @@ REWARDS = RewardsConfig.model_validate(
         }
     }
 )
+ROW = PromptRow("0" * 16, "train.jsonl", 1, ({"role": "user", "content": "What is 15 + 27?"},), "42", 1, {})
 STAGE = StageConfig(name="s", rewards=list("abc"), num_generations=4, per_device_train_batch_size=8)
 
 
@@ -37,7 +41,7 @@ def scored(raw):
     weights = stage_weights(STAGE, REWARDS)
     scores = Scores(list("abc"), raw, weights, np.ones(3), total_scores(raw, weights), [])
     completions = [Completion([1, 2], [0.0, 0.0], "text", "stop")] * 8
-    return ScoredRollout(Rollout([None, None], [[1], [2]], completions, 4, 0.0), scores, 0.0)
+    return ScoredRollout(Rollout([ROW, ROW], [[1], [2]], completions, 4, 0.0), scores, 0.0)
 
 
 @given(scores_of_functions)
@@ -96,14 +100,13 @@ def test_a_stage_whose_functions_apply_to_some_rows_only_is_judged_on_those(own_
 RESERVED_COLUMNS = {"trainer_state": 1, "log_metric": 2, "prompts": 3, "answer": 4, "ngram": 5, "level": 6}
 
 
-def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own_module, rewards_config, make_row):
+def test_a_column_with_a_reserved_name_is_left_out_in_training_as_in_the_lab(own_module, rewards_config):
     own_module("""
         def state(prompts, completions, answer, trainer_state, level, **columns):
             assert answer == ["42"] * len(completions), answer
             return [float(trainer_state.global_step)] * len(completions)
     """)
-    row = make_row(**RESERVED_COLUMNS | {"answer": "42"})
-    row.extra["answer"] = 4
+    row = replace(ROW, extra=RESERVED_COLUMNS)
     config = rewards_config(state={"function": "my_rewards:state"})
     rollout = Rollout([row], [[1]], [Completion([1], [0.0], "a b c d a b c d", "stop")] * 2, 2, 0.0)
     with RewardSuite(config, ["state", "repetition"]) as suite:

@@ -168,7 +168,7 @@ def test_requests_are_spread_over_servers_and_come_back_in_order(lora_server, pl
         requests = [Request(prompt, completion_seed(8, index) + k) for index, prompt in enumerate(prompts) for k in range(3)]
         return [completion.token_ids for completion in sampler.generate(requests, sampling(temperature=0.9))]
 
-    # The two may hold different weights by now: whose completion one is can be told.
+    # The two servers may have different weights by now, so each completion shows which server made it.
     servers = (lora_server, plain_server)
     alone, before = [sampled(server) for server in servers], [requests_of(server) for server in servers]
     wanted = [alone[index // 3 % 2][index] for index in range(3 * len(prompts))]

@@ -1,6 +1,6 @@
-"""`rollout.vllm.sleep`: the engine against a server that notes what is asked of it, and what the trainer still holds then.
+"""`rollout.vllm.sleep`: what the engine requests from a server, and what the trainer still holds when the server wakes up.
 
-No card is at hand here, so the server is a small one of our own that answers as vLLM does: it loads the adapters it is told to.
+There is no GPU here, so the server is a small one of our own. It answers as vLLM does and loads the adapters that it receives.
 """
 
 import gc
@@ -32,7 +32,7 @@ class Served(ThreadingHTTPServer):
         self.base_ref, self.paths, self.adapters = base_ref, [], {}
         self.seen, self.faults = [], 0
         self.look = lambda: None
-        """What is to be seen of the trainer when the server is told to wake up."""
+        """Called when the server receives the request to wake up; returns the state of the trainer."""
 
     def logprobs(self, adapter, ids):
         base = load_base(self.base_ref, ModelConfig(), device=torch.device("cpu"))
