@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from hypothesis import given
