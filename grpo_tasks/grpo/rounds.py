@@ -106,6 +106,7 @@ class Collector:
         """Scored groups of completions of these rows: each rank samples its share, then all ranks know all of them."""
         # Complete groups per rank, so that a rank encodes each of its prompts once.
         numbers = self.ranks.share(range(len(rows)))
+        # With fewer prompts than ranks some ranks have none; they still join in the gather.
         share = self._score_share([rows[number] for number in numbers], numbers, seed, step, group_size) if numbers else None
         return join([scored for scored in self.ranks.gather(share) if scored is not None])
 
