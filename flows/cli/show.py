@@ -10,6 +10,7 @@ from rich.table import Table
 
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
+from schemas.metrics import COMPLETION_LENGTH, HEADLINES
 from schemas.results import DataReport, EvalReport, LabReport, Lineage, MergeProof, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 out = Console()
 """Standard output of every command."""
-FIGURES = ("format_rate", "accuracy", "greedy_accuracy", "lenient_accuracy", "truncated_rate", "mean_length")
 
 
 def show_plan(console: Console, config: RunConfig) -> None:
@@ -81,10 +81,10 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
     """Print evaluations, one row each."""
     table = Table()
     table.add_column("model")
-    for name in FIGURES:
+    for name in HEADLINES:
         table.add_column(name.replace("_", " "), justify="right")
     for report in reports:
-        table.add_row(report.label, *(_figure(report, name) for name in FIGURES))
+        table.add_row(report.label, *(_figure(report, name) for name in HEADLINES))
     console.print(table)
     if reports:
         last = reports[-1]
@@ -220,4 +220,4 @@ def _figure(report: EvalReport, name: str) -> str:
     interval = report.metrics.get(name)
     if interval is None:
         return ""
-    return f"{interval.value:.1f}" if name == "mean_length" else f"{interval.value:.1%}"
+    return f"{interval.value:.1f}" if name == COMPLETION_LENGTH else f"{interval.value:.1%}"

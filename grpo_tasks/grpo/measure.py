@@ -23,7 +23,35 @@ from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rewards.totals import mean_total, total_scores
-from grpo_tasks.stage.finish import BEST_METRIC
+from grpo_tasks.stage.finish import EVAL_REWARD
+from schemas.metrics import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    CLIP_REGION,
+    CLIPPED_RATIO,
+    DEAD_GROUPS,
+    ENERGY,
+    ENTROPY,
+    GPU_MEMORY,
+    GRAD_NORM,
+    IMPORTANCE_RATIO_MAX,
+    IMPORTANCE_RATIO_MEAN,
+    KL,
+    LEARNING_RATE,
+    LOSS,
+    LOSS_SCALE,
+    MAX_LENGTH,
+    MEAN_LENGTH,
+    MIN_LENGTH,
+    REWARD,
+    REWARD_STD,
+    REWARD_TIME,
+    ROLLOUT_TIME,
+    SAMPLER_DIFFERENCE_MAX,
+    SAMPLER_DIFFERENCE_MEAN,
+    SAMPLER_KL,
+    SKIPPED_STEP,
+)
 
 MAX_LOG_RATIO = 50.0
 """Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
@@ -92,27 +120,27 @@ class UpdateFigures:
 
     def means(self) -> dict[str, float]:
         """Metrics by name; an update that trained on no token has only those that need none."""
-        known = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        known = {LOSS: self.loss, GRAD_NORM: self.grad_norm, LEARNING_RATE: self.learning_rate}
         if self.loss_scale is not None:
-            known |= {"loss_scale": self.loss_scale, "skipped_step": float(self.skipped)}
+            known |= {LOSS_SCALE: self.loss_scale, SKIPPED_STEP: float(self.skipped)}
         if self.skipped:
-            del known["grad_norm"]  # it is not finite
+            del known[GRAD_NORM]  # it is not finite
         if self.tokens == 0:
             return known
         per_token = {
-            "entropy": self.entropy,
-            "clip_ratio/low_mean": self.clipped_low,
-            "clip_ratio/high_mean": self.clipped_high,
-            "clip_ratio/region_mean": self.clipped_low + self.clipped_high,
-            "sampling/sampling_logp_difference/mean": self.mismatch,
-            "sampling/kl": self.mismatch_kl,
+            ENTROPY: self.entropy,
+            CLIP_LOW: self.clipped_low,
+            CLIP_HIGH: self.clipped_high,
+            CLIP_REGION: self.clipped_low + self.clipped_high,
+            SAMPLER_DIFFERENCE_MEAN: self.mismatch,
+            SAMPLER_KL: self.mismatch_kl,
         }
         if self.kl is not None:
-            per_token["kl"] = self.kl
+            per_token[KL] = self.kl
         if self.correction is not None:
-            per_token["sampling/importance_sampling_ratio/mean"] = self.correction
-        known["sampling/sampling_logp_difference/max"] = self.mismatch_max
-        known["sampling/importance_sampling_ratio/max"] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
+            per_token[IMPORTANCE_RATIO_MEAN] = self.correction
+        known[SAMPLER_DIFFERENCE_MAX] = self.mismatch_max
+        known[IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 
@@ -126,15 +154,15 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
     completions, scores = scored.rollout.completions, scored.scores
     lengths = np.array([len(completion.token_ids) for completion in completions])
     metrics: dict[str, float | None] = {
-        "reward": mean_total(scores.totals),
-        "reward_std": float(advantages.group_std.mean()),
-        "frac_reward_zero_std": float(advantages.dead.float().mean()),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.mean([completion.truncated for completion in completions])),
-        "rollout_time": scored.rollout.seconds,
-        "reward_time": scored.seconds,
+        REWARD: mean_total(scores.totals),
+        REWARD_STD: float(advantages.group_std.mean()),
+        DEAD_GROUPS: float(advantages.dead.float().mean()),
+        MEAN_LENGTH: float(lengths.mean()),
+        MIN_LENGTH: float(lengths.min()),
+        MAX_LENGTH: float(lengths.max()),
+        CLIPPED_RATIO: float(np.mean([completion.truncated for completion in completions])),
+        ROLLOUT_TIME: scored.rollout.seconds,
+        REWARD_TIME: scored.seconds,
     }
     for index, name in enumerate(scores.names):
         column = scores.raw[:, index]
@@ -156,7 +184,7 @@ def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dic
         weights: the configured ones, not the present adaptive ones, so that evaluations can be compared.
     """
     scores = scored.scores
-    metrics = {BEST_METRIC: mean_total(total_scores(scores.raw, weights))}
+    metrics = {EVAL_REWARD: mean_total(total_scores(scores.raw, weights))}
     for index, name in enumerate(scores.names):
         known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
         if len(known):
@@ -226,11 +254,11 @@ class GpuMeter:
         """gpu_memory (GiB) and energy (J) since the last reading."""
         if self._device is None:
             return {}
-        figures = {"gpu_memory": torch.cuda.max_memory_allocated(self._device) / 2**30}
+        figures = {GPU_MEMORY: torch.cuda.max_memory_allocated(self._device) / 2**30}
         torch.cuda.reset_peak_memory_stats(self._device)
         if self._counter:
             now = self._counter()
-            figures["energy"], self._before = now - self._before, now
+            figures[ENERGY], self._before = now - self._before, now
         return figures
 
 

@@ -33,6 +33,7 @@ from grpo_tasks.stage.save_restore import Checkpoints, Counters
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
 from schemas.errors import NotFiniteError
+from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
 from schemas.results import StageResult
 
 
@@ -177,7 +178,7 @@ class Trainer:
         """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
         if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.policies.measures_kl:
             return False
-        return not self.journal.window("kl", last=self.step, size=self._kl_every - 1)
+        return not self.journal.window(KL, last=self.step, size=self._kl_every - 1)
 
     def _seed_dropout(self, purpose: str) -> None:
         """Dropout draws differently on every rank, and the same again after a resume."""
@@ -196,11 +197,11 @@ class Trainer:
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
         metrics |= rollout_metrics(current.scored, current.advantages)
         if self.stage.max_refills:
-            metrics["dynamic_sampling/dropped_groups"] = float(current.dropped)
+            metrics[DROPPED_GROUPS] = float(current.dropped)
         metrics |= self.meter.read()
-        metrics["num_tokens"] = float(self.counters.tokens)
-        metrics["step_time"], metrics["tokens_per_s"] = seconds, sampled / seconds
-        metrics["epoch"] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
+        metrics[NUM_TOKENS] = float(self.counters.tokens)
+        metrics[STEP_TIME], metrics[TOKENS_PER_S] = seconds, sampled / seconds
+        metrics[EPOCH] = self.step / self.stage.updates_per_rollout * self.schedule.per_rollout / len(self.rows)
         self.journal.append(self.step, metrics)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.ranks.writes:

@@ -11,9 +11,9 @@ from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.metrics import EVAL_REWARD
 from schemas.results import StageResult
 
-BEST_METRIC = "eval_reward"
 RESULT_WINDOW = 10
 """The figures of a finished stage are means over so many updates."""
 
@@ -74,7 +74,7 @@ def _save(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def best_step(journal: Journal, last: int) -> int | None:
     """The first update up to `last` with the highest eval_reward; None before the first held-out evaluation."""
     evaluated = [
-        (metrics[BEST_METRIC], -step) for step, metrics in journal.steps.items() if BEST_METRIC in metrics and step <= last
+        (metrics[EVAL_REWARD], -step) for step, metrics in journal.steps.items() if EVAL_REWARD in metrics and step <= last
     ]
     return -max(evaluated)[1] if evaluated else None
 

@@ -16,6 +16,17 @@ from statistics import fmean, median, pvariance
 from grpo_tasks.stage.journal import Journal
 from schemas.config.guards import GuardAction, GuardConfig, GuardsConfig
 from schemas.config.stage import StageConfig
+from schemas.metrics import (
+    CLIPPED_RATIO,
+    DEAD_GROUPS,
+    ENTROPY,
+    KL,
+    MEAN_LENGTH,
+    REWARD,
+    REWARD_STD,
+    REWARD_SUCCESS,
+    SAMPLER_DIFFERENCE_MEAN,
+)
 
 WINDOW = 10
 """Updates a guard judges."""
@@ -57,26 +68,28 @@ class View:
 
     def window(self, metric: str) -> int:
         """Updates from which the latest values of a metric are taken; more where only some updates measure it."""
-        return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == "kl" else WINDOW
+        return max(WINDOW, MEASUREMENTS * self.kl_every) if metric == KL else WINDOW
 
     def first(self, metric: str, size: int = WINDOW) -> list[float]:
         """Values of the first `size` updates; empty as long as they overlap with the last ones."""
         return self._complete(metric, self.since + size, size) if self.step >= self.since + 2 * size else []
 
-    def names(self, prefix: str, suffix: str) -> list[str]:
-        """Metrics of the last update with this prefix and suffix."""
-        return [name for name in self.journal.steps[self.step] if name.startswith(prefix) and name.endswith(suffix)]
+    def family(self, family: str, *, ending: str = "") -> list[str]:
+        """Metrics of the last update that belong to a family, for reward functions whose name has this ending."""
+        prefix, suffix = family.split("*")
+        names = self.journal.steps[self.step]
+        return [name for name in names if name.startswith(prefix) and name.endswith(ending + suffix)]
 
     def rising(self) -> bool:
         """True when the reward is above that of the first updates by more than chance, or it is too early to tell."""
-        early, late = self.first("reward"), self.last("reward")
+        early, late = self.first(REWARD), self.last(REWARD)
         if not early:
             return True
         return fmean(late) - fmean(early) > CHANCE * _error(early, late)
 
     def learnt(self) -> bool:
         """True when every reward function nearly always succeeds: ties and a constant reward are then no trouble."""
-        success = [fmean(values) for name in self.names("rewards/", "/success") if (values := self.last(name))]
+        success = [fmean(values) for name in self.family(REWARD_SUCCESS) if (values := self.last(name))]
         return bool(success) and min(success) >= LEARNT
 
     def _complete(self, metric: str, last: int, size: int) -> list[float]:
@@ -84,7 +97,7 @@ class View:
             return []
         values = self.journal.window(metric, last=last, size=size)
         # An update whose groups are all dead has no KL and no entropy; half of the expected values are enough.
-        return values if 2 * len(values) * (self.kl_every if metric == "kl" else 1) >= size else []
+        return values if 2 * len(values) * (self.kl_every if metric == KL else 1) >= size else []
 
 
 def _error(early: Sequence[float], late: Sequence[float]) -> float:
@@ -138,7 +151,7 @@ def _against_the_start(metric: str, *, falls: bool) -> Fault:
 
 def _flat_reward(view: View, threshold: float) -> str | None:
     half = LONG_WINDOW // 2
-    early, late = view.first("reward", half), view.last("reward", half)
+    early, late = view.first(REWARD, half), view.last(REWARD, half)
     if not early or fmean(late) - fmean(early) > max(threshold, CHANCE * _error(early, late)):
         return None
     return f"reward is {fmean(late):.3g} over the last {half} updates, no better than {fmean(early):.3g} over the first {half}"
@@ -146,7 +159,7 @@ def _flat_reward(view: View, threshold: float) -> str | None:
 
 def _format_regression(view: View, threshold: float) -> str | None:
     # Every function whose name ends in "format".
-    for name in view.names("rewards/", "format/success"):
+    for name in view.family(REWARD_SUCCESS, ending="format"):
         values = view.journal.window(name, last=view.step, size=view.step - view.since)
         if len(values) < 2 * WINDOW:
             continue
@@ -170,10 +183,10 @@ class Guard:
 GUARDS = (
     Guard(
         "reward_std_collapse",
-        _unless_learnt(_below("reward_std")),
+        _unless_learnt(_below(REWARD_STD)),
         "the completions of a group earn the same reward; raise temperature or num_generations, or use a reward with more steps",
     ),
-    Guard("kl_blow_up", _above("kl"), "the policy is far from the reference; lower the learning rate or raise beta"),
+    Guard("kl_blow_up", _above(KL), "the policy is far from the reference; lower the learning rate or raise beta"),
     Guard(
         "flat_reward",
         _unless_learnt(_flat_reward),
@@ -181,18 +194,18 @@ GUARDS = (
     ),
     Guard(
         "dead_groups",
-        _unless_learnt(_above("frac_reward_zero_std")),
+        _unless_learnt(_above(DEAD_GROUPS)),
         "hardly any group carries a signal; the prompts are too easy or too hard, or the completions are all alike",
     ),
-    Guard("truncation", _above("completions/clipped_ratio"), "most completions are cut off; raise max_completion_length"),
+    Guard("truncation", _above(CLIPPED_RATIO), "most completions are cut off; raise max_completion_length"),
     Guard(
         "entropy_collapse",
-        _against_the_start("entropy", falls=True),
+        _against_the_start(ENTROPY, falls=True),
         "the policy repeats itself without earning more; raise the temperature, add entropy_coef, or lower the learning rate",
     ),
     Guard(
         "length_explosion",
-        _against_the_start("completions/mean_length", falls=False),
+        _against_the_start(MEAN_LENGTH, falls=False),
         "completions grow without earning more; add a length or repetition reward, or use loss_type: dr_grpo",
     ),
     Guard(
@@ -202,7 +215,7 @@ GUARDS = (
     ),
     Guard(
         "sampler_mismatch",
-        _above("sampling/sampling_logp_difference/mean"),
+        _above(SAMPLER_DIFFERENCE_MEAN),
         "the sampler's probabilities differ from the policy's; give both the same dtype, or set importance_sampling_correction",
     ),
 )

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_tasks.stage.finish import BEST_METRIC, best_step
+from grpo_tasks.stage.finish import best_step
 from grpo_tasks.stage.guards import WINDOW, Firing, Guards
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import NotFiniteError, TrainingError
-from schemas.metrics import describe
+from schemas.metrics import EVAL_REWARD, describe
 
 SECONDS_PER_HOUR = 3600
 
@@ -151,7 +151,7 @@ def on_plateau(spec: StageSpec, journal: Journal, step: int) -> bool:
     best, patience = best_step(journal, step), spec.stage.early_stopping_patience
     if patience is None or best is None:
         return False
-    return sum(BEST_METRIC in journal.steps[later] for later in range(best + 1, step + 1)) >= patience
+    return sum(EVAL_REWARD in journal.steps[later] for later in range(best + 1, step + 1)) >= patience
 
 
 def target_reached(spec: StageSpec, journal: Journal, step: int) -> bool:

@@ -25,7 +25,7 @@ from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import fail_of, target_reached
 from grpo_tasks.trl_engine.settings import grpo_config
-from schemas.metrics import describe
+from schemas.metrics import REWARD, describe
 from schemas.results import StageResult
 
 
@@ -100,7 +100,7 @@ class _Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         """Write one line of the journal for every update."""
-        if not logs or "reward" not in logs:
+        if not logs or REWARD not in logs:
             return
         step, scores = state.global_step, self.trainer.scored[0]
         metrics = {name: float(value) for name, value in logs.items() if describe(name) is not None}

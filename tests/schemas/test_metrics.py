@@ -12,8 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = {metric.name for metric in TRAINING + EVALUATION}
 PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if len(part) > 1}
 """What a name of a family consists of: `rewards/` and `/mean`."""
-OTHER_MEANINGS: dict[str, set[str]] = {}
-"""Files in which a word is not the name of a metric."""
+OTHER_MEANINGS: dict[str, set[str]] = {
+    "flows/cli/show.py": {"reward"},  # a column of the completions
+    "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
+    "grpo_tasks/grpo/schedule.py": {"epoch"},  # a purpose of random numbers
+    "grpo_tasks/trl_engine/trainer.py": {"reward"},  # that column
+}
+"""Words that are not the name of a metric in a file."""
 
 
 def literals(path):
