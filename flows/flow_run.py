@@ -19,7 +19,7 @@ from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
-from schemas.results import StepResult
+from schemas.results.base import StepResult
 from schemas.secret import hide
 
 ROOMS = ("data", "answers", "rewards", "policy", "rollout", "stage", "grpo", "evaluation")

@@ -8,7 +8,7 @@ from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
-from schemas.results import PipelineResult, PublishedFacts
+from schemas.results.publication import PipelineResult, PublishedFacts
 
 
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")

@@ -14,7 +14,8 @@ from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ConfigError
-from schemas.results import DataReport, Lineage, Reproduction
+from schemas.results.data import DataReport
+from schemas.results.publication import Lineage, Reproduction
 
 
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:

@@ -21,7 +21,7 @@ from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.paths import is_local
-from schemas.results import RetrainResult
+from schemas.results.publication import RetrainResult
 
 DATA_CHANGED = "grpo.data.changed"
 

@@ -16,7 +16,11 @@ from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import is_local
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, PipelineResult, Publication, StageResult
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, ModelRef, StageResult
+from schemas.results.publication import PipelineResult, Publication
 
 
 @locked_flow(name="grpo-validate", description="Read the data and check every row.")

@@ -12,7 +12,10 @@ from grpo_tasks.validate_data import validate_data
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, ModelRef, StageResult
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, ModelRef, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:

@@ -11,7 +11,9 @@ from schemas.config.evaluation import EvaluationConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.results import DataReport, EvalReport, ModelRef
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.model import ModelRef
 
 
 @step(rooms=("evaluation", "rollout", "policy", "answers", "data"), retries=1, device=True)

@@ -8,7 +8,8 @@ from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import RESULT, SPEC
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
-from schemas.results import DataReport, MergeFigures, MergeProof, MergeSpec, ModelRef
+from schemas.results.data import DataReport
+from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef
 
 PROOF_PROMPTS = 16
 PROOF_TOKENS = 64

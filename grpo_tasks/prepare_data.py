@@ -5,7 +5,7 @@ import time
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.running.step import Work, step
 from schemas.config.data import DataConfig
-from schemas.results import PreparedData
+from schemas.results.data import PreparedData
 
 
 @step(rooms=("data",))

@@ -16,7 +16,9 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import LabInputs
-from schemas.results import DataReport, LabReport, ModelRef
+from schemas.results.data import DataReport
+from schemas.results.lab import LabReport
+from schemas.results.model import ModelRef
 
 
 @step(rooms=("lab", "rewards", "answers", "rollout", "policy", "data"), device=True)

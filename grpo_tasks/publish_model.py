@@ -15,7 +15,9 @@ from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
 from schemas.config.evaluation import PromotionConfig
-from schemas.results import EvalReport, MergeProof, PairedTest, Publication, Regression
+from schemas.results.evaluation import EvalReport, PairedTest, Regression
+from schemas.results.model import MergeProof
+from schemas.results.publication import Publication
 
 
 @step(rooms=("evaluation", "answers", "tracking"), cached=False)

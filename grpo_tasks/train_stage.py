@@ -9,7 +9,8 @@ from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
-from schemas.results import DataReport, ModelRef, StageResult
+from schemas.results.data import DataReport
+from schemas.results.model import ModelRef, StageResult
 
 
 @step(

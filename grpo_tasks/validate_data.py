@@ -13,7 +13,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
-from schemas.results import DataReport, PreparedData
+from schemas.results.data import DataReport, PreparedData
 
 
 @step(rooms=("data", "answers"))

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from grpo_tasks.reporting.report import RunResults, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
-from schemas.results import (
-    DataReport,
-    EvalReport,
-    LabReport,
-    MergeProof,
-    PublishedFacts,
-    ReportResult,
-    StageResult,
-)
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
+from schemas.results.publication import PublishedFacts, ReportResult
 
 
 @step(rooms=("reporting", "tracking", "data"))

@@ -40,7 +40,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def base_ref():
-    from schemas.results import ModelRef
+    from schemas.results.model import ModelRef
 
     return ModelRef(path="embedded:base")
 

@@ -9,7 +9,7 @@ from grpo_tasks.policy.chat_session import ChatSession, ChatSettings
 from grpo_tasks.tracking.models import ORIGIN, download_model
 from grpo_tasks.tracking.registry import lineage_of
 from schemas.config.operations import TrackingConfig
-from schemas.results import Lineage
+from schemas.results.publication import Lineage
 
 DOWNLOADS = Path("runs") / "downloads"
 

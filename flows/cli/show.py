@@ -11,7 +11,11 @@ from rich.table import Table
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import COMPLETION_LENGTH, HEADLINES
-from schemas.results import DataReport, EvalReport, LabReport, Lineage, MergeProof, PipelineResult, Reproduction
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof
+from schemas.results.publication import Lineage, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
     import polars as pl

@@ -12,7 +12,7 @@ from typing import Literal
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
 from grpo_tasks.processes.entry import ERROR, RESULT
-from schemas.results import OutputFile
+from schemas.results.base import OutputFile
 
 NO_OUTPUTS = frozenset({RESULT, ERROR, "log.txt", "plots", "overview.png"})
 """Files and folders directly in the step's folder that a manifest leaves out."""

@@ -27,7 +27,7 @@ from grpo_tasks.data.normalise import add_prompts, check_pattern, prompt_id_colu
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import assign_splits
 from schemas.config.run import JudgeInputs, RunConfig
-from schemas.results import RuleCount, TokenLengths
+from schemas.results.data import RuleCount, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 
 _SLICE_ROWS = 200_000

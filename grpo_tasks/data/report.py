@@ -20,7 +20,7 @@ from grpo_tasks.data.table import QUARANTINE
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import DataError
-from schemas.results import DataReport, SourceFile
+from schemas.results.data import DataReport, SourceFile
 
 REPORT = "report.md"
 _EXAMPLES = 5

@@ -34,7 +34,7 @@ from grpo_tasks.data.tabular import read_csv, read_hub, read_parquet
 from schemas.config.data import DataConfig, DataSource
 from schemas.errors import DataError
 from schemas.paths import is_local, resolve, why_not_a_file
-from schemas.results import SourceFile
+from schemas.results.data import SourceFile
 
 ROWS = "rows.parquet"
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}

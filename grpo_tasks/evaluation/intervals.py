@@ -12,7 +12,7 @@ doi:10.1080/01621459.1927.10502953) is used. The comparison of two models is in 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.results import Interval
+from schemas.results.evaluation import Interval
 
 RESAMPLES = 5_000
 _SEED = 20_211_031

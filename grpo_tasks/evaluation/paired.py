@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grpo_tasks.evaluation.passk import pass_at_k
 from schemas.errors import DataError
 from schemas.metrics import COLUMNS, PASS_AT_K, PromotionMetric
-from schemas.results import EvalReport, PairedTest
+from schemas.results.evaluation import EvalReport, PairedTest
 
 FloatArray = NDArray[np.float64]
 

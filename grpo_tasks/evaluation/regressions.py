@@ -6,7 +6,7 @@ promotion's test still holds.
 
 from schemas.config.evaluation import PromotionConfig
 from schemas.metrics import COMPLETION_LENGTH, FORMAT_RATE, TRUNCATED_RATE
-from schemas.results import EvalReport, Regression
+from schemas.results.evaluation import EvalReport, Regression
 
 
 def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:

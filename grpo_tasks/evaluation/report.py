@@ -15,7 +15,8 @@ from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.metrics import describe
-from schemas.results import EvalReport, Interval, ModelRef
+from schemas.results.evaluation import EvalReport, Interval
+from schemas.results.model import ModelRef
 from schemas.tables import Samples
 
 SAMPLES = "samples.parquet"

@@ -34,7 +34,7 @@ from schemas.metrics import (
     PASS_AT_K,
     TRUNCATED_RATE,
 )
-from schemas.results import Interval
+from schemas.results.evaluation import Interval
 
 GREEDY = -1
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")

@@ -23,7 +23,6 @@ from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rewards.totals import mean_total, total_scores
-from grpo_tasks.stage.finish import EVAL_REWARD
 from schemas.metrics import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -32,6 +31,7 @@ from schemas.metrics import (
     DEAD_GROUPS,
     ENERGY,
     ENTROPY,
+    EVAL_REWARD,
     GPU_MEMORY,
     GRAD_NORM,
     IMPORTANCE_RATIO_MAX,

@@ -26,7 +26,7 @@ from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
 from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 REFERENCE = "reference"
 """Name of the frozen adapter that holds the policy of the stage's start."""

@@ -34,7 +34,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
 from schemas.errors import NotFiniteError
 from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 
 
 @dataclass(frozen=True, slots=True)

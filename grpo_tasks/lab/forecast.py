@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_tasks.rewards.totals import mean_total
-from schemas.results import SignalForecast
+from schemas.results.lab import SignalForecast
 
 TIE = 1e-6
 """Totals that differ by no more than this, relative to their size, tie. The same tolerance as in grpo/advantages.py."""

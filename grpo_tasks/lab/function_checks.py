@@ -18,7 +18,7 @@ from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
-from schemas.results import LabCheck
+from schemas.results.lab import LabCheck
 
 LONG_TEXT_FACTOR = 10.0
 """A completion of a million characters may take this many times the limit."""

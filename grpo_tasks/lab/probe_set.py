@@ -13,7 +13,7 @@ from grpo_tasks.lab.probes import Probe, make_probes
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
-from schemas.results import LabCheck
+from schemas.results.lab import LabCheck
 
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""

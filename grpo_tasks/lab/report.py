@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from grpo_tasks.content.markdown import table
-from schemas.results import LabCheck, SignalForecast
+from schemas.results.lab import LabCheck, SignalForecast
 
 _MARKS = {"passed": "passed", "warned": "**warned**", "failed": "**FAILED**"}
 FIXES = {

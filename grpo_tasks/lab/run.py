@@ -22,7 +22,7 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
 from schemas.config.run import LabInputs, RunConfig
 from schemas.errors import LabError
-from schemas.results import LabCheck, LabReport, SignalForecast
+from schemas.results.lab import LabCheck, LabReport, SignalForecast
 
 TABLE_CHARS = 2_000
 """Characters of a completion kept in the table of probes."""

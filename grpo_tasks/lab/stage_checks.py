@@ -22,7 +22,7 @@ from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
 from grpo_tasks.rewards.totals import stage_weights, total_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
-from schemas.results import LabCheck, SignalForecast
+from schemas.results.lab import LabCheck, SignalForecast
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@
     print(generate(config, merged.model, ["What is 15 + 27?"]))
 
 Each function writes its files into the folder that it is given, and returns the same result object as the step of the pipeline
-(schemas/results.py). The next function takes that object. Training, merging and sampling run in a child process, so their memory
+(schemas/results/). The next function takes that object. Training, merging and sampling run in a child process, so their memory
 is free afterwards and a crash does not take the notebook along. Errors that the user can fix are `schemas.errors.UserError`s.
 
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
@@ -46,7 +46,10 @@ from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.run import JudgeInputs, RunConfig
 from schemas.config.stage import StageConfig
 from schemas.paths import resolve
-from schemas.results import DataReport, EvalReport, MergeFigures, MergeProof, MergeSpec, ModelRef, Result, StageResult
+from schemas.results.base import Result
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef, StageResult
 
 PROOF_PROMPTS, PROOF_TOKENS = 16, 64
 """Held-out prompts, and tokens of each completion, that a merge is compared on."""

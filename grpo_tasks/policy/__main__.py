@@ -6,7 +6,7 @@ from grpo_tasks.policy.load import pick_device
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.processes.entry import RESULT, SPEC, run_child
 from schemas.config.operations import ResourcesConfig
-from schemas.results import MergeSpec
+from schemas.results.model import MergeSpec
 
 
 def main(directory: Path) -> None:

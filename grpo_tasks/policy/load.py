@@ -22,7 +22,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Option numbers of glibc's mallopt (malloc.h)."""

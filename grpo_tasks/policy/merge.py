@@ -23,7 +23,7 @@ from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
-from schemas.results import MergeFigures, MergeSpec, ModelRef
+from schemas.results.model import MergeFigures, MergeSpec, ModelRef
 
 MERGE_TOLERANCE = 2e-3
 """Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""

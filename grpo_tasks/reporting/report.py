@@ -18,7 +18,11 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
 from schemas.metrics import ENERGY, GPU_MEMORY, HEADLINES, KL, NUM_TOKENS, PROGRESS, REWARD, REWARD_STD, describe
-from schemas.results import DataReport, EvalReport, LabReport, MergeProof, PublishedFacts, StageResult
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
+from schemas.results.publication import PublishedFacts
 
 STAGE_METRICS = tuple((name, PROGRESS[name]) for name in (REWARD, REWARD_STD, KL))
 """Metrics of a stage in the report, with the headings of their columns."""

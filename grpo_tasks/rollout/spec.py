@@ -6,7 +6,8 @@ from grpo_tasks.data.table import PromptRow, read_prompts
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.results import ModelRef, Result
+from schemas.results.base import Result
+from schemas.results.model import ModelRef
 
 GREEDY = -1
 """Sample number of the greedy completion."""

@@ -24,7 +24,7 @@ from prefect import get_run_logger
 from grpo_tasks.content.manifest import find_changes
 from grpo_tasks.processes.entry import RESULT
 from schemas.errors import DamagedError
-from schemas.results import StepResult
+from schemas.results.base import StepResult
 
 Made = TypeVar("Made", bound=StepResult)
 

@@ -29,7 +29,8 @@ from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
-from schemas.results import ModelRef, StepResult
+from schemas.results.base import StepResult
+from schemas.results.model import ModelRef
 
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,7 +36,7 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slots import hold_all, slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
-from schemas.results import StepResult
+from schemas.results.base import StepResult
 from schemas.secret import hide
 
 LOCKS = ".locks"

@@ -12,7 +12,7 @@ from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.metrics import EVAL_REWARD
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 
 RESULT_WINDOW = 10
 """The figures of a finished stage are means over so many updates."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ConfigError
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 
 ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 """Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""

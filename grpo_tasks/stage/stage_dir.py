@@ -20,7 +20,8 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
-from schemas.results import ModelRef, Result
+from schemas.results.base import Result
+from schemas.results.model import ModelRef
 
 
 class StageSpec(Result):

@@ -12,7 +12,7 @@ from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError
-from schemas.results import Result
+from schemas.results.base import Result
 
 
 class LogSpec(Result):

@@ -21,7 +21,7 @@ from grpo_tasks.tracking.registry import CHAMPION, SHA_TAG, find_version, versio
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 FOLDER = "model"
 """Folder of a logged model in which MLflow keeps the files of a transformers model."""

@@ -35,7 +35,8 @@ from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, DECISION_TAG, PRE
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.store import Store
 from schemas.errors import TrackingError
-from schemas.results import EvalReport, MergeProof, PairedTest, Regression
+from schemas.results.evaluation import EvalReport, PairedTest, Regression
+from schemas.results.model import MergeProof
 
 UPLOADS = 3
 """Attempts at the upload of a model before publishing fails."""

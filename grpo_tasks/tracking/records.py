@@ -19,18 +19,12 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
-from schemas.results import (
-    DataReport,
-    EvalReport,
-    Interval,
-    LabReport,
-    MergeProof,
-    PreparedData,
-    Publication,
-    ReportResult,
-    StageResult,
-    StepResult,
-)
+from schemas.results.base import StepResult
+from schemas.results.data import DataReport, PreparedData
+from schemas.results.evaluation import EvalReport, Interval
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
+from schemas.results.publication import Publication, ReportResult
 
 REPORT = "report.md"
 _DIGEST_CHARS = 36

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
-from schemas.results import Lineage
+from schemas.results.publication import Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"

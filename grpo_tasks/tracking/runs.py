@@ -27,17 +27,12 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
-from schemas.results import (
-    DataReport,
-    EvalReport,
-    LabReport,
-    MergeProof,
-    PreparedData,
-    Publication,
-    ReportResult,
-    StageResult,
-    StepResult,
-)
+from schemas.results.base import StepResult
+from schemas.results.data import DataReport, PreparedData
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
+from schemas.results.publication import Publication, ReportResult
 
 KEY_TAG = "grpo.key"
 _KEY_CHARS = 8

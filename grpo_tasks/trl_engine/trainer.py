@@ -26,7 +26,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import fail_of, target_reached
 from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.metrics import REWARD, describe
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 
 
 def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResult:

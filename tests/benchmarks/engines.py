@@ -23,7 +23,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig, VllmConfig
 from schemas.paths import resolve
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 from tests.benchmarks.sides import Work, write_stage
 
 ROUNDS, PROMPTS, GROUP, LENGTH = 5, 8, 8, 64

@@ -23,7 +23,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.guards import GuardsConfig
 from schemas.config.load import load_config
 from schemas.config.operations import ResourcesConfig
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 from tests.benchmarks.learning import chats
 
 SEEDS = range(1, 6)

@@ -26,7 +26,7 @@ from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.paths import resolve
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 LAST = 10
 TAGS = Tags("reasoning", "answer")

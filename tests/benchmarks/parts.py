@@ -20,7 +20,7 @@ from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 PROMPTS, GROUP, LENGTH, ROUNDS = 8, 8, 64, 7
 TOKENS, HIDDEN, VOCABULARY = 1024, 256, 151_936

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.policy.load import load_tokenizer
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 SHAPES = {
     "qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},

@@ -10,7 +10,7 @@ CODE = """
 import sys
 from grpo_tasks.running.key import model_contents
 from schemas.errors import DamagedError
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 try:
     print(model_contents(ModelRef(path="somebody/model", revision=sys.argv[1] if len(sys.argv) > 1 else None))["base"])
 except DamagedError as error:

@@ -13,7 +13,7 @@ from grpo_tasks.data.table import read_prompts
 from schemas.config.data import ValidationConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import DataError
-from schemas.results import DataReport, SourceFile
+from schemas.results.data import DataReport, SourceFile
 from schemas.tables import Prompts, Quarantine
 
 ROWS = [{"question": f"What is {n} + 0?", "answer": f"{n}.0", "level": n} for n in range(60)]

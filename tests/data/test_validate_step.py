@@ -11,7 +11,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
 from schemas.errors import DataError
-from schemas.results import PreparedData
+from schemas.results.data import PreparedData
 
 
 @pytest.fixture

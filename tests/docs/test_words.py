@@ -18,7 +18,7 @@ from tests.docs.pages import DOCS, ROOT
 
 CODE = ("flows", "grpo_tasks", "schemas")
 """Packages whose messages are read."""
-NOT_YET = (
+NOT_YET: tuple[str, ...] = ()
     "docs/settings.md",
     "flows/deployments.py",
     "flows/ends.py",

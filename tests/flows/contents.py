@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.stage.stage_dir import StageDir
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.flows.place import Place
 
 TIMES = {"step_time", "rollout_time", "reward_time", "tokens_per_s", "merge/seconds"}

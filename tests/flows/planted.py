@@ -17,7 +17,7 @@ import yaml
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.manifest import find_changes
-from schemas.results import OutputFile
+from schemas.results.base import OutputFile
 from tests.flows.place import SMALL, Place, prefect_server
 
 CONFIG = SMALL | {"stages": [SMALL["stages"][0] | {"save_total_limit": 2, "log_completions_steps": 2, "beta": 0.01}]}

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from grpo_tasks.stage.checkpoint import is_intact
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.flows.place import SMALL
 from tests.flows.test_killed import wait_for_step
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from schemas.config.load import PRESETS
-from schemas.results import DataReport, LabReport
+from schemas.results.data import DataReport
+from schemas.results.lab import LabReport
 
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.grpo.__main__ import main
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.flows.test_demo import assert_learnt
 from tests.kill_at import PROCESSES
 

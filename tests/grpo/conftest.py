@@ -15,7 +15,7 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 SYSTEM = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}
 

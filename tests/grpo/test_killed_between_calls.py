@@ -7,7 +7,7 @@ import pytest
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
 from tests.kill_at import FILES, count_calls, is_killed_at, some
 

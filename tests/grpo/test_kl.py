@@ -10,7 +10,7 @@ from grpo_tasks.policy.load import load_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 from tests.grpo.test_guards import WILD, events
 

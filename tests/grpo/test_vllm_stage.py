@@ -11,7 +11,7 @@ import pytest
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
 from tests.rollout.test_vllm import PYTHON
 

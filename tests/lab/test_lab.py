@@ -14,7 +14,7 @@ from grpo_tasks.lab.probes import make_probes, wrong_answer
 from grpo_tasks.lab.report import FIXES, report_markdown
 from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.run import RunConfig
-from schemas.results import LabReport
+from schemas.results.lab import LabReport
 
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 pytestmark = pytest.mark.usefixtures("short_long_texts")

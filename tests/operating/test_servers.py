@@ -11,7 +11,7 @@ import yaml
 
 from schemas.config.run import RunConfig
 from schemas.config.section import form_values
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.flows.place import SMALL
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]

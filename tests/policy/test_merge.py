@@ -8,7 +8,7 @@ from grpo_tasks.policy.load import save_trained
 from grpo_tasks.policy.merge import merge
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError
-from schemas.results import MergeSpec
+from schemas.results.model import MergeSpec
 
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60, 71)]
 

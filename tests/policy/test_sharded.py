@@ -16,7 +16,7 @@ from grpo_tasks.policy.load import trainable_policy, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, sampling_copy, shard, shard_like
 from schemas.config.model import ModelConfig
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 torch.distributed.init_process_group("gloo")
 rank, cpu = torch.distributed.get_rank(), torch.device("cpu")

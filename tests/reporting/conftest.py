@@ -7,7 +7,8 @@ import pytest
 
 from grpo_tasks.reporting.report import RunResults
 from grpo_tasks.stage.stage_dir import StageDir
-from schemas.results import PairedTest, PublishedFacts, Regression
+from schemas.results.evaluation import PairedTest, Regression
+from schemas.results.publication import PublishedFacts
 from tests.tracking.conftest import (  # noqa: F401 - fixtures
     data_report,
     lab_report,

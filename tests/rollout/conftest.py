@@ -5,7 +5,7 @@ import torch
 
 from grpo_tasks.policy.load import load_base, load_tokenizer
 from schemas.config.model import ModelConfig
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 from tests.rollout.stops import ORDINARY, SPECIAL
 
 

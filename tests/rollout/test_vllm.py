@@ -34,7 +34,7 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig, VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 from tests.rollout.stops import assert_stops, stop_requests, stop_settings
 from tests.web_pages import FOREIGN, status
 

@@ -9,7 +9,8 @@ from grpo_tasks.content.manifest import take_manifest
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
 from schemas.errors import DamagedError
-from schemas.results import ModelRef, PreparedData, StageResult
+from schemas.results.data import PreparedData
+from schemas.results.model import ModelRef, StageResult
 
 FILES = {
     "final/adapter_model.safetensors": "weights",

@@ -3,7 +3,7 @@
 from grpo_tasks.running.key import content_key
 from schemas.config.data import DataSource
 from schemas.config.rewards import RewardConfig, RewardsConfig
-from schemas.results import PreparedData
+from schemas.results.data import PreparedData
 
 
 def key(**inputs):

@@ -9,7 +9,7 @@ from prefect import flow
 from grpo_tasks.running.step import Work, step
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, DataError
-from schemas.results import PreparedData
+from schemas.results.data import PreparedData
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("running")]
 

@@ -13,7 +13,7 @@ from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import NotFiniteError
-from schemas.results import ModelRef
+from schemas.results.model import ModelRef
 
 NOT_FINITE = NotFiniteError("loss nan")
 

@@ -25,20 +25,10 @@ from grpo_tasks.tracking.models import find_champion
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
 from schemas.config.run import RunConfig
-from schemas.results import (
-    DataReport,
-    EvalReport,
-    Interval,
-    LabCheck,
-    LabReport,
-    MergeProof,
-    ModelRef,
-    PairedTest,
-    RuleCount,
-    SignalForecast,
-    StageResult,
-    TokenLengths,
-)
+from schemas.results.data import DataReport, RuleCount, TokenLengths
+from schemas.results.evaluation import EvalReport, Interval, PairedTest
+from schemas.results.lab import LabCheck, LabReport, SignalForecast
+from schemas.results.model import MergeProof, ModelRef, StageResult
 
 STARTED_MS = 1_789_000_000_000
 

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
-from schemas.results import PairedTest
+from schemas.results.evaluation import PairedTest
 from tests.kill_at import REQUESTS, count_calls, is_killed_at, some
 from tests.tracking.conftest import history
 

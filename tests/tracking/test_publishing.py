@@ -16,7 +16,7 @@ from grpo_tasks.tracking.publishing import decide, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
 from schemas.errors import DamagedError, TrackingError
-from schemas.results import PairedTest
+from schemas.results.evaluation import PairedTest
 
 from .conftest import flip_byte, published
 

@@ -13,7 +13,9 @@ from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
-from schemas.results import PairedTest, PreparedData, Publication, SourceFile
+from schemas.results.data import PreparedData, SourceFile
+from schemas.results.evaluation import PairedTest
+from schemas.results.publication import Publication
 
 from .conftest import history, write_journal
 

@@ -14,7 +14,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.errors import ConfigError
 from schemas.metrics import describe
-from schemas.results import StageResult
+from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
 
 

@@ -1,0 +1,96 @@
+"""Results that steps hand to each other and leave on disk: frozen, as JSON, never pickled.
+
+A result says where its files are (`directory`) and which content made it (`key`). Two results with the same key come from the
+same inputs and the same code. Durations are recorded but do not count in the key.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from schemas.errors import DamagedError
+
+
+class Result(BaseModel):
+    """A frozen record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, atomically: a reader never sees an incomplete file."""
+        part = path.with_name(path.name + ".part")
+        part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+class OutputFile(Result):
+    """One output file of a step."""
+
+    path: str
+    """Path relative to the folder of the step, with slashes."""
+    bytes: int
+    sha256: str
+
+
+class StepResult(Result):
+    """Base of the result of every step. Saved with a manifest of the step's files and a seal, it marks the step as finished."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ()
+    """Files and folders that later steps read. Their contents count in the keys of those steps."""
+
+    key: str
+    """Content key of the step: a hash of its inputs and of the code it reaches."""
+    directory: Path
+    """Folder with the step's files."""
+    seconds: float
+    """Duration of the step in seconds."""
+    manifest: tuple[OutputFile, ...] = ()
+    """All output files. Empty until the step ends."""
+    seal: str = ""
+    """SHA-256 of all other fields. Empty until the step ends."""
+
+    def sealed(self, manifest: tuple[OutputFile, ...]) -> Self:
+        """The result of a finished step, with its manifest and a seal that detects a change of the saved file."""
+        unsealed = self.model_copy(update={"manifest": manifest, "seal": ""})
+        return unsealed.model_copy(update={"seal": unsealed._digest()})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            DamagedError: the file changed since it was written.
+        """
+        try:
+            result = super().load(path)
+        except ValueError as error:
+            raise DamagedError("the result cannot be read", place=str(path)) from error
+        if result.seal and result.seal != result._digest():
+            raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(path))
+        return result
+
+    def moved_to(self, directory: Path) -> Self:
+        """The result after its folder was moved: all paths inside the folder change with it."""
+        old, new = str(self.directory), str(directory)
+
+        def follow(value: object) -> object:
+            if isinstance(value, dict):
+                return {name: follow(item) for name, item in value.items()}
+            if isinstance(value, list):
+                return [follow(item) for item in value]
+            inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/"))
+            return new + str(value)[len(old) :] if inside else value
+
+        moved = type(self).model_validate(follow(json.loads(self.model_dump_json())))
+        return moved.sealed(moved.manifest) if self.seal else moved
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()

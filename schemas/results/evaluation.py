@@ -1,0 +1,64 @@
+"""Results of held-out evaluations and of their comparison."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from schemas.results.base import Result, StepResult
+from schemas.results.model import ModelRef
+
+
+class Interval(Result):
+    """A value with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class EvalReport(StepResult):
+    """Held-out evaluation of one model. Files: samples.parquet (Samples in schemas/tables.py), report.md."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("samples.parquet",)
+
+    label: str
+    """base, merged, champion, or the stage's name."""
+    model: ModelRef
+    prompts: int
+    num_samples: int
+    temperature: float
+    confidence: float
+    metrics: dict[str, Interval]
+    """By metric name (EVALUATION in schemas/metrics.py)."""
+    pass_at_k: dict[int, Interval]
+    """Unbiased pass@k of strictly right answers for k = 1, 2, 4 ... up to num_samples."""
+
+    @property
+    def samples(self) -> Path:
+        """The table of all completions."""
+        return self.directory / "samples.parquet"
+
+
+class PairedTest(Result):
+    """Paired test of a model against another one on the same prompts."""
+
+    against: str
+    """base or champion."""
+    metric: str
+    prompts: int
+    difference: float
+    """Mean over prompts of our metric minus theirs."""
+    p_value: float
+    """One-sided p-value: probability of such a difference if neither model were better."""
+    better: bool
+
+
+class Regression(Result):
+    """A metric in which a new model may be worse than the previous one only within a limit."""
+
+    metric: str
+    against: str
+    ours: float
+    theirs: float
+    limit: float
+    """Largest value of ours that passes; the smallest one for format_rate."""
+    passed: bool

@@ -1,0 +1,46 @@
+"""Results of the reward lab."""
+
+from typing import Literal
+
+from schemas.results.base import Result, StepResult
+
+
+class LabCheck(Result):
+    """One check of one reward function."""
+
+    function: str
+    check: str
+    """contract, determinism, speed, order, empty, gaming, signal ..."""
+    outcome: Literal["passed", "warned", "failed"]
+    detail: str = ""
+    """The finding, with its numbers."""
+    prompt_id: str = ""
+    place: str = ""
+    """File and line of the row."""
+    probe: str = ""
+    """Kind of completion: perfect, empty, tag_stuffed ..."""
+    completion: str = ""
+    """The completion, shortened to 500 characters."""
+
+
+class SignalForecast(Result):
+    """Share of groups with a learning signal, estimated from samples of the base model."""
+
+    stage: str
+    groups: int
+    share_with_signal: float
+    """Share of groups whose completions earn different total rewards."""
+    mean_reward: float
+    mean_reward_std: float
+
+
+class LabReport(StepResult):
+    """Result of the reward lab. Files: probes.parquet (each probe with each score), report.md."""
+
+    checks: list[LabCheck]
+    forecasts: list[SignalForecast]
+
+    @property
+    def failures(self) -> list[LabCheck]:
+        """The checks that stop the run."""
+        return [check for check in self.checks if check.outcome == "failed"]

@@ -1,0 +1,85 @@
+"""References to models, and the results of training and merging."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from schemas.config.model import ModelConfig
+from schemas.results.base import Result, StepResult
+
+
+class ModelRef(Result):
+    """A model to load: base weights, with or without an adapter."""
+
+    path: str
+    """Local folder, hub id or `embedded:` name."""
+    revision: str | None = None
+    adapter: Path | None = None
+    """Folder of a PEFT adapter for the base."""
+    sha256: str | None = None
+    """Expected hash of the adapter's folder, or of the model's folder if there is no adapter. It is compared before each use."""
+
+
+class StageResult(StepResult):
+    """A finished stage. Files: see grpo_tasks/stage/stage_dir.py."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("final",)
+
+    stage: str
+    model: ModelRef
+    """The model after this stage."""
+    sha256: str
+    """Hash of the trained weights: adapter_model.safetensors, or the model's own file after full fine-tuning."""
+    steps: int
+    stopped: Literal["max_steps", "target", "plateau"]
+    """Why the stage ended."""
+    best_step: int | None = None
+    """The update that the weights come from, if it is not the last one."""
+    resumed: int = 0
+    """How often the stage resumed from a checkpoint."""
+    metrics: dict[str, float]
+    """Means over the last updates, at most ten."""
+
+
+class MergeSpec(Result):
+    """Input of a merge. The step writes it as spec.json."""
+
+    model: ModelConfig
+    ref: ModelRef
+    prompts: list[list[dict[str, str]]]
+    """Held-out chats for the proof."""
+    max_new_tokens: int
+
+
+class MergeFigures(Result):
+    """Measurements of a merge, from which the step makes a `MergeProof`."""
+
+    sha256: str
+    prompts: int
+    merge_difference: float
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    tolerance: float
+    greedy_agreement: float
+    size_bytes: int
+
+
+class MergeProof(StepResult):
+    """A merged model in `directory`/model with the proof that it equals base + adapter."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: ModelRef
+    sha256: str
+    """Hash of all files of the model folder, names and contents."""
+    prompts: int
+    """Number of held-out prompts in the comparison."""
+    merge_difference: float
+    """Largest absolute difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
+    max_logprob_difference: float
+    """The same after the merged model is saved in model.merged_dtype and loaded again."""
+    mean_logprob_difference: float
+    tolerance: float
+    """Largest difference that is allowed at the saved precision."""
+    greedy_agreement: float
+    """Share of greedy tokens before the first difference."""
+    size_bytes: int
