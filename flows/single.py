@@ -100,7 +100,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def named_model(name: str, config: RunConfig) -> ModelRef:
-    """The model that a name stands for: an adapter folder goes on top of the base model, anything else is a model."""
+    """The model that a name stands for: an adapter folder is combined with the base model; anything else is a model."""
     path = Path(name)
     if _is_adapter(path):
         return base_model(config).model_copy(update={"adapter": path.resolve()})

@@ -10,7 +10,7 @@ The folder itself is chosen by the content key (key.py), so inputs or code that 
 
 Before a step runs, `clear` empties its folder. A trained stage is worth hours, so it loses as little as possible. If its journal
 and tables are intact, it continues from its last complete checkpoint, which is verified separately. If not, its folder is kept
-under another name and the stage starts anew.
+under another name and the stage starts again.
 """
 
 import shutil
@@ -90,7 +90,7 @@ def _clear_damage(folder: Path, paths: list[str]) -> None:
     aside = next(name for name in names if not name.exists())
     folder.rename(aside)
     (aside / RESULT).unlink(missing_ok=True)
-    get_run_logger().warning("%s: journal or tables are damaged; kept as %s, and the stage starts anew", folder, aside)
+    get_run_logger().warning("%s: journal or tables are damaged; kept as %s, and the stage starts again", folder, aside)
 
 
 def require_unchanged(inputs: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ class JsonLinesTail:
     def read(self) -> list[dict[str, Any]]:
         """The complete lines written since the last call; none while there is no file.
 
-        A file that is shorter than at the last call is another one, because the stage started anew. It is read from its start.
+        A file that is shorter than at the last call is another one, because the stage started again. It is read from its start.
 
         Raises:
             TrainingError: a complete line is damaged, or the file cannot be read.

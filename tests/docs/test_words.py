@@ -18,29 +18,6 @@ from tests.docs.pages import DOCS, ROOT
 
 CODE = ("flows", "grpo_tasks", "schemas")
 """Packages whose messages are read."""
-NOT_YET: tuple[str, ...] = ()
-    "docs/settings.md",
-    "flows/deployments.py",
-    "flows/ends.py",
-    "flows/retrain.py",
-    "flows/session.py",
-    "flows/single.py",
-    "grpo_tasks/content/hub.py",
-    "grpo_tasks/grpo/launch.py",
-    "grpo_tasks/grpo/trainer.py",
-    "grpo_tasks/processes/child.py",
-    "grpo_tasks/reporting/report.py",
-    "grpo_tasks/rewards/registry.py",
-    "grpo_tasks/rollout/vllm_server.py",
-    "grpo_tasks/running/finished.py",
-    "grpo_tasks/stage/checkpoint.py",
-    "grpo_tasks/stage/guards.py",
-    "grpo_tasks/tracking/store.py",
-    "grpo_tasks/train_stage.py",
-    "grpo_tasks/trl_engine/settings.py",
-    "schemas/config/",
-)
-"""Path prefixes of files that still have such a word."""
 ALLOWED = {
     ("docs/glossary.md", None): "the table of the words itself",
     ("CHANGELOG.md", "mend"): "names the word that errors no longer use",
@@ -99,11 +76,6 @@ def unseen_docstrings(tree, path):
                 yield id(node.value)
 
 
-def to_read(paths):
-    """The paths without those of NOT_YET."""
-    return [path for path in paths if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)]
-
-
 def plain_lines(path):
     return enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
 
@@ -116,13 +88,13 @@ def test_the_table_has_words():
 def test_no_page_has_a_word_that_is_not_used():
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
     pages = [*top, *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
-    found = [line for page in to_read(pages) for line in lines_with_words(page, plain_lines(page))]
+    found = [line for page in pages for line in lines_with_words(page, plain_lines(page))]
     assert found == [], "\n".join(found)
 
 
 def test_no_message_of_the_code_has_a_word_that_is_not_used():
     files = [path for package in CODE for path in sorted((ROOT / package).rglob("*.py"))]
-    found = [line for path in to_read(files) for line in lines_with_words(path, shown_strings(path))]
+    found = [line for path in files for line in lines_with_words(path, shown_strings(path))]
     assert found == [], "\n".join(found)
 
 
