@@ -31,17 +31,8 @@ def evaluate_model(
 ) -> EvalReport:
     """Sample completions in a child process, then score them. No reward function is used."""
     began = time.perf_counter()
-    spec = SampleSpec(
-        model=model,
-        ref=ref,
-        prompts=data.eval,
-        max_prompts=evaluation.max_prompts,
-        num_samples=evaluation.num_samples,
-        temperature=evaluation.temperature,
-        greedy=evaluation.greedy,
-        rollout=rollout,
-        resources=work.run.resources,
-        seed=seed,
+    spec = SampleSpec.of(
+        evaluation, model=model, ref=ref, prompts=data.eval, rollout=rollout, resources=work.run.resources, seed=seed
     )
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)

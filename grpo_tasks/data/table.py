@@ -47,6 +47,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     return [_row(fields) for fields in rows.iter_rows()]
 
 
+def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]]]:
+    """Messages of the rows that `read_prompts` returns, as plain lists that JSON can hold."""
+    return [[dict(message) for message in row.messages] for row in read_prompts(path, limit)]
+
+
 def read_table(path: Path) -> pl.DataFrame:
     """A Parquet table that a step has written.
 

@@ -36,7 +36,7 @@ def start_ranks(directory: Path, num_processes: int) -> None:
         ChildDied: a rank ended badly without an error of its own.
     """
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
-    command = [sys.executable, "-m", "grpo_tasks.grpo", str(directory)]
+    command = [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory)]
     ranks = [
         subprocess.Popen(
             command,

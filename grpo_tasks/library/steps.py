@@ -28,18 +28,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import polars as pl
-
-from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
-from grpo_tasks.data.judge import judge
-from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.table import read_prompts
+from grpo_tasks.data.table import read_chats
+from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.evaluation.report import evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
 from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import RESULT, SPEC
+from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -49,10 +47,7 @@ from schemas.paths import resolve
 from schemas.results.base import Result
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef, StageResult
-
-PROOF_PROMPTS, PROOF_TOKENS = 16, 64
-"""Held-out prompts, and tokens of each completion, that a merge is compared on."""
+from schemas.results.model import MergeProof, MergeSpec, ModelRef, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -73,23 +68,11 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     Raises:
         DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
-    # Imports transformers, which takes seconds.
-    from grpo_tasks.data.chat_tokens import load_counter
-
     began, folder = time.perf_counter(), _folder(directory)
     loaded = load_sources(config.data, directory=folder)
-    counter = load_counter(config.model)
-    counter.check_stops(config.rollout)
     inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=config.rewards, seed=config.seed)
-    verdict = judge(
-        pl.read_parquet(loaded.path), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens
-    )
-    truths = find_unusable_truths(verdict.accepted, config.rewards.equality)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
-    report = report_data(verdict, origin, [*stop_warnings(verdict, config.rollout), *filter(None, [truths.warning])])
-    enforce(verdict, config.validation)
-    truths.enforce()
-    return report
+    return validate_rows(loaded.path, inputs, origin, model=config.model, rollout=config.rollout)
 
 
 def train_stage(
@@ -155,20 +138,9 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     Raises:
         MergeError: the merged or the saved model differs from base + adapter.
     """
-    began, folder = time.perf_counter(), _folder(directory)
-    rows = read_prompts(data.eval, limit=PROOF_PROMPTS)
-    chats = [[dict(message) for message in row.messages] for row in rows]
+    chats = read_chats(data.eval, limit=PROOF_PROMPTS)
     spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS)
-    spec.save(folder / SPEC)
-    run_module("grpo_tasks.policy", folder)
-    figures = MergeFigures.load(folder / RESULT)
-    return MergeProof(
-        key=_key(spec),
-        directory=folder,
-        seconds=time.perf_counter() - began,
-        model=ModelRef(path=str(folder / "model"), sha256=figures.sha256),
-        **figures.model_dump(),
-    )
+    return merge_and_prove(spec, _folder(directory), key=_key(spec))
 
 
 def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path, *, label: str = "model") -> EvalReport:
@@ -185,15 +157,13 @@ def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: st
         Each metric of schemas/metrics.py EVALUATION with its confidence interval.
     """
     began, folder, evaluation = time.perf_counter(), _folder(directory), config.evaluation
-    spec = SampleSpec(
+    rollout = config.rollout.model_copy(update={"engine": evaluation.engine or config.rollout.engine})
+    spec = SampleSpec.of(
+        evaluation,
         model=config.model,
         ref=model,
         prompts=data.eval,
-        max_prompts=evaluation.max_prompts,
-        num_samples=evaluation.num_samples,
-        temperature=evaluation.temperature,
-        greedy=evaluation.greedy,
-        rollout=config.rollout.model_copy(update={"engine": evaluation.engine or config.rollout.engine}),
+        rollout=rollout,
         resources=config.resources,
         seed=config.seed,
     )

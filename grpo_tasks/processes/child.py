@@ -49,8 +49,14 @@ class Child:
 
     def __init__(self, module: str, directory: Path) -> None:
         log = directory / LOG
-        # The environment of this moment: the server was started earlier, with another one.
-        request = {"module": module, "directory": str(directory), "log": str(log), "environment": dict(os.environ)}
+        # Environment and working directory of this moment: the server may have been started with others.
+        request = {
+            "module": module,
+            "directory": str(directory),
+            "log": str(log),
+            "environment": dict(os.environ),
+            "cwd": str(Path.cwd()),
+        }
         self.exit_code = -signal.SIGKILL
         """Negative for a signal. SIGKILL also stands for a child whose server was killed, because the child dies with it."""
         self._pid: int | None = None

@@ -71,9 +71,11 @@ def _exit_code(pid: int, connection: Connection) -> int:
             raise EOFError
 
 
-def _become(module: str, directory: str, log: str, environment: dict[str, str]) -> NoReturn:
+def _become(module: str, directory: str, log: str, environment: dict[str, str], cwd: str) -> NoReturn:
     """Turn the forked process into `python -m module directory >> log 2>&1`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # First of all: the other paths may be relative to it.
+    os.chdir(cwd)
     with open(log, "ab", buffering=0) as file:  # noqa: PTH123 - it is the descriptor that counts
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

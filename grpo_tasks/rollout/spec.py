@@ -1,8 +1,10 @@
 """Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
 from pathlib import Path
+from typing import Self
 
 from grpo_tasks.data.table import PromptRow, read_prompts
+from schemas.config.evaluation import EvaluationConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -31,6 +33,32 @@ class SampleSpec(Result):
     rollout: RolloutConfig
     resources: ResourcesConfig
     seed: int
+
+    @classmethod
+    def of(
+        cls,
+        evaluation: EvaluationConfig,
+        *,
+        model: ModelConfig,
+        ref: ModelRef,
+        prompts: Path,
+        rollout: RolloutConfig,
+        resources: ResourcesConfig,
+        seed: int,
+    ) -> Self:
+        """The completions of an evaluation."""
+        return cls(
+            model=model,
+            ref=ref,
+            prompts=prompts,
+            max_prompts=evaluation.max_prompts,
+            num_samples=evaluation.num_samples,
+            temperature=evaluation.temperature,
+            greedy=evaluation.greedy,
+            rollout=rollout,
+            resources=resources,
+            seed=seed,
+        )
 
 
 def chosen_rows(prompts: Path, limit: int | None) -> list[PromptRow]:

@@ -36,6 +36,23 @@ def test_later_children_are_forked_by_the_server_of_the_first(tmp_path):
     assert len(servers_of(os.getpid())) == 1
 
 
+def test_a_child_works_in_the_directory_of_the_moment_although_its_server_was_started_in_another_one(tmp_path, monkeypatch):
+    with pytest.raises(ChildDied):
+        run_module("grpo_tasks.no_such_room", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    os.mkfifo(tmp_path / "spec.json")  # its reader waits for ever
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    seen = []
+
+    def note_and_interrupt():
+        seen.extend(child.cwd() for child in children_with(tmp_path, "grpo_tasks.policy"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_module("grpo_tasks.policy", tmp_path, tick=note_and_interrupt)
+    assert seen == [str(tmp_path / "elsewhere")]
+
+
 def test_an_interrupted_wait_ends_the_child(tmp_path):
     os.mkfifo(tmp_path / "spec.json")  # its reader waits for ever
 

@@ -1,0 +1,58 @@
+"""Judges all rows of a table, writes the tables and the report, and stops when too many rows are bad.
+
+rows.parquet -> judge (judge.py) + unusable ground truths (grpo_tasks/answers) -> report.md and tables (report.py) -> DataReport
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.data.judge import judge
+from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import JudgeInputs
+from schemas.results.data import DataReport
+
+
+def validate_rows(
+    rows: Path,
+    inputs: JudgeInputs,
+    origin: Origin,
+    *,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    warn: Callable[[str], None] = lambda _: None,
+) -> DataReport:
+    """Apply all rules to all rows.
+
+    Args:
+        rows: rows.parquet (schemas/tables.py Raw).
+        inputs: the settings that decide which rows are valid.
+        origin: key, existing folder and sources of the report. Its seconds are those before this call.
+        model: for the tokenizer and the chat template.
+        rollout: for its stop strings.
+        warn: called with each warning of the report.
+
+    Raises:
+        DataError: too many rows are bad, too few are left, or no ground truth can be matched. The files are written before.
+    """
+    # Imports transformers, which a run that skips validation does not need.
+    from grpo_tasks.data.chat_tokens import load_counter
+
+    began = time.perf_counter()
+    counter = load_counter(model)
+    counter.check_stops(rollout)
+    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
+    truths = find_unusable_truths(verdict.accepted, inputs.rewards.equality)
+    warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
+    for warning in warnings:
+        warn(warning)
+    report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
+    enforce(verdict, inputs.validation)
+    truths.enforce()
+    return report

@@ -1,0 +1,42 @@
+"""Merges an adapter in a child process, and returns the proof that the merged model is the same policy.
+
+    MergeSpec -> spec.json -> `python -m grpo_tasks.policy DIRECTORY` (merge.py) -> result.json -> MergeProof
+
+Imports no torch: the child process does.
+"""
+
+import time
+from pathlib import Path
+
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import RESULT, SPEC
+from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef
+
+PROOF_PROMPTS = 16
+"""Held-out prompts that the merged model is compared on."""
+PROOF_TOKENS = 64
+"""Greedy tokens that are compared for each prompt."""
+
+
+def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof:
+    """Merge in float32, save, reload and compare.
+
+    Args:
+        spec: the model with its adapter, and the chats of the proof.
+        directory: an existing folder; gets spec.json, log.txt and model/.
+        key: content key of the result.
+
+    Raises:
+        MergeError: the merged or the saved model differs from base + adapter.
+    """
+    began = time.perf_counter()
+    spec.save(directory / SPEC)
+    run_module("grpo_tasks.policy", directory)
+    figures = MergeFigures.load(directory / RESULT)
+    return MergeProof(
+        key=key,
+        directory=directory,
+        seconds=time.perf_counter() - began,
+        model=ModelRef(path=str(directory / "model"), sha256=figures.sha256),
+        **figures.model_dump(),
+    )
