@@ -33,6 +33,7 @@ RUN = {
 COMMAND_LINE, REPORTS = "tests/flows/test_command_line.py", "tests/flows/test_reports.py"
 SERVERS, EXAMPLES = "tests/operating/conftest.py", "tests/examples/test_examples.py"
 ELSEWHERE = {
+    "python train.py": ("tests/library/test_example.py", "EXAMPLE, *SETTINGS"),
     "make demo": ("tests/flows/conftest.py", '"run", "demo"'),
     "make test": (".ci/run", "make test"),
     "make test-ci": (".ci/run", "make test test-ci"),
