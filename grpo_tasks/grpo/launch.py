@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import pick_device
 from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
@@ -82,7 +83,7 @@ def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmS
 def rollout_engine(
     spec: StageSpec,
     directory: StageDir,
-    model: PreTrainedModel,
+    model: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
     servers: Sequence[VllmServer],
     *,

@@ -17,10 +17,10 @@ from jaxtyping import Float
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
@@ -38,14 +38,14 @@ SELF_CHECK_TOLERANCE = 1e-3
 class Policies:
     """Scores completion tokens under the trained policy and under the reference."""
 
-    model: PreTrainedModel
+    model: CausalLM
     """The policy that is trained."""
     spec: StageSpec
     ranks: Ranks
     sharded: bool = False
     """Shard weights, gradients and optimizer state over the ranks."""
     temperature: float = field(init=False)
-    _reference: PreTrainedModel | None = field(init=False, default=None)
+    _reference: CausalLM | None = field(init=False, default=None)
     _adapted: list[BaseTunerLayer] = field(init=False)
     _layout: Layout | None = field(init=False, default=None)
 
@@ -80,7 +80,7 @@ class Policies:
         with self._as_reference() as model:
             return self._forward(model, tokens).logps
 
-    def _forward(self, model: PreTrainedModel, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
+    def _forward(self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
         if self._layout is None:
             self._layout = self._first_that_equals_plain(tokens)
         with self.ranks.accelerator.autocast():
@@ -125,7 +125,7 @@ class Policies:
             self.model.set_adapter("default")
 
     @contextmanager
-    def _as_reference(self) -> Iterator[PreTrainedModel]:
+    def _as_reference(self) -> Iterator[CausalLM]:
         """The model that computes the reference: a model of its own, or the policy with another adapter or none."""
         if self._reference is not None:
             yield self._reference

@@ -1,7 +1,6 @@
 """Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
 from pathlib import Path
-from typing import Self
 
 from grpo_tasks.data.table import PromptRow, read_prompts
 from schemas.config.evaluation import EvaluationConfig
@@ -45,7 +44,7 @@ class SampleSpec(Result):
         rollout: RolloutConfig,
         resources: ResourcesConfig,
         seed: int,
-    ) -> Self:
+    ) -> "SampleSpec":
         """The completions of an evaluation."""
         return cls(
             model=model,

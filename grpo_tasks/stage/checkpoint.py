@@ -19,9 +19,10 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.policy.sharded import gather_shards, shard_like
 from schemas.errors import TrainingError
@@ -33,7 +34,7 @@ MANIFEST = "manifest.json"
 class TrainingState:
     """Everything in a stage that an update changes."""
 
-    model: PreTrainedModel
+    model: CausalLM
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
@@ -144,7 +145,7 @@ def _load_optimizer(checkpoint: Path, state: TrainingState) -> None:
 
 
 @torch.no_grad()
-def _load_weights(model: PreTrainedModel, folder: Path) -> None:
+def _load_weights(model: CausalLM, folder: Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(path))

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -41,12 +42,12 @@ def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> No
     unfinished.replace(path)
 
 
-def save_final(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+def save_final(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
     """Write the trained weights; all ranks call this and one writes."""
     _save(directory.final, model, tokenizer, writes=writes)
 
 
-def save_best(directory: StageDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+def save_best(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
     """Write the present weights as the best so far."""
     _save(directory.best, model, tokenizer, writes=writes)
 
@@ -60,7 +61,7 @@ def restore_best(directory: StageDir) -> None:
     unfinished.rename(directory.final)
 
 
-def _save(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, writes: bool) -> None:
+def _save(target: Path, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool) -> None:
     weights = trained_weights(model)
     if not writes:
         return

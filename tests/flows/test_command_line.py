@@ -35,7 +35,7 @@ def test_help_dry_run_and_a_refused_config_run_nothing(place):
         ("stages.0.rewards=[]", "stages.0.rewards"),
         ("stages.0.rewards=[formt]", "neither built in nor under rewards.functions"),
         ("data.train.0.path=nowhere.jsonl", "no such file: nowhere.jsonl"),
-        ("stages.7.beta=1", "no index of a list of 2"),
+        ("stages.7.beta=1", "not an index of a list of 2"),
         ("model.path.x=1", "is a value"),
         ("seed=-1", "seed"),
         ("rollout.temperature=0", "greater than 0"),
@@ -97,7 +97,7 @@ HOSTILE = {
     "a store that is a folder": (["lineage", "m", "--tracking-uri", "sqlite:///broken"], "cannot be opened"),
     "a store below a file": (["lineage", "m", "--tracking-uri", "sqlite:///file/x.db"], "cannot be opened"),
     "a store that is no database": (["lineage", "m", "--tracking-uri", "sqlite:///file"], "not a database"),
-    "a store at no address": (["lineage", "m", "--tracking-uri", "http://[::1"], "not an address"),
+    "a store at no address": (["lineage", "m", "--tracking-uri", "http://[::1"], "not a valid address"),
     "a store with a long name": (["lineage", "m", "--tracking-uri", LONG], "at most 2000"),
     "lineage of nothing": (["lineage", "m@"], "no such model"),
     "rollback of a long name": (["rollback", LONG, "--reason", LONG], "no "),
@@ -164,7 +164,7 @@ def test_an_error_of_the_system_becomes_a_message_and_a_fault_of_ours_keeps_its_
         Path("/proc/version/x").mkdir()
     shown = capsys.readouterr().err
     assert "/proc/version/x" in shown
-    assert "move it away" in shown
+    assert "move it, or name another path" in shown
     with pytest.raises(FileNotFoundError), report_errors():
         Path("/nowhere/x").read_text()
 

@@ -134,6 +134,6 @@ def test_float16_is_refused_where_gradients_cannot_be_scaled():
         "resources": {"fsdp": True, "num_processes": 2},
     }
     with pytest.raises(
-        ValueError, match=r"float16 scales its gradients, which resources\.fsdp cannot; fix: model\.dtype: bfloat16"
+        ValueError, match=r"resources\.fsdp does not support the loss scaling of float16; fix: model\.dtype: bfloat16"
     ):
         RunConfig.model_validate(tree)

@@ -2,22 +2,26 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import token_weights
 from grpo_tasks.grpo.microbatches import make_microbatches
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 
+ROW = PromptRow("0" * 16, "rows.jsonl", 1, ({"role": "user", "content": "1+1?"},), "2", 1, {})
 
-class Alone:
-    """One rank of one, or the first of two that have the same to do."""
+
+class FirstOfTwo(Ranks):
+    """A rank that does all the work of its own, and hears from another one that it has `others` microbatches."""
 
     def __init__(self, others=0):
-        self.others = others
+        object.__setattr__(self, "others", others)
 
     def share(self, items):
         return items
@@ -29,7 +33,7 @@ class Alone:
 def rollout(lengths, prompt_lengths):
     size = len(lengths) // len(prompt_lengths)
     completions = [Completion(list(range(n)), [-0.5 * n] * n, "", "length" if n > 8 else "stop") for n in lengths]
-    return Rollout([None] * len(prompt_lengths), [[1] * n for n in prompt_lengths], completions, size, 0.0)
+    return Rollout([ROW] * len(prompt_lengths), [[1] * n for n in prompt_lengths], completions, size, 0.0)
 
 
 def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **settings):
@@ -47,11 +51,12 @@ def split(lengths, prompt_lengths, dead=(), *, others=0, same_count=False, **set
         stage,
         max_completion_length=16,
         device=torch.device("cpu"),
-        ranks=Alone(others),
+        ranks=FirstOfTwo(others),
         same_count=same_count,
     )
 
 
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=6, max_size=6),
     prompts=st.lists(st.integers(1, 9), min_size=3, max_size=3),

@@ -40,7 +40,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("name", [PROMPT_ID, "mine.jsonl:1"])
 def test_an_accepted_row_is_found_by_its_id_and_by_its_line(run, name):
     found = trace_row(run, name)
-    assert (found.side, found.source, found.line) == ("train", "mine.jsonl", 1)
+    assert (found.split, found.source, found.line) == ("train", "mine.jsonl", 1)
     assert found.samples["base"].height == 1
     assert found.completions["format"].is_empty()
 

@@ -227,7 +227,7 @@ def test_thresholds_are_parameters_and_fields_of_their_own():
     assert (params["kl_blow_up.action"], params["kl_blow_up.threshold"], params["truncation.threshold"]) == ("stop", "0.3", "0.5")
     console = Console(file=io.StringIO(), width=200)
     show_fields(console)
-    assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats a token", console.file.getvalue())
+    assert re.search(r"stages\[\]\.guards\.kl_blow_up\.threshold\W+0\.5\W+Highest KL in nats per token", console.file.getvalue())
 
 
 ALWAYS = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"}
