@@ -90,8 +90,8 @@ def test_truncated_completions_are_left_out_when_they_are_masked():
 
 
 def test_dead_groups_are_kept_when_asked_and_for_the_entropy_bonus():
-    for settings in ({"skip_dead_groups": False}, {"entropy_coef": 0.01}):
-        _, [found] = split([3, 5, 4, 2], [2, 2], {0}, **settings)
+    for changes in ({"skip_dead_groups": False}, {"entropy_coef": 0.01}):
+        _, [found] = split([3, 5, 4, 2], [2, 2], {0}, **changes)
         assert list(found.indices) == [0, 1, 2, 3]
         assert found.entropy_weights.sum().item() == pytest.approx(1.0)
     _, [found] = split([3, 5, 4, 2], [2, 2], {0})
