@@ -2,6 +2,7 @@
 
 from prefect import get_run_logger
 
+from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
@@ -24,7 +25,15 @@ def validate_data(
     """Apply every rule to every row; after writing the report, stop if too many rows are bad or no answer can be right."""
     origin = Origin(work.key, work.directory, 0.0, rows.sources)
     try:
-        return validate_rows(rows.directory / ROWS, inputs, origin, model=model, rollout=rollout, warn=get_run_logger().warning)
+        return validate_rows(
+            rows.directory / ROWS,
+            inputs,
+            origin,
+            check_truths=find_unusable_truths,
+            model=model,
+            rollout=rollout,
+            warn=get_run_logger().warning,
+        )
     finally:
         # Also, and above all, when too many rows are bad.
         if (work.directory / REPORT).exists():

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.numerals import parse_number
+from schemas.config.rewards import Equality
 from schemas.errors import DataError
 
 MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}

@@ -1,22 +1,37 @@
 """Judges all rows of a table, writes the tables and the report, and stops when too many rows are bad.
 
-rows.parquet -> judge (judge.py) + unusable ground truths (grpo_tasks/answers) -> report.md and tables (report.py) -> DataReport
+rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers) -> report and tables (report.py) -> DataReport
+
+The check is an argument: this room does not depend on what an answer is, so a change there reads no data again.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import polars as pl
 
-from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.model import ModelConfig
+from schemas.config.rewards import Equality
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
 from schemas.results.data import DataReport
+
+
+class GroundTruthCheck(Protocol):
+    """What the check of the ground truths found (grpo_tasks/answers/ground_truths.py)."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence with the numbers and the fix; empty when every ground truth is usable."""
+        ...
+
+    def enforce(self) -> None:
+        """Raise DataError when no ground truth is usable."""
 
 
 def validate_rows(
@@ -24,6 +39,7 @@ def validate_rows(
     inputs: JudgeInputs,
     origin: Origin,
     *,
+    check_truths: Callable[[pl.DataFrame, Equality], GroundTruthCheck],
     model: ModelConfig,
     rollout: RolloutConfig,
     warn: Callable[[str], None] = lambda _: None,
@@ -34,6 +50,7 @@ def validate_rows(
         rows: rows.parquet (schemas/tables.py Raw).
         inputs: the settings that decide which rows are valid.
         origin: key, existing folder and sources of the report. Its seconds are those before this call.
+        check_truths: called with the accepted rows and the equality; `find_unusable_truths`.
         model: for the tokenizer and the chat template.
         rollout: for its stop strings.
         warn: called with each warning of the report.
@@ -48,7 +65,7 @@ def validate_rows(
     counter = load_counter(model)
     counter.check_stops(rollout)
     verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
-    truths = find_unusable_truths(verdict.accepted, inputs.rewards.equality)
+    truths = check_truths(verdict.accepted, inputs.rewards.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         warn(warning)

@@ -15,12 +15,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
 from schemas.config.evaluation import EvaluationConfig
-from schemas.config.rewards import RewardsConfig
+from schemas.config.rewards import Equality, RewardsConfig
 from schemas.metrics import (
     ACCURACY,
     COLUMNS,

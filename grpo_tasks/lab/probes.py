@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
-from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.rewards.contract import Row
+from schemas.config.rewards import Equality
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 

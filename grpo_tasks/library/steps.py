@@ -28,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
@@ -72,7 +73,9 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     loaded = load_sources(config.data, directory=folder)
     inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=config.rewards, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
-    return validate_rows(loaded.path, inputs, origin, model=config.model, rollout=config.rollout)
+    return validate_rows(
+        loaded.path, inputs, origin, check_truths=find_unusable_truths, model=config.model, rollout=config.rollout
+    )
 
 
 def train_stage(

@@ -16,8 +16,9 @@ A worthless completion (answers/extract.py: its answer is empty or a tag is repe
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.answers.equality import Equality, answers_equal
+from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Extraction, Tags, extract_answer
+from schemas.config.rewards import Equality
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages; the last one is the assistant's."""

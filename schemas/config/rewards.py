@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name, TagName
 
+Equality = Literal["exact", "numeric", "math", "choice"]
+"""How an answer is compared with the ground truth (grpo_tasks/answers/equality.py)."""
+
 BUILTIN_REWARDS: dict[str, float] = {
     "format": 1.0,
     "incremental_format": 1.0,
@@ -90,7 +93,7 @@ class RewardsConfig(Section):
 
     tags: TagsConfig = Field(default_factory=TagsConfig)
     """Tag names of the two blocks."""
-    equality: Literal["exact", "numeric", "math", "choice"] = "numeric"
+    equality: Equality = "numeric"
     """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
     verify), or as the letter of a multiple choice."""
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
