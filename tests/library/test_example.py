@@ -29,7 +29,6 @@ def test_page_module_and_example_have_the_same_lines():
 
 
 @pytest.mark.long
-@pytest.mark.ci
 def test_the_example_runs(tmp_path):
     done = subprocess.run([sys.executable, EXAMPLE, *SETTINGS], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -51,6 +51,8 @@ def worked(tmp_path_factory):
     return folder, json.loads(done.stdout)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
     folder, (rows, steps, brief, prompts, answers) = worked
     assert (rows, steps, prompts) == (50, 2, 16)
@@ -60,6 +62,8 @@ def test_a_script_trains_with_its_own_reward_merges_evaluates_and_asks(worked):
     assert (folder / "work" / "evaluation" / "report.md").exists()
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_another_model_or_reward_is_another_stage(worked, tmp_path):
     folder, _ = worked
     config = load_config("demo", SETTINGS)
