@@ -48,7 +48,7 @@ def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its
 
 def test_tied_embeddings_that_are_trained_are_refused_for_a_server_on_a_cpu(policy, tokenizer, tmp_path):
     plain = policy.unload().requires_grad_(True)
-    with pytest.raises(RolloutError, match="also the output layer"):
+    with pytest.raises(RolloutError, match="tied to the output layer"):
         VllmEngine(plain, tokenizer, VllmConfig(), [], weights=tmp_path, dtype="float32", merged=True)
 
 
