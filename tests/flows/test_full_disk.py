@@ -44,7 +44,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_is_complete(place, smal
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 1, output
     assert "the disk is full" in output
-    assert "it goes on from the last whole checkpoint" in output
+    assert "it continues from the last complete checkpoint" in output
     checkpoints = sorted((stage_dir / "checkpoints").iterdir())
     assert checkpoints
     assert all(is_intact(checkpoint) for checkpoint in checkpoints)
