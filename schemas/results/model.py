@@ -54,22 +54,6 @@ class MergeFigures(Result):
     """Measurements of a merge, from which the step makes a `MergeProof`."""
 
     sha256: str
-    prompts: int
-    merge_difference: float
-    max_logprob_difference: float
-    mean_logprob_difference: float
-    tolerance: float
-    greedy_agreement: float
-    size_bytes: int
-
-
-class MergeProof(StepResult):
-    """A merged model in `directory`/model with the proof that it equals base + adapter."""
-
-    OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
-
-    model: ModelRef
-    sha256: str
     """Hash of all files of the model folder, names and contents."""
     prompts: int
     """Number of held-out prompts in the comparison."""
@@ -78,8 +62,18 @@ class MergeProof(StepResult):
     max_logprob_difference: float
     """The same after the merged model is saved in model.merged_dtype and loaded again."""
     mean_logprob_difference: float
+    """Mean absolute difference (nats) after saving and loading."""
     tolerance: float
-    """Largest difference that is allowed at the saved precision."""
+    """Largest mean difference (nats) that is allowed at the saved precision."""
     greedy_agreement: float
     """Share of greedy tokens before the first difference."""
     size_bytes: int
+    """Size of the model folder."""
+
+
+class MergeProof(StepResult, MergeFigures):
+    """A merged model in `directory`/model with the proof that it equals base + adapter."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: ModelRef

@@ -66,6 +66,23 @@ def best(sides: list[tuple[str, Work]]) -> list[dict[str, float]]:
     return [min((turn[index] for turn in turns), key=lambda timing: timing["step_s"]) for index in range(len(sides))]
 
 
+def shortcut_lines(work: Work) -> list[Line]:
+    """What sharing prompts and folding the adapter save, each alone and both together."""
+    on, repeated, unfolded, plain = best(
+        [
+            ("ours", work),
+            ("ours", replace(work, resources={"share_prompts": False})),
+            ("ours", replace(work, resources={"fold_adapter": False})),
+            ("ours", replace(work, resources={"share_prompts": False, "fold_adapter": False})),
+        ]
+    )
+    return [
+        Line("share_prompts", "update, long prompts: prompts shared, against off", "s", on["step_s"], repeated["step_s"]),
+        Line("fold_adapter", "update, long prompts: adapter folded in, against off", "s", on["step_s"], unfolded["step_s"]),
+        Line("both", "update, long prompts: both, against both off", "s", on["step_s"], plain["step_s"]),
+    ]
+
+
 def cpu_lines() -> list[Line]:
     """The comparisons of `make bench`."""
     base = str(resolve("embedded:base"))
@@ -96,21 +113,7 @@ def cpu_lines() -> list[Line]:
             promised=4.0,
         )
     )
-    on, repeated, unfolded, plain = best(
-        [
-            ("ours", long),
-            ("ours", replace(long, resources={"share_prompts": False})),
-            ("ours", replace(long, resources={"fold_adapter": False})),
-            ("ours", replace(long, resources={"share_prompts": False, "fold_adapter": False})),
-        ]
-    )
-    lines.append(
-        Line("share_prompts", "update, long prompts: prompts shared, against off", "s", on["step_s"], repeated["step_s"])
-    )
-    lines.append(
-        Line("fold_adapter", "update, long prompts: adapter folded in, against off", "s", on["step_s"], unfolded["step_s"])
-    )
-    lines.append(Line("both", "update, long prompts: both, against both off", "s", on["step_s"], plain["step_s"]))
+    lines += shortcut_lines(long)
     half = replace(demo, tied=0.5)
     skipped, kept = best([("ours", half), ("ours", replace(half, stage={"skip_dead_groups": False}))])
     lines.append(

@@ -198,8 +198,8 @@ def rampage(root: Path, api: str, *, kills: int, seed: int, wanted: dict, second
             shop.close()
         outcome.differences += found
         outcome.pipelines += 1
-        told = "; ".join(found) or "no difference"
-        print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all: {told}", flush=True)
+        shown = "; ".join(found) or "no difference"
+        print(f"pipeline {outcome.pipelines} at its end after {outcome.kills} kills in all: {shown}", flush=True)
     return outcome
 
 

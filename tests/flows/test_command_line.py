@@ -202,12 +202,12 @@ def test_trace_follows_one_row_from_its_line_to_the_merged_models_samples(place,
     stage = SMALL["stages"][0] | {"log_completions_steps": 1}
     config = small(data=data, stages=[stage], validation={"max_invalid_fraction": 0.5})
     place.grpo("run", config)
-    told = place.grpo("trace", "mine.jsonl:2", config)
-    assert "What is 11 + 4?" in told
-    assert "ground truth '15'" in told
-    assert "stage format" in told
-    [prompt_id] = re.findall(r"prompt ([0-9a-f]{16})", told)
-    assert place.grpo("trace", prompt_id, config) == told
+    shown = place.grpo("trace", "mine.jsonl:2", config)
+    assert "What is 11 + 4?" in shown
+    assert "ground truth '15'" in shown
+    assert "stage format" in shown
+    [prompt_id] = re.findall(r"prompt ([0-9a-f]{16})", shown)
+    assert place.grpo("trace", prompt_id, config) == shown
     assert "refused: content_empty" in place.grpo("trace", "mine.jsonl:3", config)
     held_out = place.grpo("trace", "embedded:arithmetic_eval.jsonl:1", config)
     assert "What is 15 + 27?" in held_out
@@ -265,20 +265,20 @@ def worked(tmp_path_factory, prefect_api):
     stages = [SMALL["stages"][0] | {"rewards": ["format", "incremental_format", "brief"]}]
     functions = {"brief": {"function": "mine:brief", "weight": 0.1}}
     config = place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": stages, "rewards": {"functions": functions}}))
-    told = {"validate": place.grpo("validate", config)}
+    shown = {"validate": place.grpo("validate", config)}
     place.written = place.client.download_artifacts(place.parent("small").info.run_id, "config.yaml", str(place.root))
-    told |= {"rewards": place.grpo("rewards", config), "run": place.grpo("run", config)}
+    shown |= {"rewards": place.grpo("rewards", config), "run": place.grpo("run", config)}
     [place.adapter] = place.root.glob("runs/small/train_stage/format-*/final")
-    told["evaluate"] = place.grpo("evaluate", place.adapter, config)
-    told["merge"] = place.grpo("merge", place.adapter, config, "--into", "merged")
-    return place, told
+    shown["evaluate"] = place.grpo("evaluate", place.adapter, config)
+    shown["merge"] = place.grpo("merge", place.adapter, config, "--into", "merged")
+    return place, shown
 
 
 def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
-    place, told = worked
-    assert "200 to train on, 40 held out" in told["validate"]
-    assert "0 checks failed" in told["rewards"]
-    assert "held-out prompts" in told["evaluate"]
+    place, shown = worked
+    assert "200 to train on, 40 held out" in shown["validate"]
+    assert "0 checks failed" in shown["rewards"]
+    assert "held-out prompts" in shown["evaluate"]
     assert (place.root / "merged" / "model.safetensors").exists()
 
 
@@ -309,6 +309,6 @@ def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked
 
 @pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
 def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
-    told = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
-    assert "MLFLOW_TRACKING_URI" in told
-    assert "planted" not in told
+    shown = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+    assert "MLFLOW_TRACKING_URI" in shown
+    assert "planted" not in shown

@@ -21,10 +21,10 @@ def test_a_guard_that_stops_a_stage_is_reported_in_the_log_in_prefect_and_in_mlf
     assert "lower the learning rate" in output
 
     [events] = place.root.glob("runs/wild/train_stage/*/events.jsonl")
-    told = next(json.loads(line) for line in events.read_text().splitlines() if "kl_blow_up" in line)
+    recorded = next(json.loads(line) for line in events.read_text().splitlines() if "kl_blow_up" in line)
     child = place.child("format", "wild")
     assert child.info.status == "FAILED"
-    assert child.data.tags["grpo.event.kl_blow_up"] == f"update {told['step']}: {told['detail']}"
+    assert child.data.tags["grpo.event.kl_blow_up"] == f"update {recorded['step']}: {recorded['detail']}"
 
     resource = f"grpo.stage.{events.parent.name}"
     wanted = {"event": {"name": ["grpo.kl_blow_up"]}, "resource": {"id": [resource]}}
@@ -33,5 +33,5 @@ def test_a_guard_that_stops_a_stage_is_reported_in_the_log_in_prefect_and_in_mlf
     while not (found := ask(f"{place.api}/events/filter", {"filter": wanted})["events"]) and time.monotonic() < deadline:
         time.sleep(0.5)
     [event] = found
-    assert event["payload"] == {"stage": "format", "update": told["step"], "detail": told["detail"]}
+    assert event["payload"] == {"stage": "format", "update": recorded["step"], "detail": recorded["detail"]}
     assert event["related"][0]["prefect.resource.id"].startswith("prefect.flow-run.")

@@ -40,11 +40,11 @@ def test_another_adapter_in_the_same_folder_is_evaluated_again(tmp_path_factory,
     [first] = place.root.glob("runs/small/train_stage/*/final")
     adapter = place.root / "ad"
     shutil.copytree(first, adapter)
-    told = place.grpo("evaluate", "ad", "small.yaml")
+    shown = place.grpo("evaluate", "ad", "small.yaml")
     assert "unchanged, skipped" in place.grpo("evaluate", "ad", "small.yaml")
     place.grpo(*RUN, "--set", "stages.0.learning_rate=0.05", "--set", "name=other")
     [second] = place.root.glob("runs/other/train_stage/*/final")
     shutil.copytree(second, adapter, dirs_exist_ok=True)
     again = place.grpo("evaluate", "ad", "small.yaml")
     assert re.search(r"evaluate_model-model: done in", again)
-    assert again.split("held-out prompts")[0][-600:] != told.split("held-out prompts")[0][-600:]
+    assert again.split("held-out prompts")[0][-600:] != shown.split("held-out prompts")[0][-600:]

@@ -51,10 +51,10 @@ def test_every_run_leaves_one_complete_page_in_mlflow(reported):
 
 def test_compare_shows_what_differs_in_settings_figures_and_answers(reported):
     first, second = (run.info.run_id for run in parents(reported))
-    told = reported.grpo("compare", first[:12], second)
-    assert "stages.0.learning_rate" in told
-    assert "10 common held-out prompts" in told
-    assert "model.path" not in told
+    shown = reported.grpo("compare", first[:12], second)
+    assert "stages.0.learning_rate" in shown
+    assert "10 common held-out prompts" in shown
+    assert "model.path" not in shown
     text = (reported.root / "comparison.html").read_text()
     assert_self_contained(text)
     assert "seed" in text
@@ -65,8 +65,8 @@ def test_compare_shows_what_differs_in_settings_figures_and_answers(reported):
 
 
 def test_a_registered_model_is_downloaded_asked_and_reproduced(reported):
-    told = reported.grpo("lineage", "small/1")
-    assert "data digest" in told
+    shown = reported.grpo("lineage", "small/1")
+    assert "data digest" in shown
     reported.grpo("download", "small/1", "mine")
     assert json.loads((reported.root / "mine" / "grpo.json").read_text())["version"] == "1"
     assert "<reasoning>" in reported.grpo("chat", "mine", "What is 15 + 27?", "--greedy")

@@ -1,4 +1,4 @@
-"""Which functions of a notebook can be used as rewards, and what the others are told."""
+"""Which functions of a notebook can be used as rewards, and how the others are refused."""
 
 import importlib.util
 import math

@@ -105,9 +105,9 @@ def operated(tmp_path_factory, request):
     if programs():
         place.postgres = request.getfixturevalue("postgres")
     ports = [str(port) for port in free_ports(2)]
-    told = place.grpo("up", "--prefect-port", ports[0], "--mlflow-port", ports[1], "--workers", "2")
-    [place.prefect] = re.findall(r"Prefect UI +(\S+)", told)
-    [place.mlflow] = re.findall(r"MLflow UI +(\S+)", told)
+    shown = place.grpo("up", "--prefect-port", ports[0], "--mlflow-port", ports[1], "--workers", "2")
+    [place.prefect] = re.findall(r"Prefect UI +(\S+)", shown)
+    [place.mlflow] = re.findall(r"MLflow UI +(\S+)", shown)
     yield place
     started = [psutil.Process(part["pid"]) for part in json.loads((place.root / ".grpo" / "stack.json").read_text())]
     family = [child for process in started for child in [process, *process.children(recursive=True)]]

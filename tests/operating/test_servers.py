@@ -86,8 +86,8 @@ def test_two_runs_that_need_one_gpu_slot_take_turns_and_both_complete(operated):
     spans = [span for run in runs for span in held(operated, run["id"])]
     for before, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
         assert before[1] <= after[0], "two runs held the card at once"
-    told = "\n".join(operated.log_of(run["id"]) for run in runs)
-    assert "waiting for the slot test-card, held by the run" in told
+    shown = "\n".join(operated.log_of(run["id"]) for run in runs)
+    assert "waiting for the slot test-card, held by the run" in shown
 
 
 def held(place, run_id):
@@ -142,9 +142,9 @@ def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
         refused, _ = forgetful.communicate(timeout=300)
         assert forgetful.returncode == 1
         assert "this stack keeps its tables in PostgreSQL" in refused
-    told = operated.grpo("up")
-    assert "had ended; starting it again" in told
-    assert operated.mlflow in told
+    shown = operated.grpo("up")
+    assert "had ended; starting it again" in shown
+    assert operated.mlflow in shown
     if operated.wait(run["id"])["state_type"] != "COMPLETED":
         operated.wait(operated.trigger("preset", source="lost-worker.yaml")["id"], "COMPLETED")
     assert not processes_of("grpo_tasks.grpo", "lost-worker")
