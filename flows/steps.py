@@ -57,6 +57,7 @@ def trained_stage(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataR
         rewards=config.rewards,
         rollout=config.rollout,
         seed=config.seed,
+        tasks=config.data.tasks,
     )
 
 

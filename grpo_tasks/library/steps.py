@@ -123,6 +123,7 @@ def train_stage(
         resources=config.resources,
         train=data.train,
         eval=data.eval,
+        tasks=config.data.tasks,
     )
     # The stage is another one if the contents of its model, data or rewards are others, even under the same names.
     contents = [*_model_sha256(start), file_sha256(data.train), file_sha256(data.eval), rewards_sha256(section)]

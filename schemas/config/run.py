@@ -92,6 +92,23 @@ class RunConfig(Section):
                 self._check_reward(f"stages.{index}.rewards", reward)
         return self
 
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        for task in self.data.tasks:
+            allowed = self.data.rewards_of(task)
+            if allowed is None:
+                continue
+            used = sorted({reward for stage in self.stages for reward in stage.rewards})
+            for reward in sorted(allowed - set(used)):
+                raise ValueError(f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}")
+            for index, stage in enumerate(self.stages):
+                if allowed.isdisjoint(stage.rewards):
+                    raise ValueError(
+                        f"no reward of stages.{index} applies to the task {task}; "
+                        f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
+                    )
+        return self
+
     def _check_reward(self, place: str, reward: str) -> None:
         resolved = self.rewards.resolve(reward)
         if resolved is None:
