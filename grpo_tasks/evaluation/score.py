@@ -7,7 +7,7 @@ text that looks like an answer, whatever the format. Format and answer are defin
 in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and nowhere else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,11 +15,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import Tags, extract_answer
+from grpo_tasks.answers.equality import equals_any
+from grpo_tasks.answers.extract import extract
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
-from schemas.config.completion import CompletionConfig, Equality
+from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.metrics import (
     ACCURACY,
@@ -52,8 +52,13 @@ class Prompt(Protocol):
         ...
 
     @property
-    def answer(self) -> str | None:
-        """Ground truth; None for a row without one."""
+    def truths(self) -> Sequence[str]:
+        """The right answers; empty for a row without ground truth."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Task of the row; empty when the data has a single task."""
         ...
 
 
@@ -73,13 +78,11 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], completion: 
         prompts: rows with the ground truth, for every prompt_id of `samples`.
         completion: what an answer is, and when it is right.
     """
-    truth = {prompt.prompt_id: prompt.answer or "" for prompt in prompts}
+    truth = {prompt.prompt_id: prompt.truths for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
-    tags = Tags.of(completion.tags)
     verdicts = [
-        _judge(text, truth[prompt_id], tags, completion.equality)
-        for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
+        _judge(text, truth[prompt_id], completion) for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
     ]
     strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
     return samples.with_columns(
@@ -91,10 +94,13 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], completion: 
     )
 
 
-def _judge(completion: str, truth: str, tags: Tags, equality: Equality) -> tuple[bool, bool, bool]:
-    found = extract_answer(completion, tags)
-    right = found.strict_format and found.answer is not None and answers_equal(found.answer, truth, equality)
-    lenient = right or (found.lenient_answer is not None and answers_equal(found.lenient_answer, truth, equality))
+def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool, bool | None, bool | None]:
+    """Strict format, strictly right, leniently right; None for the verdicts where nothing can be right or wrong."""
+    found = extract(text, completion)
+    if not truths or not completion.has_answer:
+        return found.strict_format, None, None
+    right = found.strict_format and found.answer is not None and equals_any(found.answer, truths, completion.equality)
+    lenient = right or (found.lenient_answer is not None and equals_any(found.lenient_answer, truths, completion.equality))
     return found.strict_format, right, lenient
 
 

@@ -28,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.report import Origin
@@ -70,6 +71,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
         DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
     began, folder = time.perf_counter(), _folder(directory)
+    check_completion(config.completion)
     loaded = load_sources(config.data, directory=folder)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)

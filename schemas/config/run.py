@@ -100,6 +100,8 @@ class RunConfig(Section):
                 f"{place} names {reward}, which is neither built in nor under rewards.functions; "
                 f"fix: one of {', '.join(known)}, or add it with function: package.module:function"
             )
+        if refusal := self.completion.refusal(resolved.function or ""):
+            raise ValueError(f"{place} names {reward}: {refusal}")
         if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
             limit = self.rollout.max_completion_length
             raise ValueError(
