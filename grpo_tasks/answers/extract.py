@@ -8,8 +8,8 @@
     none                free text: no answer                                                  here
 
 An empty answer never earns anything. Blank text (only whitespace, control, format and filler characters) is never extracted and
-equals nothing, and every built-in reward gives its lowest score when `Extraction.worthless` is set. Every reader takes time linear
-in the text and never raises.
+equals nothing, and every built-in reward gives its lowest score when `Extraction.worthless` is set. Every reader takes time
+linear in the text and never raises.
 """
 
 from grpo_tasks.answers.boxed import read_boxed
@@ -35,7 +35,7 @@ def extract(text: str, completion: CompletionConfig) -> Extraction:
 
 
 def check_completion(completion: CompletionConfig) -> None:
-    """Raise `ConfigError` for a pattern or a JSON Schema that cannot be used. A config alone cannot tell without heavy imports."""
+    """Raise `ConfigError` for a pattern or a JSON Schema that cannot be used. Reading a config does not import what can tell."""
     if completion.pattern is not None:
         check_pattern(completion.pattern)
     if completion.json_schema is not None:

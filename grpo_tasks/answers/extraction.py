@@ -30,7 +30,7 @@ class Extraction:
     trailing_chars: int = 0
     """Characters after the answer and what surrounds it, without surrounding whitespace."""
     ordered_tags: int = 0
-    """Format tags: how many of the tags (0 to 4) occur exactly once and after all the tags that precede them in the strict format.
+    """Format tags: how many of the tags (0 to 4) occur exactly once and after all tags that precede them in the strict format.
     The tags around a blank reasoning block do not count."""
     stuffed: bool = False
     """Format tags: whether any tag occurs more than once."""

@@ -1,6 +1,6 @@
 """Format `json`: the completion is a JSON object, or free text that ends in one fenced JSON object.
 
-Strict: the trimmed completion is an object, or it has exactly one fenced block (```json ... ``` or ``` ... ```) that holds an object,
+Strict: the trimmed completion is an object, or it has exactly one fenced block (```json ... ``` or ``` ... ```), which holds one,
 with nothing after the fence. The object names no key twice, has every key of `required` and fits `json_schema`.
 
 Answer. The value of `answer_key` in that object, whatever the other keys are: text as it stands, a number or a boolean as JSON

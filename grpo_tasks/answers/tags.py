@@ -3,8 +3,8 @@
 Tags are literal and case-sensitive: `<answer>`, without attributes or spaces inside. Every scan is linear in the text.
 
 Strict format. The completion is exactly one reasoning block followed by exactly one answer block. Each of the four tags occurs
-once, only whitespace stands around and between the blocks, and neither block is blank. Without a reasoning tag, any text may stand
-before the answer block. It is the reasoning, and may be missing.
+once, only whitespace stands around and between the blocks, and neither block is blank. Without a reasoning tag, any text may
+stand before the answer block. It is the reasoning, and may be missing.
 
 Answer (used by rewards and by strict accuracy). The trimmed text of the answer block. The completion must have exactly one
 opening and one closing answer tag, in this order, outside the reasoning. The block holds no other tag and is not blank. With

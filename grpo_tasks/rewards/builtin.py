@@ -48,7 +48,7 @@ def completion_text(completion: Completion) -> str:
 
 
 def format(prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object) -> list[float]:
-    """1.0 for a completion in the strict format, 0.0 otherwise. In the format tags: one reasoning block, one answer block, no more."""
+    """1.0 for a completion in the strict format, 0.0 otherwise. For tags: a reasoning block, an answer block, no more."""
     return [float(found.strict_format) for found in _extractions(completions, completion)]
 
 

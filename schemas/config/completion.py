@@ -54,8 +54,8 @@ class CompletionConfig(Section):
     """Format json: a JSON Schema (draft 2020-12) that the object must fit. It may refer to nothing
     outside itself, and its patterns have the syntax of RE2."""
     pattern: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Format regex: regular expression whose first group is the answer, for example `#### (.+)`. The last match counts. The syntax
-    is that of RE2, which takes linear time: no look-around, no back-references."""
+    """Format regex: regular expression whose first group is the answer, for example `#### (.+)`. The last match counts. The
+    syntax is that of RE2, which takes linear time: no look-around, no back-references."""
     equality: Equality = "numeric"
     """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
     verify), or as the letter of a multiple choice."""
