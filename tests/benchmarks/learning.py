@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from grpo_tasks.answers.extract import Tags
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
