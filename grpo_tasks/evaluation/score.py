@@ -19,6 +19,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
+from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.rewards import Equality, RewardsConfig
 from schemas.metrics import (
@@ -36,7 +37,6 @@ from schemas.metrics import (
 )
 from schemas.results.evaluation import Interval
 
-GREEDY = -1
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
 
 _RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)

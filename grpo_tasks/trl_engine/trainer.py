@@ -36,10 +36,12 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
         ConfigError: the stage has settings that TRL does not support.
         TrainingError: a guard stops the stage.
     """
-    device, tokenizer = pick_device(spec.resources), load_tokenizer(spec.start)
+    device = pick_device(spec.resources)
+    tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
     arguments = grpo_config(spec, directory.checkpoints, device)
     rows = read_prompts(spec.train)
-    model = trainable_policy(spec.start, spec.model, device=device, seed=completion_seed(spec.seed, spec.stage.name))
+    seed = completion_seed(spec.seed, spec.stage.name)
+    model = trainable_policy(spec.start, spec.model, device=device, seed=seed, token_seed=spec.seed)
     last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
     journal, events = Journal(directory.journal), Events(directory.events)
     trainer = _SuiteTrainer(

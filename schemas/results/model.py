@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field, JsonValue
+
 from schemas.config.model import ModelConfig
 from schemas.results.base import Result, StepResult
 
@@ -48,6 +50,8 @@ class MergeSpec(Result):
     prompts: list[list[dict[str, str]]]
     """Held-out chats for the proof."""
     max_new_tokens: int
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Defaults that the chat template of the merged model gets."""
 
 
 class MergeFigures(Result):
