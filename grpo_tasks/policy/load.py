@@ -83,7 +83,7 @@ def load_errors(what: str, place: str) -> Iterator[None]:
 def load_tokenizer(
     ref: ModelRef, config: ModelConfig | None = None, template: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base weights: pads on the left, has a pad token and a chat template.
+    """The tokenizer of the base weights: pads on the left and has a pad token.
 
     Args:
         ref: names the base weights.
@@ -92,12 +92,10 @@ def load_tokenizer(
         template: variables of the chat template, `rollout.chat_template_kwargs`.
 
     Raises:
-        ModelError: it cannot be loaded, or it has no chat template.
+        ModelError: it cannot be loaded.
     """
     with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
-    if tokenizer.chat_template is None:
-        raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", fix="use an instruct model")
     if config is not None and adds_tokens(ref, config):
         add_tokens(tokenizer, added_tokens(config))
     set_template_defaults(tokenizer, template or {})

@@ -48,7 +48,7 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
         model=model,
         reward_funcs=[_named(name) for name in suite.names],
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": list(row.messages), "row": index} for index, row in enumerate(rows)]),
+        train_dataset=Dataset.from_list([{"prompt": _prompt(row), "row": index} for index, row in enumerate(rows)]),
         processing_class=tokenizer,
     )
     trainer.suite, trainer.rows = suite, rows
@@ -85,7 +85,7 @@ class _SuiteTrainer(GRPOTrainer):
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         rows = [self.rows[example["row"]] for example in inputs]
-        texts = [completion[0]["content"] for completion in completions]
+        texts = [given if isinstance(given, str) else given[0]["content"] for given in completions]
         self.suite.worker.max_steps = self.state.max_steps
         scores = self.suite.score(batch_of(rows, texts, completion_ids_list, step=self.state.global_step + 1))
         self.suite.adapt(scores)
@@ -147,6 +147,11 @@ class _Recorder(TrainerCallback):
                 **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
             }
         )
+
+
+def _prompt(row: PromptRow) -> str | list[dict[str, str]]:
+    """A prompt in TRL's standard or conversational format."""
+    return row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
 
 
 def _named(name: str) -> Any:
