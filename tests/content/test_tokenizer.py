@@ -44,7 +44,7 @@ def rendered(tokenizer, **given):
         {"enable_thinking": True, "note": 'é "quoted" %} {{ x }} \\n 😀\n'},
         {"style": {"loud": True, "n": 1.5}, "words": ["a", None, False, 7]},
     ],
-    ids=lambda given: "-".join(given),
+    ids="-".join,
 )
 def test_defaults_of_the_template_render_as_arguments_do(thinking, given, opening):
     thinking.chat_template = opening + TEMPLATE

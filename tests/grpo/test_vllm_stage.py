@@ -13,7 +13,7 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
-from tests.rollout.test_vllm import PYTHON
+from tests.rollout.servers import PYTHON
 
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
@@ -27,6 +27,15 @@ def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, s
     directory = stages.write(rollout=rollout(**settings), max_steps=4, learning_rate=1e-2, beta=0.01)
     trained(directory)
     assert journal(directory)[-1]["kl"] > 0
+    assert not vllm_processes()
+
+
+def test_a_server_samples_tokens_that_were_added_from_their_trained_rows(stages):
+    """The embeddings of the demo model are tied to its output layer, whose packed copy vLLM on a CPU would not reload."""
+    model = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
+    directory = stages.write(rollout=rollout() | {"temperature": 2.0}, max_steps=3, learning_rate=3e-2, model=model)
+    trained(directory)
+    assert not (directory.root / "served-base").exists()
     assert not vllm_processes()
 
 
