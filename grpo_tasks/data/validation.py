@@ -64,9 +64,11 @@ def validate_rows(
 
     began = time.perf_counter()
     counter = load_counter(model)
+    # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
+    markers = counter.special_tokens
     prepare(counter.tokenizer, model, rollout)
     counter.check_stops(with_stop_ids(rollout, counter.tokenizer))
-    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
+    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=markers)
     truths = check_truths(verdict.accepted, inputs.completion.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:

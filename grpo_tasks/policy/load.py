@@ -309,7 +309,7 @@ def save_for_server(model: PreTrainedModel, directory: Path, *, untie: bool) -> 
         return
     directory.mkdir(parents=True, exist_ok=True)
     config, head = copy.deepcopy(model.config), model.get_output_embeddings()
-    config.tie_word_embeddings = False
+    config.tie_word_embeddings, config.architectures, config.dtype = False, [type(model).__name__], model.dtype
     config.save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
     # Of tied weights, state_dict lists both names; safetensors stores each of them only if they share no memory.
