@@ -1,6 +1,6 @@
 """Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy."""
 
-from pydantic import JsonValue
+from typing import Any
 
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
@@ -13,7 +13,7 @@ from schemas.results.model import MergeProof, MergeSpec, ModelRef
 
 @step(rooms=("policy", "data"), retries=1, device=True)
 def merge_adapter(
-    work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig, chat_template_kwargs: dict[str, JsonValue]
+    work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig, chat_template_kwargs: dict[str, Any]
 ) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
     chats = read_chats(data.eval, limit=PROOF_PROMPTS)

@@ -1,8 +1,9 @@
 """Section `rollout`: how completions are sampled, in this process or by vLLM servers."""
 
-from typing import Annotated, ClassVar, Literal, Self
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_COMPLETIONS, MOST_PROCESSES, MOST_TIMES, MOST_TOKENS, Address, Url
@@ -134,7 +135,7 @@ class RolloutConfig(Section):
     repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
     """Above 1, tokens that the prompt or the completion already contains become less likely (arXiv:1909.05858). It applies to
     greedy decoding too. 1: off."""
-    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, for example {enable_thinking: false}. They apply wherever the run renders a prompt.
     The template of the merged model keeps them as defaults."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
@@ -158,6 +159,10 @@ class RolloutConfig(Section):
                 raise ValueError(f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out")
             if not name.isidentifier() or not name.isascii():
                 raise ValueError(f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _")
+        try:
+            json.dumps(self.chat_template_kwargs)
+        except TypeError as error:
+            raise ValueError(f"chat_template_kwargs: {error}; fix: strings, numbers, booleans, lists and mappings") from error
         return self
 
     @model_validator(mode="after")

@@ -1,3 +1,5 @@
+from datetime import date
+
 import pytest
 import yaml
 from hypothesis import given
@@ -70,6 +72,7 @@ ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
         ({"model": {"added_tokens": ["<ask>", {"token": "<ask>"}]}}, "name each token once"),
         ({"rollout": {"chat_template_kwargs": {"add_generation_prompt": False}}}, "leave it out"),
         ({"rollout": {"chat_template_kwargs": {"a b": 1}}}, "letters, digits"),
+        ({"rollout": {"chat_template_kwargs": {"day": date(2026, 1, 2)}}}, "strings, numbers"),
     ],
     ids=str,
 )
