@@ -33,6 +33,8 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken
 
     before = set(tokenizer.get_vocab())
     for token in tokens:
+        if token.token in before and not token.special:
+            continue
         # Not add_special_tokens, which replaces the special tokens that a tokenizer has. Not normalised: the text is found as is.
         added = tokenizers.AddedToken(token.token, special=token.special, normalized=False)
         tokenizer.add_tokens([added], special_tokens=token.special)
@@ -46,13 +48,17 @@ def token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int:
         ConfigError: it does not have it.
     """
     found = tokenizer.get_vocab().get(token)
-    if found is None:
+    if found is not None:
+        return int(found)
+    # A byte-level vocabulary spells " the" in characters of its own.
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1 or tokenizer.decode(ids) != token:
         raise ConfigError(
             f"the tokenizer has no token {token!r}",
             place="rollout.stop_token_ids",
             fix="add it to model.added_tokens, or use rollout.stop for a string of several tokens",
         )
-    return int(found)
+    return int(ids[0])
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", given: Iterable[int | str]) -> frozenset[int]:

@@ -75,7 +75,8 @@ def row_targets(model: PreTrainedModel, ids: Sequence[int]) -> dict[str, list[in
 
 def plain_layer(module: nn.Module) -> nn.Module:
     """The layer itself, without peft's wrapper for trained rows."""
-    return module.original_module if isinstance(module, TrainableTokensWrapper) else module
+    plain: nn.Module = module.original_module if isinstance(module, TrainableTokensWrapper) else module
+    return plain
 
 
 def logits_of(head: nn.Module, hidden: Float[Tensor, "m H"]) -> Float[Tensor, "m V"]:
@@ -84,9 +85,9 @@ def logits_of(head: nn.Module, hidden: Float[Tensor, "m H"]) -> Float[Tensor, "m
     peft's own forward pass copies the weight [V, H] for every chunk of tokens; here only the logits of the trained rows are
     computed twice.
     """
+    logits: Tensor = plain_layer(head)(hidden)
     if not isinstance(head, TrainableTokensWrapper):
-        return head(hidden)
-    logits: Tensor = head.original_module(hidden)
+        return logits
     adapter: Any = head.token_adapter
     for name in () if head.disable_adapters else adapter.active_adapters:
         rows = adapter.trainable_tokens_delta[name].to(head.original_module.weight.dtype)  # [R, H]

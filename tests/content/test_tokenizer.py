@@ -92,6 +92,8 @@ def test_stop_tokens_are_named_by_id_or_by_text(thinking):
     number = thinking.convert_tokens_to_ids("<search>")
     assert stop_token_ids(thinking, ["<search>", 5]) == {number, 5}
     assert with_stop_ids(RolloutConfig(stop_token_ids=["<search>", 5]), thinking).stop_token_ids == [5, number]
+    [space] = thinking.encode(" ", add_special_tokens=False)
+    assert stop_token_ids(thinking, [" "]) == {space}
     with pytest.raises(ConfigError, match="no token '<other>'") as caught:
         stop_token_ids(thinking, ["<other>"])
     assert "model.added_tokens" in caught.value.fix
