@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.policy.chat import prompt_ids
@@ -21,7 +22,8 @@ CPU = torch.device("cpu")
 MODEL = {"added_tokens": [{"token": "<search>", "special": True}], "merged_dtype": "float32"}
 REWARD = """
 def searches(prompts, completions, **columns):
-    return [float(completion[0]["content"].endswith("<search>")) for completion in completions]
+    texts = [completion[0]["content"] for completion in completions]
+    return [1.0 - 0.01 * len(text) if text.endswith("<search>") else 0.0 for text in texts]
 """
 SETTINGS = {
     "model": MODEL,
@@ -72,11 +74,10 @@ def test_a_model_learns_to_emit_an_added_token_and_stops_there(train, base_ref, 
 
 
 def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
-    whole, directory = stages.train(max_steps=4, save_steps=2, beta=0.05, **SETTINGS)
-    lines = [{name: value for name, value in line.items() if "kl" in name or "reward" in name} for line in journal(directory)]
+    whole, directory = stages.train(max_steps=4, save_steps=2, beta=0.05, learning_rate=1e-2, model=MODEL)
     # The reference is the base with its initial rows.
-    assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)
-    assert lines[-1]["kl"] > 0
+    assert journal(directory)[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert journal(directory)[-1]["kl"] > 0
     shutil.rmtree(directory.checkpoints / "step-000004")
     directory.result.unlink()
     spec = StageSpec.load(directory.spec)
@@ -86,24 +87,25 @@ def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
 
 
 def test_a_second_stage_continues_the_rows_and_measures_the_kl_from_its_start(train):
-    first, _ = train("first", max_steps=3, **SETTINGS)
-    _, near = train("near", start=first.model, beta=0.1, reference="stage_start", **SETTINGS)
-    _, far = train("far", start=first.model, beta=0.1, reference="base", **SETTINGS)
+    first, directory = train("first", learning_rate=1e-2, model=MODEL)
+    _, near = train("near", start=first.model, beta=0.1, reference="stage_start", model=MODEL)
+    _, far = train("far", start=first.model, beta=0.1, reference="base", model=MODEL)
     assert journal(near)[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert journal(near)[-1]["kl"] > 0
-    assert journal(far)[0]["kl"] > 1e-4
+    assert journal(far)[0]["kl"] > 1e-3
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    start, end = (load_file(each.final / "adapter_model.safetensors")[name] for each in (directory, near))
+    assert not torch.equal(start, end)
 
 
 def test_full_fine_tuning_trains_the_rows_and_saves_the_tokenizer(train):
-    settings = SETTINGS | {"model": MODEL | {"lora": None}, "learning_rate": 1e-3}
-    first, _ = train("first", max_steps=1, **settings)
-    second, directory = train("second", start=first.model, max_steps=1, **settings)
-    tokenizer = load_tokenizer(second.model)
-    row = tokenizer.convert_tokens_to_ids("<search>")
-    config = StageSpec.load(directory.spec).model
+    settings = {"model": MODEL | {"lora": None}, "max_steps": 1}
+    first, directory = train("first", **settings)
+    second, _ = train("second", start=first.model, **settings)
+    tokenizer, config = load_tokenizer(second.model), StageSpec.load(directory.spec).model
     one, other = (load_policy(each.model, config, device=CPU).get_input_embeddings().weight for each in (first, second))
-    assert len(one) == len(tokenizer) == row + 1
-    assert not torch.equal(one[row], other[row])
+    assert len(one) == len(tokenizer) == tokenizer.convert_tokens_to_ids("<search>") + 1
+    assert not torch.equal(one, other)
 
 
 def test_a_truncated_or_penalised_stage_reports_no_mismatch(train):
