@@ -11,7 +11,8 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.metrics import REWARD, describe_figure

@@ -20,6 +20,7 @@ from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
+from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.metrics import (
@@ -42,7 +43,6 @@ from schemas.metrics import (
 )
 from schemas.results.evaluation import Interval
 
-GREEDY = -1
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
 
 _RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)

@@ -140,7 +140,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`).
+        config: its section model (`merged_dtype`, `added_tokens`) and `rollout.chat_template_kwargs`.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
@@ -149,7 +149,8 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         MergeError: the merged or the saved model differs from base + adapter.
     """
     chats = read_chats(data.eval, limit=PROOF_PROMPTS)
-    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS)
+    template = config.rollout.chat_template_kwargs
+    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS, chat_template_kwargs=template)
     return merge_and_prove(spec, _folder(directory), key=_key(spec))
 
 
@@ -239,14 +240,15 @@ def generate(
 
     system = config.data.system_prompt
     before = [{"role": "system", "content": system}] if system else []
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.model, config.rollout.chat_template_kwargs)
     prompts = [prompt_ids(tokenizer, [*before, {"role": "user", "content": question}]) for question in questions]
     requests = [
         Request(ids, completion_seed(config.seed, "generate", number) + sample)
         for number, ids in enumerate(prompts)
         for sample in range(num_samples)
     ]
-    engine = LocalEngine(load_policy(model, config.model, device=pick_device(config.resources)), tokenizer)
+    policy = load_policy(model, config.model, device=pick_device(config.resources), token_seed=config.seed)
+    engine = LocalEngine(policy, tokenizer)
     drawn = [done.text for done in engine.generate(requests, Sampling.of(config.rollout, temperature=temperature))]
     return [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
 

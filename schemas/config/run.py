@@ -110,6 +110,7 @@ class RunConfig(Section):
                     )
         return self
 
+    @model_validator(mode="after")
     def _check_evaluation(self) -> Self:
         for reward in self.evaluation.rewards or []:
             self._check_reward("evaluation.rewards", reward)
@@ -172,6 +173,28 @@ class RunConfig(Section):
         for place in secrets_in(self.model_dump()):
             raise ValueError(
                 f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_added_tokens(self) -> Self:
+        vllm, model = self.rollout.vllm, self.model
+        if not model.added_tokens:
+            return self
+        if self.resources.fsdp and model.lora is not None:
+            raise ValueError("the trained rows of model.added_tokens cannot be sharded; fix: resources.fsdp: false")
+        if "vllm" not in (self.rollout.engine, self.evaluation.engine):
+            return self
+        if vllm.base_urls:
+            raise ValueError(
+                "a running server has no rows for model.added_tokens; fix: remove rollout.vllm.base_urls, and the run starts one"
+            )
+        if vllm.sync == "adapter":
+            raise ValueError("vLLM's adapters cannot carry the rows of model.added_tokens; fix: rollout.vllm.sync: auto")
+        if model.quantization != "none" and self.rollout.engine == "vllm":
+            raise ValueError(
+                "vLLM gets the rows of model.added_tokens with merged weights, and 4-bit weights cannot be merged for it; "
+                "fix: rollout.engine: local, or model.quantization: none"
             )
         return self
 
