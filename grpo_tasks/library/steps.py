@@ -188,7 +188,10 @@ def evaluate(
     spec.save(folder / SPEC)
     run_module("grpo_tasks.rollout", folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
-    scoring = _scoring(config, rewards or {}, folder)
+    scoring, scores = _scoring(config, rewards or {}, folder), None
+    if scoring is not None:
+        samples, per_prompt = pl.read_parquet(folder / SAMPLES), evaluation.num_samples
+        scores = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt)
     report = evaluate_samples(
         folder,
         key=_key(spec),
@@ -197,10 +200,7 @@ def evaluate(
         prompts=rows,
         completion=config.completion,
         evaluation=evaluation,
-        rewards=scoring
-        and reward_columns(
-            pl.read_parquet(folder / SAMPLES), rows, scoring, completion=config.completion, per_prompt=evaluation.num_samples
-        ),
+        rewards=scores,
     )
     return report.model_copy(update={"seconds": time.perf_counter() - began})
 
