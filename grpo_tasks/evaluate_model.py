@@ -44,9 +44,10 @@ def evaluate_model(
     )
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)
-    rows = chosen_rows(data.eval, evaluation.max_prompts)
-    samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"
-    per_prompt = evaluation.num_samples
+    rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None
+    if scoring is not None:
+        samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"
+        rewards = reward_columns(samples, rows, scoring, completion=completion, per_prompt=evaluation.num_samples, log=log)
     report = evaluate_samples(
         work.directory,
         key=work.key,
@@ -55,7 +56,7 @@ def evaluate_model(
         prompts=rows,
         completion=completion,
         evaluation=evaluation,
-        rewards=scoring and reward_columns(samples, rows, scoring, completion=completion, per_prompt=per_prompt, log=log),
+        rewards=rewards,
     )
     work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))
     return report.model_copy(update={"seconds": time.perf_counter() - began})

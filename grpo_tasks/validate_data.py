@@ -3,7 +3,7 @@
 from prefect import get_run_logger
 
 from grpo_tasks.answers.extract import check_completion
-from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
@@ -31,7 +31,7 @@ def validate_data(
             rows.directory / ROWS,
             inputs,
             origin,
-            check_truths=find_unusable_truths,
+            check_truths=truths_check(inputs.completion),
             model=model,
             rollout=rollout,
             warn=get_run_logger().warning,

@@ -8,7 +8,13 @@ would run for ever. So the whole answer must be one expression within these boun
     no listing (`42 43` would be read as a mixed number) and no chain of equations
     at most four digits in all exponents together, and no power of a power
 
-A unit in \text{} at the end is dropped. The comparison then gets half a second of computing time (a signal, so in the main thread
+A unit in \text{} or a percent sign at the end is dropped, and so are spaces between digits (10\,000). `x \approx 11` states the
+result 11.
+
+Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`) equal as many solutions in any order. A bare list such as `1, 2`
+only counts as solutions when the other side says that it does. Ordered pairs and intervals keep their order.
+
+The comparison then gets half a second of computing time (a signal, so in the main thread
 only). In any other thread the bounds alone protect.
 """
 
@@ -16,7 +22,7 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import FrameType
@@ -27,6 +33,8 @@ from grpo_tasks.answers.numerals import unwrap
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 6
 """Deepest nesting of brackets. The parser's time grows steeply with it."""
+MAX_SOLUTIONS = 8
+"""Longer lists of solutions are never equal."""
 MAX_EXPONENT_DIGITS = 4
 """Digits in all exponents together."""
 TIME_LIMIT_S = 0.5
@@ -35,13 +43,21 @@ REPEAT_SIGNAL_S = 0.1
 """Computing time in seconds between two signals once the limit is reached: an exception inside a destructor is lost."""
 
 _KNOWN_COMMAND = re.compile(
-    r"[dt]?frac|sqrt|pi|cdot|times|div|pm|left|right|infty|cup|cap|in|leq?|geq?|lt|gt|neq?|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
+    r"[dtc]?frac|sqrt|pi|cdot|times|div|pm|left|right|infty|cup|cap|in|leq?|geq?|lt|gt|neq?|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
     r"|ln|log|circ|degree|theta|alpha|beta|gamma|lambda|mu|omega|phi|begin|end|quad"
 )
 _KNOWN_WORD = re.compile(r"sqrt|arcsin|arccos|arctan|[pb]matrix")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{4,}")
-_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}0-9]*\}$")
+_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}0-9]*\}$|(?<=[0-9])\s*(?:per ?cent|\\?%)$")
+_THIN_SPACE = re.compile(r"\\[,;:!]|[\u2009\u202f\u00a0]")
+_GROUPED_DIGITS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|[\u2009\u202f\u00a0])(?=[0-9]{3}(?![0-9]))")
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\u2248")
+_JOIN_IN_TEXT = re.compile(r"\\(?:text|mathrm)\{\s*(or|and)\s*\}")
+_JOIN = re.compile(r"\s+(?:or|and)\s+")
+# A comma before three digits may group them: 1,234.
+_SEPARATOR = re.compile(r"\s*(?:\s(?:or|and)\s|;|,(?![0-9]{3}(?![0-9])))\s*")
+_SET = re.compile(r"(?:\\left)?\\\{(.*?)(?:\\right)?\\\}", re.DOTALL)
 _STACKED = re.compile(r"\^\s*(?:\{[^{}]*\}|\([^()]*\)|\\?[A-Za-z0-9]+)\s*\^")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\\?[A-Za-z0-9]+))")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"[0-9.]\s+[0-9.]")
@@ -57,9 +73,14 @@ def expressions_equal(prediction: str, truth: str) -> bool:
     if max(len(prediction), len(truth)) > MAX_EXPRESSION_CHARS:
         return False
     ours, theirs = _plain(prediction), _plain(truth)
+    solutions, wanted = _solutions(ours), _solutions(theirs)
+    if min(len(solutions), len(wanted)) > 1 and (_is_unordered(ours) or _is_unordered(theirs)):
+        return _same_solutions(solutions, wanted)
+    if _JOIN.search(ours) or _JOIN.search(theirs):
+        return False
     if not (is_harmless(ours) and is_harmless(theirs)) or ("=" in ours and "=" not in theirs and not _names_result(ours)):
         return False
-    return _verify(ours, theirs)
+    return _verify((ours,), (theirs,))
 
 
 def is_harmless(expression: str) -> bool:
@@ -78,7 +99,38 @@ def is_harmless(expression: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return _UNIT.sub("", unwrap(text)).replace("**", "^").replace("\u2212", "-").strip()
+    text = _JOIN_IN_TEXT.sub(r" \1 ", _GROUPED_DIGITS.sub("", unwrap(text)))
+    text = _APPROXIMATELY.sub("=", _THIN_SPACE.sub(" ", text)).replace("\\cfrac", "\\frac")
+    return _UNIT.sub("", text.strip()).replace("**", "^").replace("\u2212", "-").strip()
+
+
+def _is_unordered(expression: str) -> bool:
+    return _SET.fullmatch(expression) is not None or _JOIN.search(expression) is not None
+
+
+def _solutions(expression: str) -> list[str]:
+    """The parts of a list of solutions or of a set, without the name of the unknown; brackets inside are not taken apart."""
+    inside = _SET.fullmatch(expression)
+    text, parts, depth, index, start = inside[1] if inside else expression, [], 0, 0, 0
+    while index < len(text):
+        depth += (text[index] in "([{") - (text[index] in ")]}")
+        found = _SEPARATOR.match(text, index) if depth == 0 else None
+        if found:
+            parts.append(text[start : found.start()])
+            start = found.end()
+        index = max(index + 1, found.end() if found else 0)
+    return [_UNIT.sub("", _result(part.strip())) for part in [*parts, text[start:]]]
+
+
+def _result(solution: str) -> str:
+    return solution.partition("=")[2].strip() if solution.count("=") == 1 and _names_result(solution) else solution
+
+
+def _same_solutions(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether each solution of one side equals exactly one of the other's."""
+    if len(ours) != len(theirs) or len(ours) > MAX_SOLUTIONS or not all(map(is_harmless, [*ours, *theirs])):
+        return False
+    return all([*ours, *theirs]) and _verify(tuple(ours), tuple(theirs))
 
 
 def _names_result(expression: str) -> bool:
@@ -103,13 +155,21 @@ def _depth(expression: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _verify(prediction: str, truth: str) -> bool:
+def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
+    """Whether the expressions are equal in some order; as many on each side."""
     library = _math_verify()
     try:
         with _deadline(TIME_LIMIT_S):
-            ours, theirs = _parse(library, prediction), _parse(library, truth)
-            # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
-            return bool(ours and theirs) and bool(library.verify(theirs, ours, timeout_seconds=None))
+            left = [_parse(library, prediction) for prediction in predictions]
+            for truth in truths:
+                wanted = _parse(library, truth)
+                # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
+                equal = (ours for ours in left if ours and wanted and library.verify(wanted, ours, timeout_seconds=None))
+                found = next(equal, None)
+                if found is None:
+                    return False
+                left = [ours for ours in left if ours is not found]
+            return True
     except (_OutOfTime, RecursionError):
         return False
 

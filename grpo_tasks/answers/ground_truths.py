@@ -6,6 +6,7 @@ A ground truth that does not equal itself equals nothing: text under `numeric`, 
 letter by letter, so it only causes a warning.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import polars as pl
@@ -13,7 +14,7 @@ import polars as pl
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.numerals import parse_number
-from schemas.config.completion import Equality
+from schemas.config.completion import CompletionConfig, Equality
 from schemas.errors import DataError
 
 MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}
@@ -64,9 +65,10 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     """Check the ground truths of accepted rows, each distinct one once.
 
     Args:
-        rows: a table with the columns answer, source and line.
+        rows: a table with the columns answer (null for a row without ground truth), source and line.
         how: the equality that rewards and evaluation use.
     """
+    rows = rows.filter(pl.col("answer").is_not_null())
     if how == "exact":
         return UnusableTruths(how, 0, rows.height, "")
     unusual = rows["answer"].filter(~rows["answer"].str.contains(_PLAIN_NUMBER)) if how != "choice" else rows["answer"]
@@ -76,6 +78,15 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     found = rows.filter(pl.col("answer").is_in(bad.implode()))
     checked = rows.height - len(unusual) + int(unusual.is_in(sample.implode()).sum())
     return UnusableTruths(how, found.height, checked, _shown(found))
+
+
+def truths_check(completion: CompletionConfig) -> Callable[[pl.DataFrame, Equality], UnusableTruths]:
+    """What validation checks ground truths with: nothing where completions have no answer to compare with them."""
+    return find_unusable_truths if completion.has_answer else _all_usable
+
+
+def _all_usable(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
+    return UnusableTruths(how, 0, rows.height, "")
 
 
 def _usable(truth: str, how: Equality) -> bool:

@@ -45,7 +45,8 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         raise ConfigError(f"not a JSON Schema: {error.message[:200]}", place=f"{_PLACE}.{path}".rstrip("."), fix=fix) from error
     if schema.get("type", "object") != "object":
         raise ConfigError(f"the schema describes {schema['type']}, not an object", place=_PLACE, fix="type: object")
-    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
+    registry: Any = Registry()
+    resolver = registry.resolver_with_root(DRAFT202012.create_resource(schema))
     for keyword, value in _keywords(schema):
         if keyword in ("$ref", "$dynamicRef") and isinstance(value, str):
             try:

@@ -31,7 +31,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.answers.extract import check_completion
-from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
@@ -79,7 +79,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
     return validate_rows(
-        loaded.path, inputs, origin, check_truths=find_unusable_truths, model=config.model, rollout=config.rollout
+        loaded.path, inputs, origin, check_truths=truths_check(config.completion), model=config.model, rollout=config.rollout
     )
 
 
@@ -190,7 +190,10 @@ def evaluate(
     spec.save(folder / SPEC)
     run_module("grpo_tasks.rollout", folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
-    scoring = _scoring(config, rewards or {}, folder)
+    scoring, scores = _scoring(config, rewards or {}, folder), None
+    if scoring is not None:
+        samples, per_prompt = pl.read_parquet(folder / SAMPLES), evaluation.num_samples
+        scores = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt)
     report = evaluate_samples(
         folder,
         key=_key(spec),
@@ -199,10 +202,7 @@ def evaluate(
         prompts=rows,
         completion=config.completion,
         evaluation=evaluation,
-        rewards=scoring
-        and reward_columns(
-            pl.read_parquet(folder / SAMPLES), rows, scoring, completion=config.completion, per_prompt=evaluation.num_samples
-        ),
+        rewards=scores,
     )
     return report.model_copy(update={"seconds": time.perf_counter() - began})
 

@@ -124,14 +124,17 @@ def batch_of(
         completion_ids: N lists of token ids.
         step: number of the update.
 
-    The columns are `answer` and every extra column of any row, with None where a row lacks it. Reserved names are left out.
+    The columns are `answer`, `answers` (lists) where the data has several, and every extra column of any row, with None where a
+    row lacks it. Reserved names are left out.
     """
     names = sorted({name for row in rows for name in row.extra} - RESERVED)
+    several = {"answers": [row.answers for row in rows]} if any(row.answers is not None for row in rows) else {}
     return ScoreBatch(
         prompts=[row.messages for row in rows],
         completions=completions,
         completion_ids=completion_ids,
-        columns={"answer": [row.answer for row in rows], **{name: [row.extra.get(name) for row in rows] for name in names}},
+        columns={"answer": [row.answer for row in rows], **{name: [row.extra.get(name) for row in rows] for name in names}}
+        | several,
         step=step,
         origins=[origin_of(row) for row in rows],
     )

@@ -123,6 +123,22 @@ def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
         ("[1,2)", "[1,2)"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         ("Paris", "Paris"),
+        (r"\cfrac{1}{3}", r"\frac{1}{3}"),
+        (r"\cfrac{1}{3}", "1/3"),
+        ("28 percent", "28"),
+        (r"28\%", "28 percent"),
+        (r"x \approx 11", "11"),
+        ("x ≈ 11", "11"),
+        (r"10\,000", "10000"),
+        ("10\u2009000", "10000"),
+        (r"10{,}000\,\text{m}", "10000"),
+        (r"\frac{1}{2}\,x", r"\frac{x}{2}"),
+        (r"\left\{ 3, 1, \frac{4}{2} \right\}", r"\{1, 2, 3\}"),
+        (r"\{(1,2), (3,4)\}", r"\{(3,4), (1,2)\}"),
+        ("21 or 11", "11 or 21"),
+        ("21 or 11", "11, 21"),
+        (r"x = 21 \text{ or } x = 11", r"\{11, 21\}"),
+        ("1,234 and 5", "5 or 1234"),
     ],
 )
 def test_equal_mathematics_is_equal(prediction, truth):
@@ -134,6 +150,34 @@ def test_equal_mathematics_is_equal(prediction, truth):
 )
 def test_other_mathematics_is_not(prediction):
     assert not answers_equal(prediction, "42", "math")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth"),
+    [
+        (r"\cfrac{1}{3}", "0.33"),
+        ("28 percent", "0.28"),
+        ("28 percent", "2800"),
+        (r"x \approx 11", "12"),
+        (r"3 \approx 11", "11"),
+        (r"1\,2", "12"),
+        ("1\u20092", "12"),
+        ("21 or 11", "21"),
+        ("21 or 11", "11"),
+        ("21 or 11 or 5", "11 or 21"),
+        ("21 or 21", "11 or 21"),
+        ("11 or 21", "11 or 22"),
+        ("(2, 1)", "(1, 2)"),
+        ("[2, 1]", "[1, 2]"),
+        (r"\{(2,1), (3,4)\}", r"\{(1,2), (3,4)\}"),
+        (r"\{1, 2\}", r"\{1, 2, 3\}"),
+        ("1 or 2 or 3 or 4 or 5 or 6 or 7 or 8 or 9", "1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        ("or", "1 or 2"),
+        (" or ".join(["9^{9^9}", "2"]), "1 or 2"),
+    ],
+)
+def test_more_freedom_of_form_is_no_freedom_of_value(prediction, truth):
+    assert not answers_equal(prediction, truth, "math")
 
 
 def test_words_are_no_products_of_their_letters():

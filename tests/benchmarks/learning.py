@@ -13,7 +13,6 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from grpo_tasks.answers.tags import Tags
 from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
@@ -71,12 +70,12 @@ def ours(seed: int, updates: int) -> list[float]:
 
 def strict(prompts, completions, **columns):
     """Our `format` as TRL calls it."""
-    return format(prompts, completions, tags=TAGS)
+    return format(prompts, completions, completion=CompletionConfig())
 
 
 def incremental(prompts, completions, **columns):
     """Our `incremental_format` as TRL calls it."""
-    return incremental_format(prompts, completions, tags=TAGS)
+    return incremental_format(prompts, completions, completion=CompletionConfig())
 
 
 def theirs(seed: int, updates: int) -> list[float]:

@@ -5,7 +5,7 @@ import polars as pl
 import pytest
 from scipy import stats
 
-from grpo_tasks.evaluation.paired import PromotionMetric, paired_test, prompt_values
+from grpo_tasks.evaluation.paired import paired_test, prompt_values
 
 
 def judge(ours, theirs, alpha=0.05):
@@ -109,7 +109,7 @@ SCORED = pl.DataFrame(
     ("metric", "figures"),
     [("accuracy", [0.0, 0.5]), ("format_rate", [0.5, 1.0]), ("lenient_accuracy", [0.0, 1.0]), ("pass_at_k", [0.0, 1.0])],
 )
-def test_figures_are_means_over_a_prompts_samples_without_the_greedy_one(metric: PromotionMetric, figures):
+def test_figures_are_means_over_a_prompts_samples_without_the_greedy_one(metric, figures):
     found = prompt_values(SCORED, metric)
     assert found["prompt_id"].to_list() == ["a", "b"]
     assert found["value"].to_list() == figures

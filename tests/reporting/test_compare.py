@@ -62,6 +62,21 @@ def test_a_difference_is_second_minus_first_over_the_sampled_completions():
     assert row.low < row.difference < row.high
 
 
+def test_rewards_and_tasks_are_compared_where_both_runs_have_them():
+    scores = pl.Series([1.0, 9.0, 2.0, 9.0, 3.0, 9.0, None, 9.0], dtype=pl.Float64)
+    task = pl.Series(["sum", "sum", "sum", "sum", "tone", "tone", "tone", "tone"])
+    columns = {"reward": scores, "rewards/brief/mean": scores, "task": task, "correct": pl.Series([None] * 8, dtype=pl.Boolean)}
+    first = replace(FIRST, samples=FIRST.samples.with_columns(**columns))
+    second = replace(SECOND, samples=SECOND.samples.with_columns(**(columns | {"reward": scores + 1.5})))
+    found = {row.name: row for row in compare_runs(first, second).figures}
+    assert (found["reward"].first, found["reward"].difference, found["reward"].share) == (2.0, 1.5, False)
+    assert (found["reward/task/sum"].first, found["reward/task/tone"].first) == (1.5, 3.0)
+    assert found["rewards/brief/mean"].difference == 0.0
+    assert found["format_rate/task/tone"].share
+    assert not any(name.startswith("accuracy") for name in found)
+    assert "reward" not in {row.name for row in compare_runs(first, SECOND).figures}
+
+
 def test_equal_answers_have_no_difference_and_no_interval():
     row = difference(compare_runs(FIRST, SECOND), "format_rate")
     assert (row.difference, row.low, row.high) == (0.0, 0.0, 0.0)

@@ -1,0 +1,148 @@
+"""Figures of an evaluation: what is right, what is left out, rewards and tasks; and which of them decides."""
+
+from dataclasses import dataclass
+
+import polars as pl
+import pytest
+from pydantic import ValidationError
+
+from grpo_tasks.evaluation.paired import compare, deciding_metric
+from grpo_tasks.evaluation.regressions import find_regressions
+from grpo_tasks.evaluation.report import evaluate_samples
+from schemas.config.completion import CompletionConfig
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, DataError
+from schemas.results.model import ModelRef
+
+RIGHT = "<reasoning>w</reasoning><answer>42</answer>"
+
+
+@dataclass(frozen=True)
+class Row:
+    prompt_id: str
+    truths: tuple[str, ...] = ("42",)
+    task: str = ""
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """Evaluate one completion per prompt."""
+
+    def evaluate(rows, texts, *, label="merged", completion=None, **rewards):
+        directory = tmp_path / label
+        directory.mkdir(exist_ok=True)
+        samples = {"prompt_id": [row.prompt_id for row in rows], "sample": [0] * len(rows), "completion": texts}
+        more = {"completion_tokens": [3] * len(rows), "finish_reason": ["stop"] * len(rows)}
+        pl.DataFrame(samples | more).write_parquet(directory / "samples.parquet")
+        return evaluate_samples(
+            directory,
+            key="",
+            label=label,
+            model=ModelRef(path="embedded:base"),
+            prompts=rows,
+            completion=completion or CompletionConfig(),
+            evaluation=EvaluationConfig(num_samples=1, greedy=False),
+            rewards=pl.DataFrame(rewards, schema=dict.fromkeys(rewards, pl.Float64)) if rewards else None,
+        )
+
+    return evaluate
+
+
+def values(report):
+    return {name: interval.value for name, interval in report.metrics.items()}
+
+
+def test_any_of_several_ground_truths_is_right(evaluated):
+    found = values(evaluated([Row("a", ("41", "42")), Row("b", ("41",))], [RIGHT, RIGHT]))
+    assert (found["accuracy"], found["lenient_accuracy"], found["pass_at_k"]) == (0.5, 0.5, 0.5)
+
+
+def test_accuracy_is_the_mean_over_the_rows_with_a_ground_truth_and_the_report_says_so(evaluated):
+    report = evaluated([Row("a"), Row("b", ()), Row("c", ("41",))], [RIGHT] * 3)
+    assert values(report)["accuracy"] == 0.5
+    assert values(report)["format_rate"] == 1.0
+    assert "the 2 prompts with a ground truth" in (report.directory / "report.md").read_text()
+
+
+def test_without_any_ground_truth_there_is_no_accuracy_and_not_an_accuracy_of_zero(evaluated):
+    report = evaluated([Row("a", ()), Row("b", ())], ["good <b>day</b>", "bad day"], reward=[1.0, -1.0])
+    assert report.metrics.keys() == {"format_rate", "truncated_rate", "mean_length", "reward"}
+    assert report.pass_at_k == {}
+    text = (report.directory / "report.md").read_text()
+    assert "there is no accuracy" in text
+    assert text.index("good <b>day") < text.index("bad day")
+
+
+def test_free_text_has_no_format_rate_and_no_regression_in_it(evaluated):
+    free = CompletionConfig(format="none")
+    ours, base = (evaluated([Row("a")], ["text"], label=label, completion=free) for label in ("merged", "base"))
+    assert "format_rate" not in ours.metrics
+    assert [check.metric for check in find_regressions(ours, base, PromotionConfig())] == ["truncated_rate"]
+
+
+def test_rewards_have_means_and_intervals_and_leave_out_what_they_do_not_apply_to(evaluated):
+    rewards = {"reward": [1.0, 4.0, None], "rewards/brief/mean": [None, 0.5, None], "rewards/never/mean": [None] * 3}
+    report = evaluated([Row("a"), Row("b"), Row("c")], [RIGHT] * 3, **rewards)
+    assert (values(report)["reward"], values(report)["rewards/brief/mean"]) == (2.5, 0.5)
+    assert "rewards/never/mean" not in report.metrics
+    assert report.metrics["reward"].low < 2.5 < report.metrics["reward"].high
+    assert "| rewards/brief/mean" in (report.directory / "report.md").read_text()
+
+
+def test_several_tasks_have_figures_of_their_own(evaluated):
+    rows = [Row("a", task="sum"), Row("b", ("41",), "sum"), Row("c", (), "tone/1")]
+    found = values(evaluated(rows, [RIGHT] * 3, reward=[1.0, 0.0, 3.0]))
+    assert (found["accuracy/task/sum"], found["reward/task/sum"], found["reward/task/tone_1"]) == (0.5, 0.5, 3.0)
+    assert "accuracy/task/tone_1" not in found
+    assert not any("/task/" in name for name in values(evaluated(rows[:2], [RIGHT] * 2)))
+
+
+def test_the_reward_of_the_same_prompts_is_tested_in_pairs(evaluated):
+    rows = [Row(f"{number:02}", ()) for number in range(12)]
+    base = evaluated(rows, ["text"] * 12, label="base", reward=[0.1 * number for number in range(12)])
+    ours = evaluated(rows, ["text"] * 12, reward=[None, *(0.1 * number + 0.37 for number in range(1, 12))])
+    test = compare(ours, base, metric="reward", alpha=0.05)
+    assert (test.metric, test.prompts, test.better) == ("reward", 11, True)
+    assert test.difference == pytest.approx(0.37)
+    assert not compare(base, ours, metric="reward", alpha=0.05).better
+    with pytest.raises(DataError, match="no held-out prompt has a value of accuracy"):
+        compare(ours, base, metric="accuracy", alpha=0.05)
+
+
+def test_accuracy_decides_where_there_is_one_and_else_the_reward(evaluated):
+    known = evaluated([Row("a")], [RIGHT], reward=[1.0])
+    unknown = evaluated([Row("a", ())], [RIGHT], label="base", reward=[1.0])
+    assert deciding_metric(PromotionConfig(), known) == "accuracy"
+    assert deciding_metric(PromotionConfig(), unknown) == "reward"
+    assert deciding_metric(PromotionConfig(metric="reward"), known) == "reward"
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "pass_at_k", "rewards/other/mean", None])
+def test_a_metric_that_was_not_measured_cannot_decide(evaluated, metric):
+    rewards = {"reward": [1.0]} if metric else {}
+    report = evaluated([Row("a", ())], ["text"], label="base", **rewards)
+    with pytest.raises(ConfigError, match="ground truth") as refused:
+        deciding_metric(PromotionConfig(metric=metric), report)
+    assert "promotion.metric: reward" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"promotion": {"metric": "acuracy"}}, "one of accuracy"),
+        ({"promotion": {"metric": "rewards/brief/mean"}}, "evaluation.rewards: [brief]"),
+        ({"promotion": {"metric": "reward"}, "evaluation": {"rewards": []}}, "leave evaluation.rewards empty"),
+        ({"promotion": {"metric": "accuracy"}, "completion": {"format": "none"}}, "promotion.metric: reward"),
+        ({"promotion": {"metric": "accuracy"}, "completion": {"format": "json"}}, "completion.answer_key"),
+        ({"evaluation": {"rewards": ["brief"]}}, "rewards.functions"),
+        ({"evaluation": {"evaluators": {"brief": "brief"}}}, "package.module:function"),
+        ({"evaluation": {"evaluators": {"length": "my:length"}}}, "another name"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_with_the_fix(given, fix):
+    tree = {"data": {"train": [{"path": "a.jsonl"}]}, "stages": [{"name": "one", "rewards": ["length"]}]}
+    RunConfig(**tree, promotion={"metric": "rewards/length/mean"})
+    with pytest.raises(ValidationError) as refused:
+        RunConfig(**tree, **given)
+    assert fix in str(refused.value)

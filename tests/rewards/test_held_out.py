@@ -1,0 +1,110 @@
+"""Rewards of held-out completions, computed in the reward process and handed to the evaluation as columns."""
+
+import logging
+import os
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from grpo_tasks.rewards.held_out import CHUNK, reward_columns
+from grpo_tasks.running.key import content_key
+from schemas.config.completion import CompletionConfig
+from schemas.config.run import RunConfig
+from schemas.errors import RewardError
+
+RIGHT = "<reasoning>15 + 27</reasoning><answer>42</answer>"
+FUNCTIONS = """
+import os
+
+def size(completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+def only_long(completions, **columns):
+    return [1.0 if len(one[0]["content"]) > 9 else None for one in completions]
+
+def process(completions, **columns):
+    return [float(os.getpid()) for _ in completions]
+
+def broken(completions, **columns):
+    raise ValueError("no score today")
+"""
+
+
+def config(*, stage=("correctness",), functions=None, **evaluation):
+    return RunConfig(
+        data={"train": [{"path": "rows.jsonl"}]},
+        stages=[{"name": "one", "rewards": list(stage)}],
+        rewards={"functions": functions or {}},
+        evaluation=evaluation,
+    )
+
+
+def scored(run, rows, texts):
+    samples = pl.DataFrame(
+        {"prompt_id": [row.prompt_id for row in rows], "completion": texts, "token_ids": [[1] * len(text) for text in texts]}
+    )
+    return reward_columns(samples, rows, run.scoring(), completion=run.completion, per_prompt=1)
+
+
+def test_the_reward_is_that_of_the_last_stage_and_evaluators_do_not_count(own_module, make_row):
+    own_module(FUNCTIONS)
+    run = config(
+        stage=("correctness", "long"),
+        functions={"long": {"function": "my_rewards:only_long", "weight": 0.5}},
+        evaluators={"size": "my_rewards:size"},
+    )
+    found = scored(run, [make_row(1), make_row(2), make_row(3, answer="41")], [RIGHT, "42", RIGHT])
+    assert found["reward"].to_list() == [2.5, 0.0, 0.5]
+    assert found["rewards/correctness/mean"].to_list() == [1.0, 0.0, 0.0]
+    assert found["rewards/long/mean"].to_list() == [1.0, None, 1.0]
+    assert found["rewards/size/mean"].to_list() == [float(len(RIGHT)), 2.0, float(len(RIGHT))]
+
+
+def test_rows_without_ground_truth_or_with_several_are_scored_as_such(own_module, make_row):
+    own_module(FUNCTIONS)
+    rows = [replace(make_row(1), answer=None), replace(make_row(2), answer="7", answers=("7", "42")), make_row(3)]
+    found = scored(config(), rows, [RIGHT] * 3)
+    assert found["reward"].to_list() == [None, 2.0, 2.0]
+
+
+def test_functions_run_in_another_process_and_order_is_kept_over_many_chunks(own_module, make_row):
+    own_module(FUNCTIONS)
+    run = config(stage=(), evaluators={"size": "my_rewards:size", "process": "my_rewards:process"}, rewards=[])
+    rows = [make_row(line) for line in range(1, 2 * CHUNK + 10)]
+    found = scored(run, rows, ["x" * row.line for row in rows])
+    assert found["rewards/size/mean"].to_list() == [float(row.line) for row in rows]
+    assert os.getpid() not in set(found["rewards/process/mean"])
+    assert "reward" not in found.columns
+
+
+def test_a_failing_function_stops_or_is_left_out_as_its_on_error_says(own_module, make_row, caplog):
+    own_module(FUNCTIONS)
+    function = {"function": "my_rewards:broken"}
+    with pytest.raises(RewardError, match="no score today"):
+        scored(config(functions={"bad": function}, rewards=["bad"]), [make_row(1)], [RIGHT])
+    skipping = config(functions={"bad": function | {"on_error": "skip"}}, rewards=["bad", "format"])
+    with caplog.at_level(logging.WARNING):
+        found = scored(skipping, [make_row(1)], [RIGHT])
+    assert found["reward"].to_list() == [1.0]
+    assert found["rewards/bad/mean"].to_list() == [None]
+    assert "no score today" in caplog.text
+
+
+def test_the_key_of_an_evaluation_holds_the_code_of_the_functions_it_uses_and_of_no_other(own_module):
+    own_module(FUNCTIONS)
+    functions = {"long": {"function": "my_rewards:only_long"}}
+    with_own = config(stage=("long",), functions=functions)
+    without = config(stage=("format",), functions=functions)
+    nothing = config(stage=("long",), functions=functions, rewards=[])
+    before = [content_key("evaluate_model", (), {"scoring": run.scoring()}) for run in (with_own, without, nothing)]
+    own_module(FUNCTIONS.replace("> 9", "> 8"))
+    after = [content_key("evaluate_model", (), {"scoring": run.scoring()}) for run in (with_own, without, nothing)]
+    assert nothing.scoring() is None
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True]
+
+
+def test_built_in_functions_follow_the_format_of_completions(own_module, make_row):
+    own_module(FUNCTIONS)
+    run = config().model_copy(update={"completion": CompletionConfig(format="boxed")})
+    assert scored(run, [make_row(1)], ["So \\boxed{42}"])["reward"].to_list() == [2.0]
