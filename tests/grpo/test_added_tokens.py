@@ -64,7 +64,8 @@ def test_a_model_learns_to_emit_an_added_token_and_stops_there(train, base_ref, 
     rewards = [line["reward"] for line in journal(directory)]
     assert sum(rewards[-5:]) > 5 * 0.6 > sum(rewards[:5])
     # The sampler and the trainer agree about the new token too.
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in journal(directory))
+    name = "sampling/sampling_logp_difference/max"
+    assert max(line[name] for line in journal(directory) if name in line) < 1e-3
     # Merged it is the same policy, and the folder alone has the token and emits it.
     chats = [[SYSTEM, {"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 31)]
     merge(MergeSpec(model=spec.model, ref=result.model, prompts=chats, max_new_tokens=8), tmp_path / "merged", device=CPU)
@@ -111,4 +112,7 @@ def test_full_fine_tuning_trains_the_rows_and_saves_the_tokenizer(train):
 def test_a_truncated_or_penalised_stage_reports_no_mismatch(train):
     rollout = {"min_p": 0.05, "repetition_penalty": 1.2, "top_p": 0.9}
     _, directory = train(rollout=rollout, max_sampling_logp_difference=0.01)
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in journal(directory))
+    name = "sampling/sampling_logp_difference/max"
+    differences = [line[name] for line in journal(directory) if name in line]
+    assert differences
+    assert max(differences) < 1e-4
