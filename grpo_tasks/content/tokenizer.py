@@ -95,15 +95,6 @@ def prepare(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, rollout: R
     set_template_defaults(tokenizer, rollout.chat_template_kwargs)
 
 
-def with_stop_ids(rollout: RolloutConfig, tokenizer: "PreTrainedTokenizerBase") -> RolloutConfig:
-    """The settings with every stop token named by its id.
-
-    Raises:
-        ConfigError: the tokenizer does not have a named token.
-    """
-    return rollout.model_copy(update={"stop_token_ids": sorted(stop_token_ids(tokenizer, rollout.stop_token_ids))})
-
-
 def _opened(template: str, opening: str) -> str:
     # A tokenizer that was saved with a merged model has the defaults already.
     return template if template.startswith(opening) else opening + template

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
+from grpo_tasks.content.tokenizer import stop_token_ids
 from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -147,7 +148,7 @@ class TokenCounter:
                     fix="choose a string of characters that the tokenizer knows",
                 )
         self._check_special_tokens(rollout.stop)
-        for token_id in rollout.stop_token_ids:
+        for token_id in sorted(stop_token_ids(self.tokenizer, rollout.stop_token_ids)):
             if token_id >= self.vocab_size:
                 raise ConfigError(
                     f"there is no token {token_id}; the vocabulary has {self.vocab_size}",

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import polars as pl
 
-from grpo_tasks.content.tokenizer import prepare, with_stop_ids
+from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
@@ -67,7 +67,7 @@ def validate_rows(
     # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
     markers = counter.special_tokens
     prepare(counter.tokenizer, model, rollout)
-    counter.check_stops(with_stop_ids(rollout, counter.tokenizer))
+    counter.check_stops(rollout)
     verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=markers)
     truths = check_truths(verdict.accepted, inputs.completion.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]

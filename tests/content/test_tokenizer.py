@@ -5,7 +5,7 @@ import copy
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_tasks.content.tokenizer import add_tokens, prepare, set_template_defaults, stop_token_ids, with_stop_ids
+from grpo_tasks.content.tokenizer import add_tokens, prepare, set_template_defaults, stop_token_ids
 from schemas.config.model import AddedToken, ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError
@@ -91,7 +91,6 @@ def test_stop_tokens_are_named_by_id_or_by_text(thinking):
     add_tokens(thinking, [AddedToken(token="<search>", special=True)])
     number = thinking.convert_tokens_to_ids("<search>")
     assert stop_token_ids(thinking, ["<search>", 5]) == {number, 5}
-    assert with_stop_ids(RolloutConfig(stop_token_ids=["<search>", 5]), thinking).stop_token_ids == [5, number]
     [space] = thinking.encode(" ", add_special_tokens=False)
     assert stop_token_ids(thinking, [" "]) == {space}
     with pytest.raises(ConfigError, match="no token '<other>'") as caught:

@@ -1,7 +1,8 @@
 """Prompts as token ids: chats by the template, plain prompts as TRL's standard format."""
 
 import pytest
-from transformers import AutoTokenizer, BertTokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
@@ -21,11 +22,16 @@ def test_a_plain_prompt_is_tokenised_as_it_stands(tokenizer):
     assert tokenizer.decode(prompt_ids(tokenizer, plain(text))) == text
 
 
-def test_a_plain_prompt_gets_the_special_tokens_that_the_tokenizer_adds_to_any_text(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
-    adding = BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    assert prompt_ids(adding, plain("a b")) == adding(text="a b")["input_ids"]
-    assert adding.cls_token_id in prompt_ids(adding, plain("a b"))
+def test_a_plain_prompt_gets_the_special_tokens_that_the_tokenizer_adds_to_any_text():
+    adding = AutoTokenizer.from_pretrained(resolve("embedded:base"))
+    first = adding.convert_tokens_to_ids("<|im_start|>")
+    marks = [("<|im_start|>", first)]
+    adding.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=marks)
+    assert prompt_ids(adding, plain("3 + 4")) == adding(text="3 + 4")["input_ids"]
+    assert prompt_ids(adding, plain("3 + 4"))[0] == first
+    # The template writes its markers itself; none is added to a chat.
+    chat = [{"role": "user", "content": "3 + 4"}]
+    assert prompt_ids(adding, chat)[:2].count(first) == 1
 
 
 def test_a_model_without_a_template_takes_plain_prompts_and_refuses_chats(tmp_path):

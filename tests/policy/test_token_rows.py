@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
@@ -24,15 +24,16 @@ def untied(tmp_path_factory, tokenizer):
     """A model whose output layer has weights of its own, with more rows than tokens, as many models have."""
     folder = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen2Config(
         vocab_size=384,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
