@@ -47,6 +47,9 @@ def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) 
         seconds=origin.seconds,
         rows=verdict.rows,
         quarantined=verdict.num_quarantined,
+        duplicates=verdict.dropped.height,
+        format=verdict.format,
+        tasks=verdict.tasks,
         train_rows=verdict.split("train").height,
         eval_rows=verdict.split("eval").height,
         rules=[count for count in verdict.rules if count.rows],
@@ -108,6 +111,7 @@ def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, 
         _summary(verdict, digest),
         *(f"**Warning**: {warning}" for warning in warnings),
         _sources(origin.sources),
+        _tasks(verdict),
         _broken_rules(verdict),
         _lengths(verdict),
     ]
@@ -121,6 +125,9 @@ def _summary(verdict: Verdict, digest: str) -> str:
         "",
         f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
         f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation.",
+        *_left_out(verdict),
+        "",
+        _form(verdict),
         "",
         f"Digest of the accepted rows: `{digest}`",
     ]
@@ -129,9 +136,47 @@ def _summary(verdict: Verdict, digest: str) -> str:
     return "\n".join(lines)
 
 
+def _left_out(verdict: Verdict) -> list[str]:
+    if verdict.dropped.is_empty():
+        return []
+    first = verdict.dropped.row(0, named=True)
+    example = code(f"{first['source']}:{first['line']} {first['value']}")
+    return [
+        "",
+        f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {example}.",
+    ]
+
+
+def _form(verdict: Verdict) -> str:
+    if verdict.format == "standard":
+        return "The prompts are strings (TRL's standard format), which the model continues without a chat template."
+    return "The prompts are chat messages (TRL's conversational format)."
+
+
 def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [[code(source.path), source.split, f"{source.rows:,}", code(source.sha256[:16])] for source in sources]
-    return "## Sources\n\n" + table(["source", "split", "rows", "SHA-256"], rows, right=["rows"])
+    rows = [
+        [code(source.path), source.split, f"{source.rows:,}", source.unit, _text_format(source), code(source.sha256[:16])]
+        for source in sources
+    ]
+    notes = [
+        f"{code(source.path)}: {source.from_messages:,} prompts are from the column `messages`, without the assistant's last reply."
+        for source in sources
+        if source.from_messages
+    ]
+    columns = ["source", "split", "rows", "numbered by", "text", "SHA-256"]
+    return "\n\n".join(["## Sources", table(columns, rows, right=["rows"]), *notes])
+
+
+def _text_format(source: SourceFile) -> str:
+    names = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    delimiter = names.get(source.delimiter, repr(source.delimiter)) if source.delimiter else ""
+    return ", ".join(filter(None, [source.encoding, delimiter])) or "-"
+
+
+def _tasks(verdict: Verdict) -> str:
+    rows = [[task.task, f"{task.train_rows:,}", f"{task.eval_rows:,}"] for task in verdict.tasks]
+    columns = ["task", "for training", "held out"]
+    return "## Tasks\n\n" + table(columns, rows, right=columns[1:]) if rows else ""
 
 
 def _broken_rules(verdict: Verdict) -> str:
@@ -175,7 +220,7 @@ def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
         if count.rows:
             lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
             first = verdict.quarantine.filter(rule=count.rule).head(rows)
-            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:80]!r}" for row in first.iter_rows(named=True))
+            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:160]!r}" for row in first.iter_rows(named=True))
     return "\n".join(lines)
 
 
