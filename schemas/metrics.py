@@ -3,8 +3,8 @@
 The trainer writes these names into the journal; MLflow, the progress bar, the plots, the guards, the reports and the docs read
 them. Each name is a constant here and a literal nowhere else. Names are TRL's where TRL has one.
 
-A name that contains `*` stands for a family with one member per reward function: `member(REWARD_MEAN, "format")` is
-`rewards/format/mean`.
+A name that contains `*` stands for a family with one member per reward function, or per task: `member(REWARD_MEAN, "format")` is
+`rewards/format/mean`, `member(TASK_REWARD, "math")` is `reward/task/math`.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot("kl", "KL from the reference", overview=True),
     Plot("completion_length", "Completion length", overview=True),
     Plot("dead_groups", "Dead groups", overview=True),
+    Plot("tasks", "Reward of each task"),
     Plot("reward_weights", "Reward weights"),
     Plot("truncated", "Truncated completions"),
     Plot("learning_rate", "Learning rate"),
@@ -68,6 +69,8 @@ REWARD = "reward"
 REWARD_STD = "reward_std"
 DEAD_GROUPS = "frac_reward_zero_std"
 KL = "kl"
+TASK_REWARD = "reward/task/*"
+EVAL_TASK_REWARD = "eval_reward/task/*"
 EVAL_REWARD = "eval_reward"
 EVAL_REWARD_MEAN = "eval_rewards/*/mean"
 EVAL_REWARD_SUCCESS = "eval_rewards/*/success"
@@ -151,6 +154,10 @@ TRAINING: tuple[Metric, ...] = (
         plot="kl",
         short="kl",
         compared=True,
+    ),
+    Metric(TASK_REWARD, "mean weighted reward of the completions of one task", better="higher", plot="tasks"),
+    Metric(
+        EVAL_TASK_REWARD, "mean weighted reward of completions of held-out prompts of one task", better="higher", plot="tasks"
     ),
     Metric(EVAL_REWARD, "mean weighted reward of completions of held-out prompts", better="higher", plot="reward"),
     Metric(EVAL_REWARD_MEAN, "mean raw score of one reward function on held-out prompts", better="higher"),
@@ -266,9 +273,9 @@ PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if 
 _BY_NAME = {metric.name: metric for metric in TRAINING + EVALUATION}
 
 
-def member(family: str, function: str) -> str:
-    """The name of a family's metric for one reward function."""
-    return family.replace("*", function)
+def member(family: str, one: str) -> str:
+    """The name of a family's metric for one reward function or task."""
+    return family.replace("*", one)
 
 
 def logged(function: str, name: str) -> str:
@@ -281,4 +288,6 @@ def describe(name: str) -> Metric | None:
     if name in _BY_NAME:
         return _BY_NAME[name]
     head, _, rest = name.partition("/")
+    if rest.startswith("task/") and f"{head}/task/*" in _BY_NAME:
+        return _BY_NAME[f"{head}/task/*"]
     return _BY_NAME.get(f"{head}/*/{rest.rpartition('/')[2]}")

@@ -128,10 +128,9 @@ class TokenCounter:
         """
         first = messages.list.first().struct
         is_plain = ((messages.list.len() == 1) & (first.field("role") == PLAIN)).fill_null(value=False)
-        # A data set has one form; a row of another form has no prompt here.
-        if is_plain.any():
-            texts = first.field("content")
-            return self._count_column(texts.zip_with(is_plain, texts.clear(len(texts))), plain=True, limit=limit)
+        # A data set has one form. A single message of this role among chats is a mistake that a rule reports.
+        if is_plain.any() and is_plain.sum() == messages.count():
+            return self._count_column(first.field("content"), plain=True, limit=limit)
         return self._count_column(self.template.render_column(messages), plain=False, limit=limit)
 
     def _count_column(self, texts: pl.Series, *, plain: bool, limit: int | None) -> pl.Series:

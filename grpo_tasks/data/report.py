@@ -7,7 +7,7 @@ The files are written before `enforce` is called: its error refers to them.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, 
         *(f"**Warning**: {warning}" for warning in warnings),
         _sources(origin.sources),
         _tasks(verdict),
-        _broken_rules(verdict),
+        _broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
         _lengths(verdict),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -159,7 +159,7 @@ def _sources(sources: Sequence[SourceFile]) -> str:
         for source in sources
     ]
     notes = [
-        f"{code(source.path)}: {source.from_messages:,} prompts are from the column `messages`, without the assistant's last reply."
+        f"{code(source.path)}: {source.from_messages:,} prompts are the column `messages`, without the assistant's last reply."
         for source in sources
         if source.from_messages
     ]
@@ -179,7 +179,7 @@ def _tasks(verdict: Verdict) -> str:
     return "## Tasks\n\n" + table(columns, rows, right=columns[1:]) if rows else ""
 
 
-def _broken_rules(verdict: Verdict) -> str:
+def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
         return "## Rules\n\nNo row breaks a rule."
@@ -189,11 +189,16 @@ def _broken_rules(verdict: Verdict) -> str:
         right=["rows"],
     )
     examples = [
-        [code(f"{row['source']}:{row['line']}"), row["rule"], code(row["value"])]
+        [code(_place(row["source"], row["line"], units)), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
     return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
+
+
+def _place(source: str, number: int, units: Mapping[str, str]) -> str:
+    unit = units.get(source, "line")
+    return f"{source}:{number}" if unit == "line" else f"{source}, {unit} {number}"
 
 
 def _lengths(verdict: Verdict) -> str:

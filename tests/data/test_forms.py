@@ -142,15 +142,16 @@ def test_messages_column_of_supervised_data_loses_the_reply_which_is_the_answer(
     write: Write, verdict_on: Judge, tmp_path: Path
 ) -> None:
     path = write({"messages": CHAT}, {"messages": CHAT[:1], "answer": "#### 3"}, {"messages": [*CHAT, *CHAT], "answer": "#### 2"})
-    data = {"train": [{"path": path}], "answer_pattern": "#### (.+)", "validation": {}}
-    data.pop("validation")
-    verdict = verdict_on(data, validation={"ignore_rules": ["contradiction"]})
+    data = {"train": [{"path": path}], "answer_pattern": "#### (.+)"}
+    # The same question with several answers, in both splits, to show that only the column decides.
+    verdict = verdict_on(data, validation={"ignore_rules": ["contradiction", "leak_exact", "leak_normalised"]})
     assert verdict.accepted["answer"].to_list() == ["2", "3", "2"]
     asked = ("user", "1 + 1?")
     assert contents(verdict) == [[asked], [asked], [asked, ("assistant", "so #### 2"), asked]]
     source = load_sources_of(data, tmp_path)
     assert source.from_messages == 3
-    assert "3 prompts are from the column `messages`" in render_report(verdict, Origin("k", tmp_path, 0, [source]), [], digest="")
+    report = render_report(verdict, Origin("k", tmp_path, 0, [source]), [], digest="")
+    assert "3 prompts are the column `messages`, without" in report
 
 
 def load_sources_of(data: dict[str, Any], folder: Path) -> Any:

@@ -97,4 +97,3 @@ def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path: Path, 
     assert "| line | cp1252, semicolons |" in text
     assert "| record | utf-8 |" in text
     assert "rows.json, record 2" in text
-    assert "rows.csv:2" not in text.replace("rows.csv:2,", "")
