@@ -63,7 +63,7 @@ def open_as_utf8(path: Path, encoding: str) -> Iterator[BinaryIO]:
             while block := text.read(SPAN_BYTES):
                 copy.write(block.encode(errors="backslashreplace"))
         copy.seek(0)
-        yield copy  # type: ignore[misc]
+        yield copy
 
 
 @contextmanager
