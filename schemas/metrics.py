@@ -53,6 +53,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot("kl", "KL from the reference", overview=True),
     Plot("completion_length", "Completion length", overview=True),
     Plot("dead_groups", "Dead groups", overview=True),
+    Plot("tasks", "Reward of each task"),
     Plot("reward_weights", "Reward weights"),
     Plot("truncated", "Truncated completions"),
     Plot("learning_rate", "Learning rate"),
@@ -67,6 +68,8 @@ REWARD = "reward"
 REWARD_STD = "reward_std"
 DEAD_GROUPS = "frac_reward_zero_std"
 KL = "kl"
+TASK_REWARD = "reward/task/*"
+EVAL_TASK_REWARD = "eval_reward/task/*"
 EVAL_REWARD = "eval_reward"
 EVAL_REWARD_MEAN = "eval_rewards/*/mean"
 EVAL_REWARD_SUCCESS = "eval_rewards/*/success"
@@ -116,7 +119,6 @@ COMPLETION_LENGTH = "mean_length"
 GREEDY_REWARD = "greedy_reward"
 TASK_ACCURACY = "accuracy/task/*"
 TASK_FORMAT_RATE = "format_rate/task/*"
-TASK_REWARD = "reward/task/*"
 
 TRAINING: tuple[Metric, ...] = (
     Metric(
@@ -154,6 +156,10 @@ TRAINING: tuple[Metric, ...] = (
         plot="kl",
         short="kl",
         compared=True,
+    ),
+    Metric(TASK_REWARD, "mean weighted reward of the completions of one task", better="higher", plot="tasks"),
+    Metric(
+        EVAL_TASK_REWARD, "mean weighted reward of completions of held-out prompts of one task", better="higher", plot="tasks"
     ),
     Metric(EVAL_REWARD, "mean weighted reward of completions of held-out prompts", better="higher", plot="reward"),
     Metric(EVAL_REWARD_MEAN, "mean raw score of one reward function on held-out prompts", better="higher"),

@@ -2,7 +2,8 @@
 
     Raw -> (verdict) -> Prompts + Quarantine      Prompts -> Samples -> (scores)
 
-`prompt_id` is the first 16 hex digits of the SHA-256 of (messages, answer); with `sample` (or stage, step and sample in a stage's
+`prompt_id` is the first 16 hex digits of the SHA-256 of (messages, answer), where the answer may be null, and of answers and task
+where the row has several answers or a task; with `sample` (or stage, step and sample in a stage's
 completions) it identifies a completion in every table. No other file in schemas/ imports pandera.
 """
 
@@ -32,6 +33,12 @@ class Raw(pa.DataFrameModel):
     """Other columns of the row as one JSON object."""
     faults: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": FAULTS.inner})
     """Structural rules (grpo_tasks/data/rules.py) that reading found broken; null for a valid row."""
+    text: str = pa.Field(nullable=True)
+    """Prompt that is a string, as in TRL's standard format; null when the row has a question or chat messages."""
+    answers: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": pl.String})
+    """Every answer as text where the answer column is a list; `answer` is the first of them then."""
+    task: str = pa.Field(nullable=True)
+    """Task of the row; empty when the data has a single task, null when the task column has no text."""
 
     class Config:
         """pandera: no other columns."""

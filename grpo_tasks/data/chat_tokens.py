@@ -6,6 +6,9 @@ No torch: AutoTokenizer imports it, so the tokenizer's class is taken from its o
 Most data sets have one shape of chat (a system message that all rows share, then a user message), and most templates insert the
 content unchanged. Where a template provably does, the text before and after it is rendered once and joined to the whole column;
 all other chats are rendered one by one. Both ways give the same text.
+
+A prompt in TRL's standard format (schemas/prompts.py PLAIN) has no template: the tokenizer encodes it as it stands and adds the
+special tokens that it adds to any text.
 """
 
 import json
@@ -25,6 +28,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
+from schemas.prompts import PLAIN
 
 _BATCH = 2048
 _BOUND_SAMPLE = 512
@@ -105,7 +109,12 @@ class TokenCounter:
         return len(self.tokenizer)
 
     def count(self, chats: Sequence[Sequence[Message]]) -> list[int]:
-        """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat."""
+        """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat.
+
+        A plain prompt has those of its text, and what the tokenizer adds to any text.
+        """
+        if chats and all(_is_plain(chat) for chat in chats):
+            return self._count_texts([chat[0]["content"] for chat in chats], plain=True)
         texts = [self.template.render(chat) for chat in chats]
         if None in texts:
             raise ModelError("the chat template refuses the messages", place=f"prompt {texts.index(None)} of the batch")
@@ -118,16 +127,23 @@ class TokenCounter:
             messages: column of schemas/tables.py MESSAGES.
             limit: in tokens; rows that are provably within it get an upper bound instead of the exact count.
         """
-        texts = self.template.render_column(messages)
+        first = messages.list.first().struct
+        is_plain = ((messages.list.len() == 1) & (first.field("role") == PLAIN)).fill_null(value=False)
+        # A data set has one form. A single message of this role among chats is a mistake that a rule reports.
+        if is_plain.any() and is_plain.sum() == messages.count():
+            return self._count_column(first.field("content"), plain=True, limit=limit)
+        return self._count_column(self.template.render_column(messages), plain=False, limit=limit)
+
+    def _count_column(self, texts: pl.Series, *, plain: bool, limit: int | None) -> pl.Series:
         counts = pl.Series("prompt_tokens", [None], dtype=pl.Int64).new_from_index(0, len(texts))
         uncounted = texts.is_not_null()
         if limit is not None:
-            bounds = self._upper_bounds(texts)
+            bounds = self._upper_bounds(texts, plain=plain)
             within = (bounds <= limit).fill_null(value=False)
             counts = bounds.zip_with(within, counts).rename("prompt_tokens")
             uncounted &= ~within
         indices = uncounted.arg_true()
-        exact = self._count_texts(texts.gather(indices).to_list())
+        exact = self._count_texts(texts.gather(indices).to_list(), plain=plain)
         return counts.scatter(indices, exact) if exact else counts
 
     def can_produce(self, stop: str) -> bool:
@@ -170,24 +186,26 @@ class TokenCounter:
                     fix="remove it, or remove the stop strings that contain special tokens",
                 )
 
-    def _count_texts(self, texts: Sequence[str]) -> list[int]:
+    def _count_texts(self, texts: Sequence[str], *, plain: bool = False) -> list[int]:
         counts: list[int] = []
         for start in range(0, len(texts), _BATCH):
-            batch = self.tokenizer(list(texts[start : start + _BATCH]), add_special_tokens=False, return_attention_mask=False)
+            # The chat template writes the special tokens itself.
+            batch = self.tokenizer(list(texts[start : start + _BATCH]), add_special_tokens=plain, return_attention_mask=False)
             counts.extend(len(ids) for ids in batch["input_ids"])
         return counts
 
-    def _upper_bounds(self, texts: pl.Series) -> pl.Series:
+    def _upper_bounds(self, texts: pl.Series, *, plain: bool) -> pl.Series:
         """An upper bound of each text's tokens; null where none is proven."""
         # Every token of a byte-level or byte-fallback tokenizer stands for at least one byte, so bytes bound tokens.
         # Normalisation (NFKC) may lengthen text that is not ASCII, at most 11 times in bytes; bytes minus characters is at least
         # half of the bytes that are not ASCII, hence the factor 20.
         # The prefix that all texts share is tokenised once, up to a special token: tokenizers never merge across one.
         num_bytes = texts.str.len_bytes().cast(pl.Int64)
-        bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) - self._prefix_saving(texts)
+        extra = self.tokenizer.num_special_tokens_to_add() if plain else -self._prefix_saving(texts)
+        bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) + extra
         # The bound is used only if it holds for a sample: the tokenizer may be of another kind.
         sample = texts.is_not_null().arg_true().head(_BOUND_SAMPLE)
-        counted = pl.Series(self._count_texts(texts.gather(sample).to_list()), dtype=pl.Int64)
+        counted = pl.Series(self._count_texts(texts.gather(sample).to_list(), plain=plain), dtype=pl.Int64)
         holds = bool((counted <= bounds.gather(sample)).all())
         return bounds if holds else bounds.new_from_index(0, 0).extend_constant(None, len(bounds))
 
@@ -212,11 +230,11 @@ def contains_special(text: str, special: Iterable[str]) -> bool:
     return any(token in text for token in special)
 
 
-def load_counter(model: ModelConfig) -> TokenCounter:
+def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
     """The token counter of a model.
 
     Raises:
-        ModelError: the tokenizer is missing, damaged, or has no chat template.
+        ModelError: the tokenizer is missing or damaged, or it is needed for chats and has no chat template.
     """
     path = resolve(model.path)
     try:
@@ -227,9 +245,11 @@ def load_counter(model: ModelConfig) -> TokenCounter:
             place=f"model.path: {model.path}",
             fix="name a directory with tokenizer.json and tokenizer_config.json, a hub id, or embedded:base",
         ) from error
-    if not tokenizer.chat_template:
+    if chats and not tokenizer.chat_template:
         raise ModelError(
-            "the tokenizer has no chat template", place=f"model.path: {model.path}", fix="use the instruct version of the model"
+            "the tokenizer has no chat template",
+            place=f"model.path: {model.path}",
+            fix="use the instruct version of the model, or give the prompts as strings (data.format: standard)",
         )
     return TokenCounter(tokenizer)
 
@@ -241,6 +261,10 @@ def _tokenizer_class(path: str, revision: str | None) -> type[PreTrainedTokenize
     if isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast):
         return found
     return PreTrainedTokenizerFast
+
+
+def _is_plain(chat: Sequence[Message]) -> bool:
+    return len(chat) == 1 and chat[0]["role"] == PLAIN
 
 
 def _chat(system: str | None, user: str) -> list[Message]:

@@ -1,7 +1,7 @@
 """How the rules of rules.py are checked: expressions over one row, judged by one pandera schema, and comparisons between rows.
 
     rows --add_views--> --broken_row_rules--> row, rule, value
-         --relation_keys--> --broken_copies, (split), broken_separation--> row, rule, value
+         --relation_keys--> --find_duplicates, find_contradictions, (split), broken_separation--> row, rule, value
 
 A row expression is True where the rule holds. A missing prompt or answer breaks no rule about its content: the reason why it is
 missing has been recorded already.
@@ -17,6 +17,8 @@ import polars as pl
 from grpo_tasks.data.normalise import BLANKS, INVISIBLE, normalise_column
 from grpo_tasks.data.rules import RULES, Scope
 from schemas.config.completion import TagsConfig
+from schemas.config.data import PromptFormat
+from schemas.prompts import PLAIN
 
 ROLES = ["system", "user", "assistant"]
 GENERIC_MARKERS = (
@@ -44,13 +46,17 @@ GENERIC_MARKERS = (
 )
 """Template markers of well-known chat models; a prompt must contain none of them, whichever model is trained."""
 _CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u0080-\u0084\u0086-\u009f]"
+_TASK_NAME = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 _MAX_VALUE = 200
+_MAX_CONTRADICTION = 400
+_SHOWN_PROMPT = 80
+_SHOWN_ANSWER = 30
 
 _ROLES = pl.col("prompt").list.eval(pl.element().struct.field("role"))
 _CONTENTS = pl.col("prompt").list.eval(pl.element().struct.field("content"))
 _USER_TEXT = (
     pl.col("prompt")
-    .list.eval(pl.element().filter(pl.element().struct.field("role") == "user").struct.field("content"))
+    .list.eval(pl.element().filter(pl.element().struct.field("role").is_in(["user", PLAIN])).struct.field("content"))
     .list.join("\n")
 )
 _SAME_CHARACTER = {"‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", **dict.fromkeys(INVISIBLE, "")}
@@ -68,25 +74,31 @@ class RowRule:
     """What the quarantine shows of a row that breaks it; a string."""
 
 
-def row_rules(tags: TagsConfig, markers: Sequence[str]) -> list[RowRule]:
+def row_rules(tags: TagsConfig, markers: Sequence[str], form: PromptFormat = "conversational") -> list[RowRule]:
     """The rules about a single row, over the columns of `add_views`.
 
-    `markers` are the tokenizer's own special tokens; they are forbidden in addition to GENERIC_MARKERS.
+    `markers` are the tokenizer's own special tokens; they are forbidden in addition to GENERIC_MARKERS. A prompt in the standard
+    format has no turns, and may contain markers: no template adds any.
     """
     own_tags = [f"<{slash}{tag}>" for tag in (tags.reasoning, tags.answer) if tag for slash in ("", "/")]
     forbidden = [marker for marker in dict.fromkeys((*GENERIC_MARKERS, *markers)) if marker and marker not in own_tags]
-    return [*_turn_rules(), *_content_rules(tags.answer, forbidden), *_answer_rules(own_tags)]
+    mixed = RowRule("mixed_forms", ~pl.col("other_form"), pl.lit("chat messages" if form == "standard" else "a string"))
+    task = pl.col("task")
+    named = RowRule("task_name", pl.col("faulty_line") | (task.is_not_null() & task.str.contains(_TASK_NAME + "|^$")), task)
+    turns = [] if form == "standard" else _turn_rules()
+    return [mixed, *turns, *_content_rules(tags.answer, forbidden, form), *_answer_rules(own_tags), named]
 
 
 def add_views(rows: pl.DataFrame) -> pl.DataFrame:
     """`rows` of `normalise.add_prompts` with the columns that the rules examine.
 
-    roles: all roles, joined by commas. text: all contents, joined by line breaks. faulty_line, faulty_answer: whether reading
-    found a fault that leaves no line or no answer.
+    roles: all roles, joined by commas. text: all contents, joined by line breaks. truths: all answers, joined by line breaks.
+    faulty_line, faulty_answer: whether reading found a fault that leaves no line or no answer.
     """
     return rows.with_columns(
         roles=_ROLES.list.join(","),
         text=_CONTENTS.list.join("\n"),
+        truths=pl.coalesce(pl.col("answers").list.join("\n"), "answer"),
         faulty_line=_has_fault("line"),
         faulty_answer=_has_fault("answer"),
     )
@@ -136,17 +148,38 @@ def normalise_question(text: pl.Expr) -> pl.Expr:
     )
 
 
-def broken_copies(keys: pl.DataFrame) -> pl.DataFrame:
-    """Duplicates and contradictions within a split: columns row, rule, value.
+def find_duplicates(keys: pl.DataFrame) -> pl.DataFrame:
+    """Rows that repeat an earlier row of their split: columns row, rule, value.
 
-    `keys`: row, split, source, line, prompt_id, answer and the keys of `relation_keys`, in reading order, only rows that have
-    both prompt and answer. Called before the pipeline's own split, which would separate copies.
+    `keys`: row, split, source, line, prompt, prompt_id, answer, answers, task and the keys of `relation_keys`, in reading order,
+    only rows with a prompt_id. Called before the pipeline's own split, which would separate copies.
     """
-    return pl.concat([_duplicates(keys), _contradictions(keys)])
+    shared = _with_shared(keys, "prompt_id")
+    first = pl.concat_str(pl.col("source").first(), pl.lit(":"), pl.col("line").first()).over("split", "prompt_id")
+    later = shared.with_columns(first=first).filter(~pl.col("prompt_id").is_first_distinct().over("split"))
+    return later.select("row", rule=pl.lit("duplicate"), value=pl.concat_str(pl.lit("same as "), "first"))
+
+
+def find_contradictions(keys: pl.DataFrame) -> pl.DataFrame:
+    """Rows of one split with the same prompt and different answers, arguments as for `find_duplicates`.
+
+    The value shows the prompt, and each answer with its row.
+    """
+    same_prompt = ["split", "prompt_key", "task"]
+    conflicting = _with_shared(keys, "prompt_key").filter(pl.col("prompt_id").n_unique().over(same_prompt) > 1)
+    asked = pl.col("prompt").list.last().struct.field("content")
+    prompt = pl.when(asked.str.len_chars() > _SHOWN_PROMPT).then(asked.str.head(_SHOWN_PROMPT - 1) + "…").otherwise(asked)
+    answer = pl.coalesce(pl.col("answers").list.join(" or "), "answer").fill_null("no answer").str.head(_SHOWN_ANSWER)
+    place = pl.concat_str(answer, pl.lit(" ("), "source", pl.lit(":"), "line", pl.lit(")"))
+    shown = conflicting.with_columns(prompt=prompt.str.replace_all(r"\s+", " "), shown=place)
+    # One row for each answer: the copies of a row say nothing new.
+    each = pl.col("shown").filter(pl.col("prompt_id").is_first_distinct()).head(4).str.join(" | ").over(same_prompt)
+    value = pl.concat_str("prompt", pl.lit(": "), each).str.head(_MAX_CONTRADICTION)
+    return shown.select("row", rule=pl.lit("contradiction"), value=value)
 
 
 def broken_separation(keys: pl.DataFrame) -> pl.DataFrame:
-    """Training rows whose question is also in the eval split; called after the split, arguments as for `broken_copies`."""
+    """Training rows whose question is also in the eval split; called after the split, arguments as for `find_duplicates`."""
     train, held_out = keys.filter(split="train"), keys.filter(split="eval")
     exact = _leak(train, held_out, "question_key", "leak_exact")
     others = train.join(exact, on="row", how="anti")
@@ -179,25 +212,27 @@ def _turn_rules() -> list[RowRule]:
     ]
 
 
-def _content_rules(answer_tag: str, markers: list[str]) -> list[RowRule]:
-    text, answer = pl.col("text"), pl.col("answer").fill_null("")
+def _content_rules(answer_tag: str, markers: list[str], form: PromptFormat) -> list[RowRule]:
+    text, answer = pl.col("text"), pl.col("truths").fill_null("")
     filled = _CONTENTS.list.eval(pl.element().str.strip_chars(BLANKS + INVISIBLE) != "").list.all()
     both = pl.concat_str(text, answer, separator="\n")
+    marked = both if form == "conversational" else answer
     block = rf"(?s)<{answer_tag}>.*?</{answer_tag}>"
     given = _USER_TEXT.str.extract_all(block).list.eval(
         normalise_column(pl.element().str.strip_prefix(f"<{answer_tag}>").str.strip_suffix(f"</{answer_tag}>"))
     )
     # Few prompts contain an answer block; the search for the literal tag keeps the regex from all the others.
     has_block = text.str.contains(f"<{answer_tag}>", literal=True)
+    tells = given.list.set_intersection(pl.coalesce("answers", pl.concat_list("answer"))).list.len() > 0
     return [
         RowRule("content_empty", filled, pl.col("roles")),
         RowRule("control_characters", ~both.str.contains(_CONTROL), _surroundings(both, _CONTROL)),
         RowRule(
             "template_markers",
-            ~both.str.contains_any(markers),
-            both.str.extract_many(markers).list.unique(maintain_order=True).list.join(" "),
+            ~marked.str.contains_any(markers),
+            marked.str.extract_many(markers).list.unique(maintain_order=True).list.join(" "),
         ),
-        RowRule("answer_in_prompt", ~has_block | ~given.list.contains(answer) | (answer == ""), given.list.join(" | ")),
+        RowRule("answer_in_prompt", ~has_block | ~tells | (answer == ""), given.list.join(" | ")),
     ]
 
 
@@ -206,29 +241,15 @@ def _answer_rules(own_tags: list[str]) -> list[RowRule]:
     already_reported = pl.col("faulty_line") | pl.col("faulty_answer")
     present = pattern_found.is_not_null() & (answer != "").fill_null(value=True)
     return [
-        RowRule("answer_missing", already_reported | present, answer),
+        RowRule("answer_missing", already_reported | present | ~pl.col("needs_answer"), answer),
         RowRule("answer_pattern", already_reported | pattern_found, pl.col("raw_answer")),
-        RowRule("answer_has_tags", ~answer.str.contains_any(own_tags), answer),
+        RowRule("answer_has_tags", ~pl.col("truths").str.contains_any(own_tags), pl.col("truths")),
     ]
 
 
 def _surroundings(text: pl.Expr, pattern: str) -> pl.Expr:
     # as JSON, which escapes invisible characters
     return pl.struct(found=text.str.extract(f"(?s)(.{{0,20}}{pattern}.{{0,20}})", 1)).struct.json_encode()
-
-
-def _duplicates(keys: pl.DataFrame) -> pl.DataFrame:
-    shared = _with_shared(keys, "prompt_id")
-    first = pl.concat_str(pl.col("source").first(), pl.lit(":"), pl.col("line").first()).over("split", "prompt_id")
-    later = shared.with_columns(first=first).filter(~pl.col("prompt_id").is_first_distinct().over("split"))
-    return later.select("row", rule=pl.lit("duplicate"), value=pl.concat_str(pl.lit("same as "), "first"))
-
-
-def _contradictions(keys: pl.DataFrame) -> pl.DataFrame:
-    same_prompt = ["split", "prompt_key"]
-    conflicting = _with_shared(keys, "prompt_key").filter(pl.col("prompt_id").n_unique().over(same_prompt) > 1)
-    answers = pl.col("answer").unique(maintain_order=True).head(5).str.head(30).str.join(" | ").over(same_prompt)
-    return conflicting.select("row", rule=pl.lit("contradiction"), value=answers)
 
 
 def _with_shared(keys: pl.DataFrame, key: str) -> pl.DataFrame:

@@ -26,8 +26,9 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from grpo_tasks.data.jsonl import Span, line_spans, read_span
-from grpo_tasks.data.records import Columns, Record, Row, read_row
+from grpo_tasks.data.records import MESSAGES_COLUMN, Columns, Record, Row, has_only_messages, read_row
 from grpo_tasks.processes.lifetime import PARENT, die_with_parent
+from schemas.config.data import template_columns
 from schemas.errors import DataError
 
 PARALLEL_FROM_BYTES = 32 * 2**20
@@ -47,6 +48,9 @@ RAW_ARROW = pa.schema(
         ("answer", pa.large_string()),
         ("extra", pa.large_string()),
         ("faults", pa.large_list(_FAULT)),
+        ("text", pa.large_string()),
+        ("answers", pa.large_list(pa.large_string())),
+        ("task", pa.large_string()),
     ]
 )
 """schemas/tables.py Raw as an Arrow schema."""
@@ -60,19 +64,33 @@ class ScanSummary:
     readable: int = 0
     with_prompt: int = 0
     with_answer: int = 0
+    with_task: int = 0
+    from_messages: int = 0
+    """Rows whose prompt is the column `messages`."""
     columns: list[str] = field(default_factory=list)
     """Of the first readable row."""
 
     def count(self, record: Record, columns: Columns) -> None:
         """Count one row."""
         self.rows += 1
-        if record.fields is None:
+        fields = record.fields
+        if fields is None:
             return
         if not self.readable:
-            self.columns = list(dict.fromkeys(str(key) for key in record.fields))
+            self.columns = list(dict.fromkeys(str(key) for key in fields))
         self.readable += 1
-        self.with_prompt += columns.prompt in record.fields or columns.question in record.fields
-        self.with_answer += columns.answer in record.fields
+        if columns.template is None:
+            asked = columns.prompt in fields or columns.question in fields
+        else:
+            asked = all(name in fields for name in template_columns(columns.template))
+        self.with_answer += columns.answer in fields
+        self.with_task += columns.task in fields
+        if not asked and MESSAGES_COLUMN in fields and has_only_messages(fields, columns):
+            self.from_messages += 1
+            # Supervised data has no answer column: the assistant's last message is the answer.
+            self.with_answer += columns.answer not in fields and columns.answer is not None
+            asked = True
+        self.with_prompt += asked
 
     def add(self, later: "ScanSummary") -> None:
         """Add the counts of rows that come after these."""
@@ -81,31 +99,42 @@ class ScanSummary:
         self.readable += later.readable
         self.with_prompt += later.with_prompt
         self.with_answer += later.with_answer
+        self.with_task += later.with_task
+        self.from_messages += later.from_messages
 
     def check(self, place: str, columns: Columns) -> None:
-        """Raise `DataError` when the source has no rows, no readable row, or no row with a prompt or an answer column."""
+        """Raise `DataError` when the source has no rows, no readable row, or no row with a prompt or the task column."""
         if not self.rows:
             raise DataError("the source has no rows", place=place, fix="add rows, or remove the source from the config")
         if not self.readable:
             raise DataError("no line of the file can be read", place=place, fix="check the file, or set the source's format")
+        if not self.with_prompt and columns.template is not None:
+            missing = next((name for name in template_columns(columns.template) if name not in self.columns), columns.template)
+            raise missing_column(place, self.columns, "question", missing)
         if not self.with_prompt:
-            raise self._missing(place, question=columns.question, prompt=columns.prompt)
-        if not self.with_answer:
-            raise self._missing(place, answer=columns.answer)
+            raise missing_column(place, self.columns, "question_column", columns.question, columns.prompt)
+        if columns.task is not None and not self.with_task:
+            raise missing_column(place, self.columns, "task_column", columns.task)
 
-    def _missing(self, place: str, **wanted: str) -> DataError:
-        by_lower_case = {name.lower(): name for name in self.columns}
-        near = [
-            by_lower_case[match]
-            for name in wanted.values()
-            for match in difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-        ]
-        setting = f"data.{next(iter(wanted))}_column"
-        return DataError(
-            f"no row has a column {' or '.join(wanted.values())}; the columns are: {', '.join(self.columns)}",
-            place=place,
-            fix=f"set {setting}: {near[0]}" if near else f"set {setting} to one of them",
-        )
+
+def missing_column(place: str, columns: Sequence[str], setting: str, *wanted: str, otherwise: str = "") -> DataError:
+    """The error that no row of a source has any of the wanted columns.
+
+    Args:
+        place: the source.
+        columns: those that it has.
+        setting: field of the section data that names the column.
+        wanted: names of the columns.
+        otherwise: a way out other than naming a column.
+    """
+    by_lower_case = {name.lower(): name for name in columns}
+    near = [by_lower_case[match] for name in wanted for match in difflib.get_close_matches(name.lower(), by_lower_case, n=1)]
+    fix = f"set data.{setting}: {near[0]}" if near and setting != "question" else f"set data.{setting} to one of them"
+    return DataError(
+        f"no row has a column {' or '.join(wanted)}; the columns are: {', '.join(columns)}",
+        place=place,
+        fix=f"{fix}{otherwise}",
+    )
 
 
 class Chunk(NamedTuple):
@@ -119,7 +148,9 @@ class Chunk(NamedTuple):
 def read_chunks(records: Iterable[Record], columns: Columns, *, split: str, source: str) -> Iterator[Chunk]:
     """Turn records into chunks of at most _CHUNK_ROWS rows."""
     rows, lines, summary = list[Row](), list[int](), ScanSummary()
-    for record in records:
+    for read in records:
+        renamed = columns.rename and read.fields is not None
+        record = read._replace(fields=columns.renamed(read.fields or {})) if renamed else read
         summary.count(record, columns)
         rows.append(read_row(record, columns))
         lines.append(record.line)
@@ -167,7 +198,7 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
 
 def raw_table(rows: Sequence[Row], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
     """The rows of one source, each with its line, as a table of RAW_ARROW."""
-    questions, roles, contents, answers, extras, faults = zip(*rows, strict=True)
+    questions, roles, contents, answer, extras, faults, texts, answers, tasks = zip(*rows, strict=True)
     # None instead of an empty list for the many rows without a fault
     fault_dicts = [[fault._asdict() for fault in found] if found else None for found in faults]
     columns = [
@@ -176,9 +207,12 @@ def raw_table(rows: Sequence[Row], lines: Sequence[int], *, split: str, source: 
         pa.array(lines, pa.int64()),
         pa.array(questions, pa.large_string()),
         _messages(roles, contents),
-        pa.array(answers, pa.large_string()),
+        pa.array(answer, pa.large_string()),
         pa.array(extras, pa.large_string()),
         pa.array(fault_dicts, RAW_ARROW.field("faults").type),
+        pa.array(texts, pa.large_string()),
+        pa.array(answers, RAW_ARROW.field("answers").type),
+        pa.array(tasks, pa.large_string()),
     ]
     return pa.Table.from_arrays(columns, schema=RAW_ARROW)
 
@@ -205,7 +239,9 @@ def _start_worker(parent: int) -> None:
 
 
 def _read_span_chunks(path: Path, span: Span, columns: Columns, split: str, source: str) -> list[Chunk]:
-    return list(read_chunks(read_span(path, span, answer_column=columns.answer), columns, split=split, source=source))
+    return list(
+        read_chunks(read_span(path, span, answer_column=columns.original(columns.answer)), columns, split=split, source=source)
+    )
 
 
 @contextmanager

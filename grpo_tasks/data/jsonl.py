@@ -4,11 +4,14 @@
     file --read_jsonl--------------------------------------------------> Record
 
 Memory stays bounded: a line above MAX_LINE_BYTES is skipped without being kept. Only a file that cannot be text is an error.
+A file in another encoding than UTF-8 is read through a temporary copy in UTF-8, with the same lines under the same numbers.
 """
 
 import json
 import math
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,24 +22,71 @@ from schemas.errors import DataError
 
 MAX_LINE_BYTES = 4 * 2**20
 SPAN_BYTES = 4 * 2**20
-_MAGIC_BYTES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
+UTF8 = ("utf-8", "utf-8-sig")
+_BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+_MAGIC_BYTES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
 _EXACT_FLOAT = 2.0**53
 """A float64 represents every integer below this one exactly."""
 _BACKSLASH, _COLON = b"\\:"  # as integers: searching bytes for an integer takes a tenth of the time
 
 
-def read_jsonl(path: Path, *, answer_column: str) -> Iterator[Record]:
+def read_jsonl(path: Path, *, answer_column: str, encoding: str = "utf-8") -> Iterator[Record]:
     """Records of a JSONL file by line number, or of a JSON array (`.json`) by position.
 
     Raises:
-        DataError: the file begins like UTF-16, an archive or Parquet; a JSON array is broken.
+        DataError: the file begins like an archive or Parquet, or is not in this encoding; a JSON array is broken.
     """
-    with path.open("rb") as file:
+    with open_as_utf8(path, encoding) as file:
         refuse_other_format(path, file)
-        if path.suffix == ".json" and (array := _array(path)) is not None:
-            yield from (_record(number, value) for number, value in enumerate(array, 1))
+        if holds_array(path, file):
+            yield from (_record(number, value) for number, value in enumerate(_array(path, file), 1))
             return
         yield from _records(_lines(file), answer_column)
+
+
+def encoding_of(path: Path) -> str:
+    """The encoding that the byte order mark of a file tells: utf-8-sig, utf-16 or utf-32; without one utf-8."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((name for mark, name in _BYTE_ORDER_MARKS.items() if start.startswith(mark)), "utf-8")
+
+
+@contextmanager
+def open_as_utf8(path: Path, encoding: str) -> Iterator[BinaryIO]:
+    """The bytes of a text file in UTF-8; raises `DataError` when the file is not in this encoding."""
+    if encoding in UTF8:
+        with path.open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as copy:
+        with path.open(encoding=encoding, newline="") as text, wrong_encoding(path, encoding):
+            while block := text.read(SPAN_BYTES):
+                copy.write(block.encode(errors="backslashreplace"))
+        copy.seek(0)
+        yield copy
+
+
+@contextmanager
+def wrong_encoding(path: Path, encoding: str) -> Iterator[None]:
+    """Turn bytes that an encoding does not have into a `DataError`."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise DataError(
+            f"the file is not {encoding} text: {error}",
+            place=str(path),
+            fix="set the source's encoding, or remove the setting to have it found out",
+        ) from error
+
+
+def holds_array(path: Path, file: BinaryIO) -> bool:
+    """Whether a `.json` file holds one array of records, and not a record on each line; leaves the file where it is."""
+    if path.suffix.lower() != ".json":
+        return False
+    place = file.tell()
+    start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(place)
+    return start.startswith(b"[")
 
 
 class Span(NamedTuple):
@@ -80,8 +130,7 @@ def refuse_other_format(path: Path, file: BinaryIO) -> None:
     start = file.read(4)
     for magic, kind in _MAGIC_BYTES.items():
         if start.startswith(magic):
-            fix = f"convert it: iconv -f {kind} -t UTF-8" if kind.startswith("UTF") else "unpack it, or set the source's format"
-            raise DataError(f"the file is {kind}, not UTF-8 text", place=str(path), fix=fix)
+            raise DataError(f"the file is {kind}, not text", place=str(path), fix="unpack it, or set the source's format")
     file.seek(3 if start.startswith(b"\xef\xbb\xbf") else 0)
 
 
@@ -108,10 +157,8 @@ def _record(line: int, value: object) -> Record:
     return Record(line, None, (Fault("not_an_object", short_json(value)),))
 
 
-def _array(path: Path) -> list[object] | None:
-    text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not text.startswith(b"["):
-        return None
+def _array(path: Path, file: BinaryIO) -> list[object]:
+    text = file.read().lstrip()
     try:
         array: list[object] = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -1,6 +1,6 @@
 """The verdict on all rows: which are accepted, in which split, and why the others are quarantined.
 
-    Raw --add_prompts--> --row rules--> --token length--> --copies--> --split--> --leaks--> Verdict(accepted, quarantine)
+    Raw --add_prompts--> --row rules--> --token length--> --copies--> --split--> --leaks--> Verdict(accepted, dropped, quarantine)
 
 Rows are processed in slices, so that the intermediate columns of the rules stay small compared with the data.
 """
@@ -17,17 +17,19 @@ import polars as pl
 from grpo_tasks.data.checks import (
     RowRule,
     add_views,
-    broken_copies,
     broken_row_rules,
     broken_separation,
+    find_contradictions,
+    find_duplicates,
     relation_keys,
     row_rules,
 )
-from grpo_tasks.data.normalise import add_prompts, check_pattern, prompt_id_column
+from grpo_tasks.data.normalise import add_prompts, check_patterns, prompt_format, prompt_id_column
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import assign_splits
+from schemas.config.data import PromptFormat
 from schemas.config.run import JudgeInputs, RunConfig
-from schemas.results.data import RuleCount, TokenLengths
+from schemas.results.data import RuleCount, TaskRows, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 
 _SLICE_ROWS = 200_000
@@ -46,7 +48,7 @@ class CountTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Every row is in `accepted` or, once for each broken rule, in `quarantine`."""
+    """Every row is in `accepted`, in `dropped` or, once for each broken rule, in `quarantine`."""
 
     rows: int
     accepted: pl.DataFrame
@@ -57,11 +59,24 @@ class Verdict:
     """For every rule, in the order of the table: the number of rows that break it."""
     ignored: frozenset[str]
     prompt_tokens: TokenLengths
+    format: PromptFormat
+    dropped: pl.DataFrame
+    """Rows that repeat an earlier one (data.duplicates: drop): columns source, line, value, in reading order."""
 
     @property
     def num_quarantined(self) -> int:
-        """Number of rows that are not accepted."""
-        return self.rows - self.accepted.height
+        """Number of rows that break a rule."""
+        return self.rows - self.accepted.height - self.dropped.height
+
+    @property
+    def tasks(self) -> list[TaskRows]:
+        """Accepted rows of each task, in the order of the alphabet; empty when the data has a single task."""
+        names = sorted(set(self.accepted["task"].unique()) - {""})
+        counts = {(task, split): rows for task, split, rows in self.accepted.group_by("task", "split").len().iter_rows()}
+        return [
+            TaskRows(task=name, train_rows=counts.get((name, "train"), 0), eval_rows=counts.get((name, "eval"), 0))
+            for name in names
+        ]
 
     def split(self, name: str) -> pl.DataFrame:
         """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""
@@ -84,26 +99,66 @@ def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: 
 
     Raises:
         ConfigError: answer_pattern is not a pattern with a group, or ignore_rules names an unknown or a required rule.
+        DataError: the configured form or the system prompt does not fit the prompts.
     """
-    check_pattern(config.data.answer_pattern)
+    check_patterns(config.data)
     ignored = check_ignored(config.validation.ignore_rules)
     limit = config.validation.max_prompt_length
     lengths = _Lengths(count_tokens, limit=limit, exact=rows.height <= EXACT_ROWS)
-    rules = row_rules(config.completion.tags, markers)
-    rows = Raw.validate(rows).with_row_index("row")
+    form = prompt_format(rows, config.data)
+    rules = row_rules(config.completion.tags, markers, form)
+    rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
         slices = [
-            _judge_slice(one, rules=rules, lengths=lengths, config=config, pool=pool) for one in rows.iter_slices(_SLICE_ROWS)
+            _judge_slice(one, rules=rules, lengths=lengths, config=config, form=form, pool=pool)
+            for one in rows.iter_slices(_SLICE_ROWS)
         ]
         judged = pl.concat([one.with_hashes() for one in slices])
-    applied = ~pl.col("rule").is_in(list(ignored))
-    copies = broken_copies(judged.drop_nulls("prompt_id"))
-    broken = pl.concat([*(one.broken for one in slices), copies.cast(_BROKEN)]).filter(applied)
+    broken = pl.concat([one.broken for one in slices]).filter(~pl.col("rule").is_in(list(ignored)))
+    broken, dropped = _compare_rows(judged, broken, config=config, ignored=ignored)
+    judged = judged.join(dropped.select("row"), on="row", how="anti", maintain_order="left")
     if not config.data.eval:
         judged = judged.with_columns(split="hash_split")
     # A refused eval row is not part of the evaluation, so a training row cannot leak into it.
-    leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN).filter(applied)
-    return _verdict(judged, pl.concat([broken, leaks]), ignored=ignored, limit=limit)
+    leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
+    broken = pl.concat([broken, leaks.filter(~pl.col("rule").is_in(list(ignored)))])
+    return _verdict(judged, broken, dropped, ignored=ignored, limit=limit, form=form)
+
+
+def _needs_answer(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.Expr:
+    """Whether a row without ground truth is refused.
+
+    It is not where the config says that there is none, nor where completions have no answer and no row of the source has one.
+    """
+    if config.data.answer_column is None:
+        return pl.lit(value=False)
+    optional = [name for name, task in config.data.tasks.items() if task.answers == "optional"]
+    needed = ~pl.col("task").fill_null("").is_in(optional) if optional else pl.lit(value=True)
+    if completions_have_no_answer(config):
+        # In a source that has answers a missing one is a mistake.
+        with_answers = rows.filter(pl.col("answer").is_not_null())["source"].unique().to_list()
+        needed &= pl.col("source").is_in(with_answers)
+    return needed
+
+
+def completions_have_no_answer(config: JudgeInputs | RunConfig) -> bool:
+    """Whether completions are free text, in which nothing is compared with a ground truth."""
+    return bool(getattr(config.completion, "format", "tags") == "none")
+
+
+def _compare_rows(
+    judged: pl.DataFrame, broken: pl.DataFrame, *, config: JudgeInputs | RunConfig, ignored: frozenset[str]
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The broken rules with those between rows, and the duplicates that are left out."""
+    comparable = judged.drop_nulls("prompt_id")
+    # The copy of a row that is refused is the first one of its kind that can be used.
+    duplicates = find_duplicates(comparable.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
+    mode = "keep" if "duplicate" in ignored else config.data.duplicates
+    dropped = duplicates if mode == "drop" else duplicates.clear()
+    contradictions = find_contradictions(comparable.join(dropped, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
+    copies = duplicates if mode == "quarantine" else duplicates.clear()
+    between = pl.concat([copies, contradictions]).filter(~pl.col("rule").is_in(list(ignored)))
+    return pl.concat([broken, between]), dropped.join(judged.select("row", "source", "line"), on="row", maintain_order="left")
 
 
 @contextmanager
@@ -139,25 +194,34 @@ class _Slice:
         return self.rows.hstack(self.hashes.result())
 
 
-def _hashes(prompt: pl.Series, answer: pl.Series, config: JudgeInputs | RunConfig) -> pl.DataFrame:
-    prompt_id = prompt_id_column(prompt, answer)
+def _hashes(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.DataFrame:
+    prompt_id = prompt_id_column(rows)
     hash_split = assign_splits(prompt_id, fraction=config.data.eval_fraction, seed=config.seed).alias("hash_split")
     return pl.DataFrame([prompt_id, hash_split])
 
 
 def _judge_slice(
-    rows: pl.DataFrame, *, rules: Sequence[RowRule], lengths: _Lengths, config: JudgeInputs | RunConfig, pool: Executor
+    rows: pl.DataFrame,
+    *,
+    rules: Sequence[RowRule],
+    lengths: _Lengths,
+    config: JudgeInputs | RunConfig,
+    form: PromptFormat,
+    pool: Executor,
 ) -> _Slice:
     structure = _structure_faults(rows)
-    prepared = add_prompts(rows, config.data)
+    prepared = add_prompts(rows, config.data, form)
+    blank = ~pl.col("needs_answer") & (pl.col("answer") == "")
+    prepared = prepared.with_columns(answer=pl.when(~blank.fill_null(value=False)).then("answer"))
     # Hashing is the only work that Python does row by row; polars checks the rules in the meantime.
-    hashes = pool.submit(_hashes, prepared["prompt"], prepared["answer"], config)
-    prepared = add_views(prepared).with_columns(answers=pl.lit(None, pl.List(pl.String)), task=pl.lit(""))
+    hashes = pool.submit(_hashes, prepared.select("prompt", "answer", "answers", "task", "needs_answer"), config)
+    prepared = add_views(prepared)
     broken = broken_row_rules(prepared, rules)
     prepared = prepared.with_columns(lengths.count(prepared["prompt"]).alias("prompt_tokens"))
     prepared = prepared.with_columns(relation_keys(prepared))
+    views = ("text", "truths", "roles", "pattern_found", "raw_answer", "faults", "faulty_line", "faulty_answer", "other_form")
     return _Slice(
-        prepared.drop("text", "roles", "pattern_found", "raw_answer", "faults", "faulty_line", "faulty_answer"),
+        prepared.drop(*views, "needs_answer"),
         hashes,
         pl.concat([structure, broken.cast(_BROKEN), _length_faults(prepared, broken, lengths.limit)]),
     )
@@ -186,7 +250,15 @@ def _length_faults(prepared: pl.DataFrame, broken: pl.DataFrame, limit: int) -> 
     ).cast(_BROKEN)
 
 
-def _verdict(judged: pl.DataFrame, broken: pl.DataFrame, *, ignored: frozenset[str], limit: int) -> Verdict:
+def _verdict(
+    judged: pl.DataFrame,
+    broken: pl.DataFrame,
+    dropped: pl.DataFrame,
+    *,
+    ignored: frozenset[str],
+    limit: int,
+    form: PromptFormat,
+) -> Verdict:
     order = pl.DataFrame({"rule": [rule.name for rule in RULES], "meaning": [rule.meaning for rule in RULES]}).with_row_index(
         "order"
     )
@@ -196,12 +268,14 @@ def _verdict(judged: pl.DataFrame, broken: pl.DataFrame, *, ignored: frozenset[s
     accepted = judged.join(reasons.select("row"), on="row", how="anti", maintain_order="left")
     columns = list(Prompts.to_schema().columns)
     return Verdict(
-        rows=judged.height,
+        rows=judged.height + dropped.height,
         accepted=Prompts.validate(accepted.select(columns)).with_columns(accepted["split"]),
         quarantine=Quarantine.validate(quarantine.select(list(Quarantine.to_schema().columns))),
         rules=[RuleCount(rule=rule.name, meaning=rule.meaning, rows=counts.get(rule.name, 0)) for rule in RULES],
         ignored=ignored,
         prompt_tokens=_token_lengths(judged["prompt_tokens"].drop_nulls(), limit),
+        format=form,
+        dropped=dropped.select("source", "line", "value"),
     )
 
 

@@ -1,6 +1,6 @@
 """Raw rows -> the prompt, the ground truth and the prompt_id of each: expressions over a whole column. No row is refused here.
 
-    question or messages --system prompt in front--> prompt
+    question or messages --system prompt in front--> prompt        in TRL's standard format: one message of the role PLAIN
     answer column --answer_pattern, last match--> --normalise_column--> answer     $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7
     prompt + answer --SHA-256--> prompt_id
 
@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 import orjson
 import polars as pl
 
-from schemas.config.data import DataConfig
-from schemas.errors import ConfigError
+from schemas.config.data import DataConfig, PromptFormat
+from schemas.errors import ConfigError, DataError
+from schemas.prompts import PLAIN
 from schemas.tables import MESSAGES
 
 BLANKS = " \t\n\r\x0b\x0c\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -48,20 +49,76 @@ _NUMBER_REPLACEMENTS: tuple[tuple[str, str], ...] = (
 )
 
 
-def add_prompts(rows: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
-    """`rows` (schemas/tables.py Raw) with `prompt` instead of question and messages, and the answer normalised.
+def prompt_format(rows: pl.DataFrame, data: DataConfig) -> PromptFormat:
+    """The form of the prompts: as configured, or that of most rows (schemas/tables.py Raw).
 
-    `prompt` is null where the row has none. `raw_answer` is the text that `data.answer_pattern` was applied to; `pattern_found`
-    is whether the pattern matched (True without a pattern), null where there was no text.
+    Raises:
+        DataError: the configured form or the system prompt does not fit what the data holds.
+    """
+    strings, chats = rows["text"].count(), rows["messages"].count()
+    if data.format == "conversational":
+        return "conversational"
+    if data.format == "standard":
+        if chats and not strings + rows["question"].count():
+            raise DataError(
+                "the prompts are chat messages, not strings",
+                place="data.format: standard",
+                fix="remove data.format, or name a column of strings in data.prompt_column or data.question_column",
+            )
+        return "standard"
+    if strings <= chats + rows["question"].count():
+        return "conversational"
+    if data.system_prompt is not None:
+        raise DataError(
+            "the prompts are strings, which have no system message",
+            place="data.system_prompt",
+            fix="set data.format: conversational to ask them as user messages, or remove data.system_prompt",
+        )
+    return "standard"
+
+
+def add_prompts(rows: pl.DataFrame, data: DataConfig, form: PromptFormat = "conversational") -> pl.DataFrame:
+    """`rows` (schemas/tables.py Raw) with `prompt` instead of question, messages and text, and the answers normalised.
+
+    `prompt` is null where the row has none, and `other_form` is True where it has one of another form. `raw_answer` is the text
+    that the answer pattern was applied to; `pattern_found` is whether the pattern matched (True without a pattern), null where
+    there was no text. `answers` is null where the answer is a single value.
     """
     raw_answer = pl.col("answer")
-    extracted = _last_match(raw_answer, data.answer_pattern) if data.answer_pattern else raw_answer
-    return rows.with_columns(
-        prompt=_prompt(data.system_prompt),
-        answer=normalise_column(extracted),
+    given = pl.any_horizontal(pl.col("question", "messages", "text").is_not_null())
+    prepared = rows.with_columns(
+        prompt=_prompt(data, form),
+        answer=normalise_column(_extracted(raw_answer, data)),
         raw_answer=raw_answer,
-        pattern_found=pl.when(raw_answer.is_not_null()).then(extracted.is_not_null()),
-    ).drop("question", "messages")
+        pattern_found=pl.when(raw_answer.is_not_null()).then(_extracted(raw_answer, data).is_not_null()),
+    ).with_columns(other_form=given & pl.col("prompt").is_null())
+    return _several_answers(prepared, data).drop("question", "messages", "text")
+
+
+def _several_answers(rows: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
+    """The rows with `answers` normalised, each value once, and the first of them as `answer`."""
+    listed = rows.select("source", "line", row_number=pl.int_range(pl.len()), answers="answers").drop_nulls("answers")
+    if listed.is_empty():
+        return rows
+    each = listed.explode("answers").rename({"answers": "raw"}).with_columns(found=_extracted(pl.col("raw"), data))
+    each = each.with_columns(value=normalise_column(pl.col("found")))
+    values = pl.col("value").drop_nulls().filter(pl.col("value").drop_nulls() != "").unique(maintain_order=True)
+    per_row = each.group_by("row_number", maintain_order=True).agg(all=values, every=pl.col("found").is_not_null().all())
+    joined = rows.with_columns(row_number=pl.int_range(pl.len())).join(
+        per_row, on="row_number", how="left", maintain_order="left"
+    )
+    is_list = pl.col("all").is_not_null()
+    return joined.with_columns(
+        answers=pl.when(pl.col("all").list.len() > 1).then("all"),
+        answer=pl.when(is_list).then(pl.col("all").list.first().fill_null("")).otherwise("answer"),
+        pattern_found=pl.when(is_list).then("every").otherwise("pattern_found"),
+    ).drop("row_number", "all", "every")
+
+
+def check_patterns(data: DataConfig) -> None:
+    """Raise `ConfigError` unless every answer pattern of the section is a linear-time regular expression with a group."""
+    for pattern in [data.answer_pattern, *(source.answer_pattern for source in [*data.train, *data.eval])]:
+        check_pattern(pattern)
 
 
 def check_pattern(pattern: str | None) -> None:
@@ -78,18 +135,34 @@ def check_pattern(pattern: str | None) -> None:
         raise ConfigError("the pattern has no group that captures the answer", place=f"data.answer_pattern: {pattern}", fix=fix)
 
 
-def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical JSON of messages and answer."""
-    chat = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return _digest(orjson.dumps({"messages": chat, "answer": answer}))
+def prompt_id(
+    messages: Sequence[Mapping[str, str]], answer: str | None, *, answers: Sequence[str] | None = None, task: str = ""
+) -> str:
+    """First 16 hex digits of the SHA-256 of the canonical JSON of messages and answer, which may be null.
+
+    `answers` and `task` count only where a row has them, so they leave the ids of all other rows unchanged.
+    """
+    row: dict[str, object] = {
+        "messages": [{"role": one["role"], "content": one["content"]} for one in messages],
+        "answer": answer,
+    }
+    if answers is not None or task:
+        row |= {"answers": answers, "task": task}
+    return _digest(orjson.dumps(row))
 
 
-def prompt_id_column(prompt: pl.Series, answer: pl.Series) -> pl.Series:
-    """`prompt_id` of each row; null where prompt or answer is null."""
-    frame = pl.DataFrame({"messages": prompt, "answer": answer})
-    complete = pl.col("messages").is_not_null() & pl.col("answer").is_not_null()
+def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
+    """`prompt_id` of each row; null where there is no prompt, or no answer although the row needs one.
+
+    `rows`: columns prompt, answer, answers, task, needs_answer.
+    """
+    complete = pl.col("prompt").is_not_null() & (pl.col("answer").is_not_null() | ~pl.col("needs_answer"))
+    short = pl.struct(messages="prompt", answer="answer").struct.json_encode()
+    full = pl.struct(messages="prompt", answer="answer", answers="answers", task="task").struct.json_encode()
+    more = pl.col("answers").is_not_null() | (pl.col("task").fill_null("") != "")
     # polars writes the same JSON as orjson in prompt_id; a test proves it.
-    json = frame.select(pl.when(complete).then(pl.struct("messages", "answer").struct.json_encode())).to_series()
+    plain = rows["answers"].null_count() == rows.height and bool((rows["task"].fill_null("") == "").all())
+    json = rows.select(pl.when(complete).then(short if plain else pl.when(more).then(full).otherwise(short))).to_series()
     digests = [None if text is None else _digest(text.encode()) for text in json]
     return pl.Series("prompt_id", digests, dtype=pl.String)
 
@@ -123,15 +196,29 @@ def _digest(json: bytes) -> str:
     return hashlib.sha256(json).hexdigest()[:16]
 
 
-def _prompt(system: str | None) -> pl.Expr:
-    question = pl.struct(role=pl.lit("user"), content="question")
-    from_question = pl.when(pl.col("question").is_not_null()).then(pl.concat_list(question))
+def _prompt(data: DataConfig, form: PromptFormat) -> pl.Expr:
+    if form == "standard":
+        # A question is a plain prompt only where the config says so: most data with a question column is asked in a chat.
+        text = pl.coalesce("text", "question") if data.format == "standard" else pl.col("text")
+        return pl.when(text.is_not_null()).then(pl.concat_list(pl.struct(role=pl.lit(PLAIN), content=text)))
+    asked = pl.coalesce("question", "text") if data.format == "conversational" else pl.col("question")
+    from_question = pl.when(asked.is_not_null()).then(pl.concat_list(pl.struct(role=pl.lit("user"), content=asked)))
     prompt = pl.coalesce("messages", from_question)
-    if system is None:
+    if data.system_prompt is None:
         return prompt
-    system_message = pl.lit(pl.Series([[{"role": "system", "content": system}]], dtype=MESSAGES)).first()
+    system_message = pl.lit(pl.Series([[{"role": "system", "content": data.system_prompt}]], dtype=MESSAGES)).first()
     has_system = prompt.list.first().struct.field("role") == "system"
     return pl.when(has_system).then(prompt).when(prompt.is_not_null()).then(pl.concat_list(system_message, prompt))
+
+
+def _extracted(answer: pl.Expr, data: DataConfig) -> pl.Expr:
+    """The answer by the pattern of its source."""
+    found = _last_match(answer, data.answer_pattern) if data.answer_pattern else answer
+    for source in [*data.train, *data.eval]:
+        if source.answer_pattern:
+            own = _last_match(answer, source.answer_pattern)
+            found = pl.when(pl.col("source") == source.path).then(own).otherwise(found)
+    return found
 
 
 def _last_match(answer: pl.Expr, pattern: str) -> pl.Expr:

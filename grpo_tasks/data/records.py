@@ -1,13 +1,19 @@
-"""One record of a source -> one raw row: question or messages, answer as text, the other columns as JSON.
+"""One record of a source -> one raw row: question, messages or plain prompt, answers as text, the other columns as JSON.
 
     {"prompt": [...], "answer": 51.0, "level": 3}  ->  Row(messages=[...], answer="51.0", extra='{"level":3}', faults=[])
+
+    what a row asks     data.question (a template), else prompt, else question, else messages, whichever the row has first
+    answer              text and numbers as they are; true and false as in JSON; dates in ISO 8601; a list: several right answers
 
 Checks structure only, and never raises for a bad record: what cannot be represented becomes a fault of the row.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from decimal import Decimal
+from string import Formatter
 from typing import NamedTuple
 
 import orjson
@@ -24,12 +30,36 @@ class Fault(NamedTuple):
     value: str
 
 
+MESSAGES_COLUMN = "messages"
+"""Chat column of data sets for supervised training, whose last message is the reply."""
+
+
 class Columns(NamedTuple):
-    """Names of the columns that the pipeline reads (data.*_column of the config)."""
+    """Which columns of a source the pipeline reads, under their new names."""
 
     question: str
     prompt: str
-    answer: str
+    answer: str | None
+    """None: the source has no ground truth."""
+    task: str | None = None
+    """Column with the task."""
+    only_task: str = ""
+    """Task of all rows of the source, unless `task` names a column."""
+    template: str | None = None
+    """Template of the question."""
+    rename: Mapping[str, str] | None = None
+    """{old: new}."""
+
+    def original(self, name: str | None) -> str:
+        """Name of a column in the file."""
+        return next((old for old, new in (self.rename or {}).items() if new == name), name or "")
+
+    def renamed(self, fields: "Fields") -> "Fields":
+        """The columns under their new names, which win over columns that had these names before."""
+        if not self.rename or self.rename.keys().isdisjoint(fields):
+            return fields
+        kept = {name: value for name, value in fields.items() if name not in self.rename}
+        return kept | {new: fields[old] for old, new in self.rename.items() if old in fields}
 
 
 class Record(NamedTuple):  # one is made for every row; a frozen dataclass costs three times as much
@@ -50,6 +80,11 @@ class Row(NamedTuple):
     answer: str | None = None
     extra: str = "{}"
     faults: tuple[Fault, ...] = ()
+    text: str | None = None
+    """A prompt that is a string."""
+    answers: Sequence[str] | None = None
+    """Every answer where the row lists them."""
+    task: str | None = None
 
 
 class Messages(NamedTuple):
@@ -61,26 +96,49 @@ class Messages(NamedTuple):
 
 
 def read_row(record: Record, columns: Columns) -> Row:
-    """The raw row of a record, valid or not."""
+    """The raw row of a record, valid or not; the record's columns have their new names."""
     if record.fields is None:
-        return Row(faults=record.faults)
+        return Row(faults=record.faults, task=columns.only_task)
     fields = record.fields
     faults = list(record.faults)
-    answer = _answer(fields.get(columns.answer), faults)
-    prompt = fields.get(columns.prompt)
+    answer, answers = (None, None) if columns.answer is None else _answers(fields.get(columns.answer), faults)
+    task = columns.only_task if columns.task is None else _task(fields.get(columns.task))
+    question = text = None
+    messages = Messages()
+    used = {columns.answer}
+    prompt = fields.get(columns.prompt) if columns.template is None else None
     if prompt is not None:
-        messages = read_messages(prompt)
-        faults.extend(messages.faults)
-        extra = _extra(fields, {columns.answer, columns.prompt}, faults)
-        return Row(None, messages.roles or None, messages.contents or None, answer, extra, tuple(faults))
-    question = _question(fields.get(columns.question), faults)
-    used = {columns.answer, columns.prompt, columns.question}
-    return Row(question, None, None, answer, _extra(fields, used, faults), tuple(faults))
+        used.add(columns.prompt)
+        if isinstance(prompt, str) and not _is_json_list(prompt):
+            text = prompt
+        else:
+            messages = read_messages(prompt)
+    elif has_only_messages(fields, columns):
+        used |= {MESSAGES_COLUMN, columns.prompt}
+        messages, reply = _without_reply(read_messages(fields[MESSAGES_COLUMN]))
+        if reply is not None and columns.answer is not None and columns.answer not in fields:
+            answer = reply
+    else:
+        used |= {columns.prompt, columns.question}
+        question = _question(fields, columns, faults)
+    faults.extend(messages.faults)
+    extra = _extra(fields, used, faults)
+    return Row(question, messages.roles or None, messages.contents or None, answer, extra, tuple(faults), text, answers, task)
+
+
+def has_only_messages(fields: Fields, columns: Columns) -> bool:
+    """Whether a row asks by a column `messages`, which counts only where nothing else does."""
+    return (
+        columns.template is None
+        and fields.get(MESSAGES_COLUMN) is not None
+        and fields.get(columns.prompt) is None
+        and fields.get(columns.question) is None
+    )
 
 
 def read_messages(prompt: object) -> Messages:
     """The messages of a prompt column; text that is a JSON list (as in CSV cells) is parsed first."""
-    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+    if isinstance(prompt, str) and _is_json_list(prompt):
         try:
             prompt = orjson.loads(prompt)
         except orjson.JSONDecodeError as error:
@@ -97,6 +155,10 @@ def read_messages(prompt: object) -> Messages:
             role, content = message["role"], message["content"]
         except (KeyError, TypeError):
             role, content = None, None
+        if isinstance(content, list):
+            content = _joined_parts(content)
+            if content is None:
+                return Messages(faults=(Fault("message_not_text", short_json(message)),))
         if not isinstance(role, str) or not isinstance(content, str):
             return Messages(faults=(Fault("message_shape", short_json(message)),))
         # Parquet and hub data fill a key that only other rows use with null; that means absent.
@@ -120,25 +182,83 @@ def shorten(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _question(value: object, faults: list[Fault]) -> str | None:
+def _is_json_list(prompt: str) -> bool:
+    # Not every prompt that begins with a bracket is a list: "[INST] ...", "[1, 2, 3] sorted is".
+    return prompt.lstrip().startswith("[") and re.match(r"\s*\[\s*(?:\{|\]\s*$)", prompt) is not None
+
+
+def _joined_parts(parts: Sequence[object]) -> str | None:
+    """The text of a content in parts, joined as chat templates do; None when a part is not text."""
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    return "".join(str(text) for text in texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _without_reply(messages: Messages) -> tuple[Messages, str | None]:
+    """The chat up to its last question, and the reply of the assistant after it, if there is one."""
+    if len(messages.roles) < 2 or messages.roles[-1] != "assistant":
+        return messages, None
+    return messages._replace(roles=messages.roles[:-1], contents=messages.contents[:-1]), messages.contents[-1]
+
+
+def _question(fields: Fields, columns: Columns, faults: list[Fault]) -> str | None:
+    if columns.template is not None:
+        return _filled(columns.template, fields, faults)
+    value = fields.get(columns.question)
     if isinstance(value, str):
         return value
     faults.append(Fault("prompt_missing", "null") if value is None else Fault("question_not_text", short_json(value)))
     return None
 
 
-def _answer(value: object, faults: list[Fault]) -> str | None:
+def _filled(template: str, fields: Fields, faults: list[Fault]) -> str | None:
+    """The template with the values of its columns; their text is never taken for a template itself."""
+    pieces = []
+    for literal, name, _, _ in Formatter().parse(template):
+        value = None if name is None else _as_text(fields.get(name))
+        if name is not None and value is None:
+            missing = fields.get(name) is None
+            faults.append(Fault("prompt_missing" if missing else "question_not_text", f"{name}: {short_json(fields.get(name))}"))
+            return None
+        pieces += [literal, value or ""]
+    return "".join(pieces)
+
+
+def _task(value: object) -> str | None:
+    return _as_text(value) if isinstance(value, str | int) else None
+
+
+def _answers(value: object, faults: list[Fault]) -> tuple[str | None, Sequence[str] | None]:
+    """The answer as text; for a list its first answer, and all of them."""
     if value is None or isinstance(value, str):
+        return value, None
+    if not isinstance(value, list | tuple):
+        text = _as_text(value)
+        if text is None:
+            faults.append(Fault("answer_type", short_json(value)))
+        return text, None
+    texts = [_as_text(one) for one in value]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        faults.append(Fault("answer_type", short_json(value)))
+        return None, None
+    return (known[0], known) if known else (None, None)
+
+
+def _as_text(value: object) -> str | None:
+    """A scalar as text; None for anything that has no single spelling."""
+    if isinstance(value, str):
         return value
     # bool is a subclass of int in Python
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float | Decimal) and math.isfinite(value):
         # Normalisation does not recognise scientific notation (1e+22, 5E+1), so the digits are written out.
         return format(Decimal(repr(value)) if isinstance(value, float) else Decimal(value), "f")
-    faults.append(Fault("answer_type", short_json(value)))
-    return None
+    # datetime is a subclass of date
+    return value.isoformat() if isinstance(value, date | time) else None
 
 
-def _extra(fields: Fields, used: set[str], faults: list[Fault]) -> str:
+def _extra(fields: Fields, used: set[str | None], faults: list[Fault]) -> str:
     if fields.keys() <= used:
         return "{}"
     others = {key: value for key, value in fields.items() if key not in used}

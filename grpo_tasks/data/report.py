@@ -7,7 +7,7 @@ The files are written before `enforce` is called: its error refers to them.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,9 @@ def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) 
         seconds=origin.seconds,
         rows=verdict.rows,
         quarantined=verdict.num_quarantined,
+        duplicates=verdict.dropped.height,
+        format=verdict.format,
+        tasks=verdict.tasks,
         train_rows=verdict.split("train").height,
         eval_rows=verdict.split("eval").height,
         rules=[count for count in verdict.rules if count.rows],
@@ -108,7 +111,8 @@ def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, 
         _summary(verdict, digest),
         *(f"**Warning**: {warning}" for warning in warnings),
         _sources(origin.sources),
-        _broken_rules(verdict),
+        _tasks(verdict),
+        _broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
         _lengths(verdict),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -121,6 +125,9 @@ def _summary(verdict: Verdict, digest: str) -> str:
         "",
         f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
         f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation.",
+        *_left_out(verdict),
+        "",
+        _form(verdict),
         "",
         f"Digest of the accepted rows: `{digest}`",
     ]
@@ -129,12 +136,50 @@ def _summary(verdict: Verdict, digest: str) -> str:
     return "\n".join(lines)
 
 
+def _left_out(verdict: Verdict) -> list[str]:
+    if verdict.dropped.is_empty():
+        return []
+    first = verdict.dropped.row(0, named=True)
+    example = code(f"{first['source']}:{first['line']} {first['value']}")
+    return [
+        "",
+        f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {example}.",
+    ]
+
+
+def _form(verdict: Verdict) -> str:
+    if verdict.format == "standard":
+        return "The prompts are strings (TRL's standard format), which the model continues without a chat template."
+    return "The prompts are chat messages (TRL's conversational format)."
+
+
 def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [[code(source.path), source.split, f"{source.rows:,}", code(source.sha256[:16])] for source in sources]
-    return "## Sources\n\n" + table(["source", "split", "rows", "SHA-256"], rows, right=["rows"])
+    rows = [
+        [code(source.path), source.split, f"{source.rows:,}", source.unit, _text_format(source), code(source.sha256[:16])]
+        for source in sources
+    ]
+    notes = [
+        f"{code(source.path)}: {source.from_messages:,} prompts are the column `messages`, without the assistant's last reply."
+        for source in sources
+        if source.from_messages
+    ]
+    columns = ["source", "split", "rows", "numbered by", "text", "SHA-256"]
+    return "\n\n".join(["## Sources", table(columns, rows, right=["rows"]), *notes])
 
 
-def _broken_rules(verdict: Verdict) -> str:
+def _text_format(source: SourceFile) -> str:
+    names = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    delimiter = names.get(source.delimiter, repr(source.delimiter)) if source.delimiter else ""
+    return ", ".join(filter(None, [source.encoding, delimiter])) or "-"
+
+
+def _tasks(verdict: Verdict) -> str:
+    rows = [[task.task, f"{task.train_rows:,}", f"{task.eval_rows:,}"] for task in verdict.tasks]
+    columns = ["task", "for training", "held out"]
+    return "## Tasks\n\n" + table(columns, rows, right=columns[1:]) if rows else ""
+
+
+def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
         return "## Rules\n\nNo row breaks a rule."
@@ -144,11 +189,16 @@ def _broken_rules(verdict: Verdict) -> str:
         right=["rows"],
     )
     examples = [
-        [code(f"{row['source']}:{row['line']}"), row["rule"], code(row["value"])]
+        [code(_place(row["source"], row["line"], units)), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
     return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
+
+
+def _place(source: str, number: int, units: Mapping[str, str]) -> str:
+    unit = units.get(source, "line")
+    return f"{source}:{number}" if unit == "line" else f"{source}, {unit} {number}"
 
 
 def _lengths(verdict: Verdict) -> str:
@@ -175,7 +225,7 @@ def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
         if count.rows:
             lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
             first = verdict.quarantine.filter(rule=count.rule).head(rows)
-            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:80]!r}" for row in first.iter_rows(named=True))
+            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:160]!r}" for row in first.iter_rows(named=True))
     return "\n".join(lines)
 
 

@@ -47,7 +47,12 @@ RULES: tuple[Rule, ...] = (
         "the line is longer than 4 MiB and was not read",
         "split the row, or check for a missing line break",
     ),
-    _required("encoding", "line", "the line is not UTF-8", "convert the file, for example: iconv -f LATIN1 -t UTF-8"),
+    _required(
+        "encoding",
+        "line",
+        "the line is not UTF-8",
+        "set the encoding of the source, for example cp1252, or convert the file: iconv -f LATIN1 -t UTF-8",
+    ),
     _required(
         "unreadable_line",
         "line",
@@ -55,7 +60,12 @@ RULES: tuple[Rule, ...] = (
         "correct the line; JSONL has one complete object per line",
     ),
     _required("not_an_object", "line", "the line is valid JSON, but not an object with columns", 'write {"column": value, ...}'),
-    _required("cell_count", "line", "the line has more or fewer cells than the header", "quote cells that contain commas"),
+    _required(
+        "cell_count",
+        "line",
+        "the line has more or fewer cells than the header",
+        "quote cells that contain the delimiter, or set the delimiter of the source",
+    ),
     Rule("duplicate_key", "line", "a key occurs twice in one JSON object, so its value is ambiguous", "keep one of the two"),
     _required(
         "prompt_missing",
@@ -67,8 +77,8 @@ RULES: tuple[Rule, ...] = (
     _required(
         "prompt_not_list",
         "prompt",
-        "the prompt is not a list of messages",
-        "for plain text set data.question_column to this column",
+        "the prompt is neither a list of messages nor a string",
+        "write a list of messages, or a string",
     ),
     _required("messages_empty", "prompt", "the list of messages is empty", "add a user message"),
     _required(
@@ -76,6 +86,18 @@ RULES: tuple[Rule, ...] = (
         "prompt",
         "a message is not an object with the strings role and content",
         'write {"role": "user", "content": "..."}',
+    ),
+    _required(
+        "message_not_text",
+        "prompt",
+        "a message has a part that is not text, such as an image",
+        "remove the part; only text is trained on",
+    ),
+    _required(
+        "mixed_forms",
+        "prompt",
+        "the prompt has another form than most of the data: a string among chats, or a chat among strings",
+        "write all prompts in one form, or set data.format: conversational to ask strings as user messages",
     ),
     Rule(
         "message_extra_keys",
@@ -125,8 +147,18 @@ RULES: tuple[Rule, ...] = (
         "the prompt is longer than validation.max_prompt_length after the chat template",
         "shorten the prompt or raise the limit",
     ),
-    _required("answer_type", "answer", "the answer is neither a string nor a number", "write it as a string or a number"),
-    _required("answer_missing", "answer", "the answer is missing or empty", "fill the column, or set data.answer_column"),
+    _required(
+        "answer_type",
+        "answer",
+        "the answer is no text, number, true or false, date, or list of these",
+        "write it as a string or a number",
+    ),
+    _required(
+        "answer_missing",
+        "answer",
+        "the answer is missing or empty",
+        "fill the column, or set data.answer_column; for a task without ground truth set data.tasks.NAME.answers: optional",
+    ),
     _required(
         "answer_pattern",
         "answer",
@@ -138,6 +170,12 @@ RULES: tuple[Rule, ...] = (
         "answer",
         "the ground truth contains one of the completion's own tags",
         "keep only the text between the tags, for example with data.answer_pattern",
+    ),
+    _required(
+        "task_name",
+        "line",
+        "the task is missing, or is no name of at most 64 letters, digits, dots, dashes and underscores",
+        "fill the column, or set data.task_column",
     ),
     Rule("duplicate", "table", "an earlier row of the same split has the same prompt and answer", "keep one of them"),
     Rule(

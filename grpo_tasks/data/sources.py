@@ -28,18 +28,27 @@ from grpo_tasks.data.chunks import (
     read_chunks,
     read_chunks_in_parallel,
 )
-from grpo_tasks.data.jsonl import read_jsonl
+from grpo_tasks.data.jsonl import UTF8, encoding_of, holds_array, open_as_utf8, read_jsonl
 from grpo_tasks.data.records import Columns, Record
-from grpo_tasks.data.tabular import read_csv, read_hub, read_parquet
-from schemas.config.data import DataConfig, DataSource
+from grpo_tasks.data.tabular import csv_delimiter, csv_encoding, read_csv, read_hub, read_parquet
+from schemas.config.data import DataConfig, DataSource, template_columns
 from schemas.errors import DataError
 from schemas.paths import is_local, resolve, why_not_a_file
 from schemas.results.data import SourceFile
 
 ROWS = "rows.parquet"
-_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
 
 Split = Literal["train", "eval"]
+Unit = Literal["line", "row", "record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +105,96 @@ def _sources(data: DataConfig) -> Iterator[tuple[Split, DataSource]]:
     yield from (("eval", source) for source in data.eval)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the bytes of a source are to be read."""
+
+    format: str
+    encoding: str = ""
+    delimiter: str = ""
+    unit: Unit = "row"
+
+
 def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.ParquetWriter) -> SourceFile:
-    columns = Columns(data.question_column, data.prompt_column, data.answer_column)
+    columns = _columns(data, source)
+    layout = _layout(source, columns)
     summary, rows_digest = ScanSummary(), hashlib.sha256()
     with ThreadPoolExecutor(1) as pool:
         # hashlib releases the interpreter lock, so the file is hashed while it is read.
-        file_digest = None if source_format(source) == "hub" else pool.submit(file_sha256, Path(resolve(source.path)))
-        for chunk in _chunks(source, split, columns=columns, rows_digest=rows_digest):
+        file_digest = None if layout.format == "hub" else pool.submit(file_sha256, Path(resolve(source.path)))
+        for chunk in _chunks(source, split, layout, columns=columns, rows_digest=rows_digest):
             writer.write_table(chunk.table)
             summary.add(chunk.summary)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
     summary.check(source.path, columns)
-    return SourceFile(path=source.path, split=split, rows=summary.rows, sha256=sha256)
+    return SourceFile(
+        path=source.path,
+        split=split,
+        rows=summary.rows,
+        sha256=sha256,
+        encoding=layout.encoding,
+        delimiter=layout.delimiter,
+        unit=layout.unit,
+        columns=summary.columns,
+        with_answer=summary.with_answer,
+        from_messages=summary.from_messages,
+    )
 
 
-def _chunks(source: DataSource, split: Split, *, columns: Columns, rows_digest: "hashlib._Hash") -> Iterator[Chunk]:
-    path, file_format = Path(resolve(source.path)), source_format(source)
+def _columns(data: DataConfig, source: DataSource) -> Columns:
+    return Columns(
+        question=data.question_column,
+        prompt=data.prompt_column,
+        answer=data.answer_column,
+        task=None if source.task else data.task_column,
+        only_task=source.task or "",
+        template=source.question or data.question,
+        rename={**data.rename, **source.rename} or None,
+    )
+
+
+def _layout(source: DataSource, columns: Columns) -> _Layout:
+    file_format = source_format(source)
     if file_format == "hub":
+        return _Layout("hub")
+    path = Path(resolve(source.path))
+    _check_file(path, source)
+    if file_format == "parquet":
+        return _Layout("parquet")
+    if file_format == "csv":
+        encoding = source.encoding or csv_encoding(path)
+        wanted = [columns.original(name) for name in (columns.question, columns.prompt, columns.answer, columns.task)]
+        wanted += [columns.original(name) for name in template_columns(columns.template)] if columns.template else []
+        return _Layout("csv", encoding, source.delimiter or csv_delimiter(path, encoding, wanted), "line")
+    encoding = source.encoding or encoding_of(path)
+    if path.suffix.lower() != ".json":
+        return _Layout("jsonl", encoding, unit="line")
+    with open_as_utf8(path, encoding) as file:
+        return _Layout("jsonl", encoding, unit="record" if holds_array(path, file) else "line")
+
+
+def _chunks(
+    source: DataSource, split: Split, layout: _Layout, *, columns: Columns, rows_digest: "hashlib._Hash"
+) -> Iterator[Chunk]:
+    path = Path(resolve(source.path))
+    if layout.format == "hub":
         records = _hashed(read_hub(source, resolve(source.path)), rows_digest)
     else:
-        _check_file(path, source)
         workers = num_workers()
         # A JSON array has no line structure to cut at, and the first max_rows rows need no second reader.
-        can_cut = file_format == "jsonl" and path.suffix != ".json" and source.max_rows is None
+        can_cut = layout.format == "jsonl" and layout.unit == "line" and layout.encoding in UTF8 and source.max_rows is None
         if can_cut and workers > 1 and path.stat().st_size >= PARALLEL_FROM_BYTES:
             return read_chunks_in_parallel(path, columns, split=split, source=source.path, workers=workers)
-        records = _file_records(path, file_format, columns)
+        records = _file_records(path, layout, columns)
     return read_chunks(islice(records, source.max_rows), columns, split=split, source=source.path)
 
 
-def _file_records(path: Path, file_format: str, columns: Columns) -> Iterator[Record]:
-    if file_format == "csv":
-        return read_csv(path)
-    return read_parquet(path) if file_format == "parquet" else read_jsonl(path, answer_column=columns.answer)
+def _file_records(path: Path, layout: _Layout, columns: Columns) -> Iterator[Record]:
+    if layout.format == "csv":
+        return read_csv(path, delimiter=layout.delimiter, encoding=layout.encoding)
+    if layout.format == "parquet":
+        return read_parquet(path)
+    return read_jsonl(path, answer_column=columns.original(columns.answer), encoding=layout.encoding)
 
 
 def _hashed(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Record]:

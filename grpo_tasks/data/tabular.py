@@ -4,37 +4,45 @@
     Parquet  typed values  row number from 1
     hub      typed values  row number from 1
 
-CSV cells stay text: no type is guessed. `datasets` is imported only for hub data.
+CSV cells stay text: no type is guessed. Delimiter and encoding are found out where the config does not name them. `datasets` is
+imported only for hub data.
 """
 
+import codecs
 import csv
-from collections.abc import Iterator
+import io
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_tasks.data.jsonl import MAX_LINE_BYTES, refuse_other_format
+from grpo_tasks.data.jsonl import MAX_LINE_BYTES, UTF8, encoding_of, refuse_other_format, wrong_encoding
 from grpo_tasks.data.records import Fault, Record, short_json, shorten
 from schemas.config.data import DataSource
 from schemas.errors import DataError
 
+DELIMITERS = (",", ";", "\t", "|")
 _BATCH = 4096
 _SURROGATES = "surrogateescape"
+_BLOCK_BYTES = 2**20
+_HEADER_CHARS = 2**16
+_UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+_NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 
-def read_csv(path: Path) -> Iterator[Record]:
-    """Records of a comma-separated file with a header line. Cells may contain line breaks.
+def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> Iterator[Record]:
+    """Records of a file of cells with a header line. Cells may contain line breaks.
 
     Raises:
-        DataError: no header, a column named twice, the file is UTF-16 or an archive, a quote that is never closed.
+        DataError: no header, a column named twice, the file is an archive or in another encoding, a quote that is never closed.
     """
     with path.open("rb") as start:
         refuse_other_format(path, start)
     csv.field_size_limit(MAX_LINE_BYTES)
-    # Bytes that are not UTF-8 must not stop the reader: they become surrogates, and _record reports the row.
-    with path.open(encoding="utf-8-sig", errors=_SURROGATES, newline="") as file:
-        reader = csv.reader(file, strict=True)
+    with _open_text(path, encoding) as file, wrong_encoding(path, encoding):
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = next(reader, None)
         if header is None:
             raise DataError("the file is empty", place=str(path), fix="add a header line and rows")
@@ -44,6 +52,49 @@ def read_csv(path: Path) -> Iterator[Record]:
             if cells:  # a blank line has no cells
                 yield _record(first_line, header, cells) if isinstance(cells, list) else Record(first_line, None, (cells,))
             first_line = reader.line_num + 1
+
+
+def csv_encoding(path: Path) -> str:
+    """The encoding of a CSV file: that of its byte order mark; cp1252 if no character of it is UTF-8; else utf-8.
+
+    Spreadsheets on Windows write cp1252. A file with valid UTF-8 beside single broken bytes stays UTF-8, and the rows with those
+    bytes are refused.
+    """
+    marked = encoding_of(path)
+    if marked != "utf-8":
+        return marked
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    valid = some_utf8 = not_cp1252 = False
+    with path.open("rb") as file:
+        try:
+            while block := file.read(_BLOCK_BYTES):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+            valid = True
+        except UnicodeDecodeError:
+            file.seek(0)
+            while (block := file.read(_BLOCK_BYTES)) and not some_utf8:
+                some_utf8 = _UTF8_CHARACTER.search(block) is not None
+                not_cp1252 = not_cp1252 or _NOT_CP1252.search(block) is not None
+    return "utf-8" if valid or some_utf8 or not_cp1252 else "cp1252"
+
+
+def csv_delimiter(path: Path, encoding: str, wanted: Sequence[str]) -> str:
+    """The delimiter by which the header has the most of the wanted columns, then the most columns at all.
+
+    Raises:
+        DataError: the file is not in this encoding.
+    """
+    with _open_text(path, encoding) as file, wrong_encoding(path, encoding):
+        start = file.read(_HEADER_CHARS)
+    csv.field_size_limit(MAX_LINE_BYTES)
+
+    def columns(mark: str) -> tuple[int, int]:
+        header = [name.strip("\ufeff ") for name in next(csv.reader(io.StringIO(start, newline=""), delimiter=mark), [])]
+        return len(set(wanted) & set(header)), len(header)
+
+    # The first of several that are equal: a header of one column has no delimiter, and commas are the rule.
+    return max(DELIMITERS, key=columns)
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
@@ -88,6 +139,12 @@ def read_hub(source: DataSource, path: str) -> Iterator[Record]:
             yield Record(number, fields)
 
 
+def _open_text(path: Path, encoding: str) -> io.TextIOWrapper:
+    # Bytes that are not UTF-8 must not stop the reader: they become surrogates, and _record reports the row.
+    errors, encoding = (_SURROGATES, "utf-8-sig") if encoding in UTF8 else ("strict", encoding)
+    return path.open(encoding=encoding, errors=errors, newline="")
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -124,6 +181,3 @@ def _check_header(header: list[str], path: Path) -> None:
     repeated = [name for name in header if header.count(name) > 1]
     if repeated:
         raise DataError(f"the header names column {repeated[0]!r} twice", place=f"{path}:1", fix="rename one of them")
-    for mark, name in ((";", "semicolons"), ("\t", "tabs")):
-        if len(header) == 1 and mark in header[0]:
-            raise DataError(f"the cells are separated by {name}, not commas", place=f"{path}:1", fix="save it with commas")

@@ -5,8 +5,9 @@ rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers
 The check is an argument: this room does not depend on what an answer is, so a change there reads no data again.
 """
 
+import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +15,16 @@ from typing import Protocol
 import polars as pl
 
 from grpo_tasks.content.tokenizer import prepare
-from grpo_tasks.data.judge import judge
+from grpo_tasks.data.chunks import missing_column
+from grpo_tasks.data.judge import Verdict, completions_have_no_answer, judge
+from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
-from schemas.results.data import DataReport
+from schemas.errors import DataError
+from schemas.results.data import DataReport, SourceFile
 
 
 class GroundTruthCheck(Protocol):
@@ -57,23 +61,51 @@ def validate_rows(
         warn: called with each warning of the report.
 
     Raises:
-        DataError: too many rows are bad, too few are left, or no ground truth can be matched. The files are written before.
+        DataError: a source has no answers and needs them, or the prompts are not as configured. And after the files are written:
+            too many rows are bad, too few are left, no row has a configured task, or no ground truth can be matched.
     """
     # Imports transformers, which a run that skips validation does not need.
     from grpo_tasks.data.chat_tokens import load_counter
 
     began = time.perf_counter()
-    counter = load_counter(model)
+    check_answer_columns(origin.sources, inputs)
+    table = pl.read_parquet(rows)
+    counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
     # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
     markers = counter.special_tokens
     prepare(counter.tokenizer, model, rollout)
     counter.check_stops(rollout)
-    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=markers)
-    truths = check_truths(verdict.accepted, inputs.completion.equality)
+    verdict = judge(table, config=inputs, count_tokens=counter.count_column, markers=markers)
+    truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
     enforce(verdict, inputs.validation)
+    _check_tasks(verdict, inputs)
     truths.enforce()
     return report
+
+
+def check_answer_columns(sources: Sequence[SourceFile], inputs: JudgeInputs) -> None:
+    """Raise `DataError` when no row of a source has an answer although its rows need one."""
+    column, tasks = inputs.data.answer_column, inputs.data.tasks
+    configured = [*inputs.data.train, *inputs.data.eval]
+    optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
+    by_row = inputs.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
+    if column is None or by_row or completions_have_no_answer(inputs):
+        return
+    for source in sources:
+        if not source.with_answer and source.path not in optional:
+            way_out = "; for a task without ground truth set data.answer_column: null, or completion.format: none"
+            raise missing_column(source.path, source.columns, "answer_column", column, otherwise=way_out)
+
+
+def _check_tasks(verdict: Verdict, inputs: JudgeInputs) -> None:
+    """Raise `DataError` when the config sets a task that no training row has."""
+    found = [task.task for task in verdict.tasks if task.train_rows]
+    for name in inputs.data.tasks:
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"the tasks of the data are: {', '.join(found) or 'none'}"
+            raise DataError(f"no accepted training row has the task {name}", place=f"data.tasks.{name}", fix=fix)

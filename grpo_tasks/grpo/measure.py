@@ -32,6 +32,7 @@ from schemas.metrics import (
     ENERGY,
     ENTROPY,
     EVAL_REWARD,
+    EVAL_TASK_REWARD,
     GPU_MEMORY,
     GRAD_NORM,
     IMPORTANCE_RATIO_MAX,
@@ -51,6 +52,8 @@ from schemas.metrics import (
     SAMPLER_DIFFERENCE_MEAN,
     SAMPLER_KL,
     SKIPPED_STEP,
+    TASK_REWARD,
+    member,
 )
 
 MAX_LOG_RATIO = 50.0
@@ -175,8 +178,15 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std())
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
-    metrics |= scores.logged_metrics()
+    metrics |= task_rewards(TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
     return _known(metrics)
+
+
+def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]) -> dict[str, float | None]:
+    """Mean of the [N] totals of each task in the rollout; empty when the data has a single task."""
+    tasks = np.array([scored.rollout.rows[index].task for index in scored.rollout.prompt_of])
+    names = sorted(set(tasks.tolist()) - {""})
+    return {member(family, name): mean_total(totals[tasks == name]) for name in names}
 
 
 def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dict[str, float]:
@@ -187,7 +197,8 @@ def held_out_metrics(scored: ScoredRollout, weights: NDArray[np.float64]) -> dic
         weights: the configured ones, not the present adaptive ones, so that evaluations can be compared.
     """
     scores = scored.scores
-    metrics = {EVAL_REWARD: mean_total(total_scores(scores.raw, weights))}
+    totals = total_scores(scores.raw, weights)
+    metrics = {EVAL_REWARD: mean_total(totals)} | task_rewards(EVAL_TASK_REWARD, scored, totals)
     for index, name in enumerate(scores.names):
         known = scores.raw[:, index][~np.isnan(scores.raw[:, index])]
         if len(known):

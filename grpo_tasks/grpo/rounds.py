@@ -5,7 +5,7 @@ prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups,
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class Collector:
     def _refilled(self, current: Round, wanted: int, seed: int, step: int) -> Round:
         """Dynamic sampling (arXiv:2503.14476, 3.2): dead groups replaced by groups of further prompts."""
         # An order of prompts of its own: the prompts of later rounds do not depend on how many refills this one needs.
-        numbers = PromptSchedule(len(self.rows), self.schedule.per_rollout, seed).prompts_of(0)[:wanted]
+        numbers = replace(self.schedule, seed=seed).prompts_of(0)[:wanted]
         fresh = self._round(numbers, seed, step)
         scored = current.with_live_groups_of(fresh)
         # All advantages again: with `scale_rewards: batch` the deviation is that of the groups that are trained on.

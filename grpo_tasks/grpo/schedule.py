@@ -1,12 +1,13 @@
 """Which prompts a rollout uses, how many updates a stage has, and the optimizer with its learning rate.
 
-The order of the prompts is a pure function of (seed, stage, epoch), so a resumed stage needs no sampler state.
+The order of the prompts is a pure function of (seed, stage, epoch), so a resumed stage needs no sampler state. With several tasks
+the number of prompts before a rollout decides which tasks come next, so neither does a mixture.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,24 +15,86 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from grpo_tasks.rollout.engine import completion_seed
+from schemas.config.data import TaskConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class TaskRows:
+    """The rows of one task, and its share of the prompts."""
+
+    name: str
+    weight: float
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Tasks by turns, so that any run of prompts holds each task as often as its weight says, to within a prompt or two.
+
+    The j-th prompt of a task (from 0) is due at (j + 1/2) / weight, and prompts follow each other as they are due.
+    """
+
+    tasks: tuple[TaskRows, ...]
+
+    @classmethod
+    def of(cls, row_tasks: Sequence[str], settings: Mapping[str, TaskConfig]) -> Self | None:
+        """The mixture of rows by their tasks; None where all rows have the same chance: one task, or none configured."""
+        names = sorted(set(row_tasks))
+        if not settings or len(names) == 1:
+            return None
+        rows = {name: tuple(index for index, task in enumerate(row_tasks) if task == name) for name in names}
+        default = TaskConfig().weight
+        weights = {name: settings[name].weight if name in settings else default for name in names}
+        return cls(tuple(TaskRows(name, weights[name], rows[name]) for name in names))
+
+    def turns(self, start: int, end: int) -> list[tuple[TaskRows, int]]:
+        """Task of each of the prompts `start` .. `end` - 1, and how many prompts of that task come before it."""
+        # All prompts due before this time come before `start`; so the walk is short, wherever it begins.
+        safe = max(0.0, (start - len(self.tasks)) / sum(task.weight for task in self.tasks))
+        counts = [max(0, math.ceil(safe * task.weight - 0.5)) for task in self.tasks]
+        turns = []
+        for position in range(sum(counts), end):
+            due = [(count + 0.5) / task.weight for count, task in zip(counts, self.tasks, strict=True)]
+            turn = due.index(min(due))
+            if position >= start:
+                turns.append((self.tasks[turn], counts[turn]))
+            counts[turn] += 1
+        return turns
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSchedule:
-    """Prompts in a new order each epoch, split into rollouts of equal size; a rollout may span two epochs."""
+    """Prompts in a new order each epoch, split into rollouts of equal size; a rollout may span two epochs.
+
+    With a mixture each task has epochs of its own.
+    """
 
     num_prompts: int
     per_rollout: int
     seed: int
+    mixture: Mixture | None = None
 
     def prompts_of(self, rollout: int) -> list[int]:
         """Row numbers of the prompts of one rollout (counted from 0)."""
+        if self.mixture is not None:
+            return self._mixed(self.mixture.turns(rollout * self.per_rollout, (rollout + 1) * self.per_rollout))
         # Positions in the endless sequence of all epochs.
         positions = range(rollout * self.per_rollout, (rollout + 1) * self.per_rollout)
         orders = {epoch: self._order(epoch) for epoch in {position // self.num_prompts for position in positions}}
         return [int(orders[position // self.num_prompts][position % self.num_prompts]) for position in positions]
+
+    def _mixed(self, turns: Sequence[tuple[TaskRows, int]]) -> list[int]:
+        orders: dict[tuple[str, int], np.ndarray] = {}
+        chosen = []
+        for task, number in turns:
+            epoch, position = divmod(number, len(task.rows))
+            if (task.name, epoch) not in orders:
+                draw = np.random.default_rng(completion_seed(self.seed, "task", task.name, epoch))
+                orders[task.name, epoch] = draw.permutation(len(task.rows))
+            chosen.append(task.rows[int(orders[task.name, epoch][position])])
+        return chosen
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng(completion_seed(self.seed, "epoch", epoch)).permutation(self.num_prompts)

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
+from schemas.config.data import PromptFormat
 from schemas.results.base import Result, StepResult
 
 
@@ -15,6 +18,18 @@ class SourceFile(Result):
     rows: int
     sha256: str
     """Hash of the bytes of the file, or of the rows of a hub data set."""
+    encoding: str = ""
+    """Encoding of a text file, found or configured."""
+    delimiter: str = ""
+    """Character between the cells of a CSV file."""
+    unit: Literal["line", "row", "record"] = "line"
+    """What the numbers of its rows count: lines of a text file, rows of a table, records of a JSON array."""
+    columns: list[str] = Field(default_factory=list)
+    """Columns of its first row, renamed as configured."""
+    with_answer: int = 0
+    """Rows that have the answer column, or a reply of the assistant in its place."""
+    from_messages: int = 0
+    """Rows whose prompt is the column `messages`, without the reply at its end."""
 
 
 class PreparedData(StepResult):
@@ -44,6 +59,14 @@ class TokenLengths(Result):
     limit: int
 
 
+class TaskRows(Result):
+    """Number of accepted rows of one task."""
+
+    task: str
+    train_rows: int
+    eval_rows: int
+
+
 class DataReport(StepResult):
     """Result of validation. Files: train.parquet, eval.parquet (Prompts in schemas/tables.py), quarantine.parquet, report.md."""
 
@@ -53,6 +76,12 @@ class DataReport(StepResult):
     """Number of rows read."""
     quarantined: int
     """Number of rejected rows."""
+    duplicates: int = 0
+    """Number of rows that were left out because they repeat an earlier one (data.duplicates: drop)."""
+    format: PromptFormat = "conversational"
+    """Form of the prompts, found or configured."""
+    tasks: list[TaskRows] = Field(default_factory=list)
+    """Accepted rows of each task; empty when the data has a single task."""
     train_rows: int
     eval_rows: int
     rules: list[RuleCount]

@@ -4,6 +4,7 @@ Two messages a row, one in a thousand rows broken; the whole of prepare_data and
 """
 
 import json
+import os
 import random
 import resource
 import subprocess
@@ -19,12 +20,12 @@ from grpo_tasks.data.chunks import num_workers
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, report_data
 from grpo_tasks.data.sources import ROWS, load_sources
+from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rewards import RewardsConfig
 from schemas.config.run import JudgeInputs
 
-NUM_ROWS = 1_000_000
+NUM_ROWS = int(os.environ.get("NUM_ROWS", "1_000_000"))
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def _write(path: Path) -> None:
 
 def _measure(folder: Path) -> None:
     data = DataConfig(train=[DataSource(path=str(folder / "rows.jsonl"))])
-    inputs = JudgeInputs(data=data, validation=ValidationConfig(), rewards=RewardsConfig(), seed=1)
+    inputs = JudgeInputs(data=data, validation=ValidationConfig(), completion=CompletionConfig(), seed=1)
     began = time.perf_counter()
     loaded = load_sources(data, directory=folder)
     read = time.perf_counter()

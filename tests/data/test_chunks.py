@@ -43,7 +43,8 @@ ROWS = [
     b'{"question": "What is',
     "é".encode("latin-1"),
     b"   ",
-    {"answer": [1]},
+    {"answer": [1], "prompt": "a string"},
+    {"answer": ["a", 2], "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]},
     b'{"a": "' + b"x" * 4_200_000 + b'"}',
 ] * 9
 

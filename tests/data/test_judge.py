@@ -34,7 +34,7 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
     ({"duplicate_key"}, b'{"question": "What is 2 + 2?", "answer": "4", "answer": "5"}'),
     ({"prompt_missing"}, {"answer": "1"}),
     ({"question_not_text"}, ask(["What?"])),  # type: ignore[arg-type]
-    ({"prompt_not_list"}, {"prompt": "What?", "answer": "1"}),
+    ({"prompt_not_list"}, {"prompt": 3, "answer": "1"}),
     ({"messages_empty"}, {"prompt": [], "answer": "1"}),
     ({"message_shape"}, {"prompt": [{"role": U}], "answer": "1"}),
     ({"message_extra_keys"}, {"prompt": [{"role": U, "content": "a name", "name": "Bo"}], "answer": "1"}),
@@ -57,8 +57,10 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
     (set(), ask("write <answer>5</answer> if you mean five; what is six?", "6")),
     ({"template_refused"}, chat((U, "1"), (A, "2"), (U, "3"), (A, "4"), (U, "5"))),
     ({"prompt_too_long"}, ask("word " * 300)),
-    ({"answer_type"}, ask("a list?", ["1"])),
-    ({"answer_type"}, ask("true?", True)),
+    ({"answer_type"}, ask("an object?", {"value": "1"})),
+    ({"answer_type"}, ask("a list of lists?", [["1"]])),
+    ({"mixed_forms"}, {"prompt": "A string among chats?", "answer": "1"}),
+    ({"message_not_text"}, {"prompt": [{"role": U, "content": [{"type": "image"}]}], "answer": "1"}),
     ({"answer_missing"}, ask("no answer?", None)),
     ({"answer_missing"}, ask("blank answer?", " \u00a0")),
     ({"answer_has_tags"}, ask("tags in the answer?", "<answer>4</answer>")),
@@ -86,7 +88,7 @@ def planted(write: Callable[..., str], verdict_on: Callable[..., Verdict], stric
     def judge_planted(**validation: Any) -> Verdict:
         train = write(*(row for _, row in PLANTED))
         held = write(*HELD_OUT, name="held.jsonl")
-        data = {"train": [{"path": train}], "eval": [{"path": held}]}
+        data = {"train": [{"path": train}], "eval": [{"path": held}], "duplicates": "quarantine"}
         return verdict_on(data, strict, validation={"max_prompt_length": 200, **validation})
 
     return judge_planted
@@ -108,8 +110,8 @@ def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: 
 
 
 def test_every_rule_of_the_table_is_planted_somewhere() -> None:
-    # These two need a CSV file and an answer pattern; a test below covers them.
-    elsewhere = {"cell_count", "answer_pattern"}
+    # These need a CSV file, an answer pattern or a task column; other tests cover them.
+    elsewhere = {"cell_count", "answer_pattern", "task_name"}
     assert set().union(*(rules for rules, _ in PLANTED)) | elsewhere == set(BY_NAME)
 
 
@@ -122,16 +124,20 @@ def test_every_rule_has_its_own_name_meaning_and_fix() -> None:
 def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
     refused = planted().quarantine
     values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
-    assert values["contradiction"] == "2 | 3"
+    first, second = values["contradiction"].split(" | ")
+    assert first.startswith("two answers?: 2 (")
+    assert first.endswith("rows.jsonl:41)")
+    assert second.startswith("3 (")
+    assert second.endswith("rows.jsonl:42)")
     assert values["duplicate"].startswith("same as ")
-    assert values["duplicate"].endswith(":37")
+    assert values["duplicate"].endswith(":39")
     assert values["leak_exact"].endswith("held.jsonl:1")
     assert values["leak_normalised"].endswith("held.jsonl:2")
     assert "is 200" in values["prompt_too_long"]
     assert values["template_markers"] == "[INST]"
     assert "\\u001b" in values["control_characters"]
     assert set(refused["meaning"]) <= {rule.meaning for rule in RULES}
-    assert refused["value"].str.len_chars().max() <= 250
+    assert refused["value"].str.len_chars().max() <= 400
 
 
 def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
@@ -183,8 +189,16 @@ def test_copies_are_found_before_our_own_split_separates_them(
     write: Callable[..., str], verdict_on: Callable[..., Verdict]
 ) -> None:
     rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
-    verdict = verdict_on({"train": [{"path": write(*rows)}], "eval_fraction": 0.5})
-    assert {count.rule: count.rows for count in verdict.rules if count.rows} == {"duplicate": 40, "contradiction": 120}
+    data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.5}
+    counts = {
+        "quarantine": {"duplicate": 40, "contradiction": 120},
+        "keep": {"contradiction": 120},
+        "drop": {"contradiction": 80},
+    }
+    for mode, expected in counts.items():
+        verdict = verdict_on({**data, "duplicates": mode})
+        assert {count.rule: count.rows for count in verdict.rules if count.rows} == expected
+        assert verdict.dropped.height == (40 if mode == "drop" else 0)
 
 
 def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:

@@ -1,6 +1,8 @@
 """From raw rows to prompt, normalised ground truth and prompt_id."""
 
 from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
 
 import polars as pl
 import pytest
@@ -104,19 +106,27 @@ def test_a_megabyte_of_digits_is_left_unchanged() -> None:
     assert normalise_answer(text) == text
 
 
+several = st.none() | st.lists(st.text(min_size=1), min_size=2, max_size=3)
 messages = st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()}), min_size=1, max_size=3)
 
 
-@given(st.lists(st.tuples(messages, st.text()), max_size=5))
-def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[list[dict[str, str]], str]]) -> None:
-    chats = pl.Series([chat for chat, _ in rows], dtype=MESSAGES)
-    answers = pl.Series([answer for _, answer in rows], dtype=pl.String)
-    assert prompt_id_column(chats, answers).to_list() == [prompt_id(chat, answer) for chat, answer in rows]
+@given(st.lists(st.tuples(messages, st.none() | st.text(), several, st.sampled_from(["", "math"])), max_size=5), st.booleans())
+def test_prompt_id_of_a_column_is_the_prompt_id_of_each_row(rows: list[tuple[Any, ...]], needed: bool) -> None:
+    schema = {"prompt": MESSAGES, "answer": pl.String, "answers": pl.List(pl.String), "task": pl.String}
+    table = pl.DataFrame(rows, schema=schema, orient="row").with_columns(needs_answer=pl.lit(needed))
+    expected = [
+        None if answer is None and needed else prompt_id(chat, answer, answers=answers, task=task)
+        for chat, answer, answers, task in rows
+    ]
+    assert prompt_id_column(table).to_list() == expected
 
 
 def test_prompt_id_has_not_changed() -> None:
     # If it changes, every row may change its split, and recorded runs no longer match their rows.
-    assert prompt_id([{"role": "user", "content": "What is 15 + 27?"}], "42") == "eab2802808b2e297"
+    chat = [{"role": "user", "content": "What is 15 + 27?"}]
+    assert prompt_id(chat, "42") == "eab2802808b2e297"
+    without = b'{"messages":[{"role":"user","content":"What is 15 + 27?"}],"answer":null}'
+    assert prompt_id(chat, None) == sha256(without).hexdigest()[:16]
 
 
 def test_prompt_id_ignores_key_order_and_other_keys() -> None:

@@ -43,9 +43,20 @@ def test_svamp_array_of_floats_becomes_whole_numbers(verdict_on: Callable[..., V
     assert not verdict.accepted["answer"].str.contains(r"\.0$").any()
 
 
-def test_mawps_has_twenty_duplicates(verdict_on: Callable[..., Verdict]) -> None:
-    verdict = verdict_on({"train": sources("mawps/multiarith.jsonl"), "question_column": "input", "answer_column": "target"})
-    assert broken(verdict) == {"duplicate": 20}
+def test_mawps_has_twenty_duplicates_which_are_left_out(verdict_on: Callable[..., Verdict]) -> None:
+    data = {"train": sources("mawps/multiarith.jsonl"), "question_column": "input", "answer_column": "target"}
+    verdict = verdict_on(data)
+    assert broken(verdict) == {}
+    assert (verdict.dropped.height, verdict.num_quarantined) == (20, 0)
+    assert broken(verdict_on({**data, "duplicates": "quarantine"})) == {"duplicate": 20}
+
+
+def test_svamp_question_is_joined_from_two_columns(verdict_on: Callable[..., Verdict]) -> None:
+    data = {"train": sources("svamp/svamp_700.json"), "question": "{Body} {Question}", "answer_column": "Answer"}
+    verdict = verdict_on(data)
+    first = json.loads((DATA / "svamp/svamp_700.json").read_text())[0]
+    assert verdict.accepted["prompt"][0][0]["content"] == f"{first['Body']} {first['Question']}"
+    assert verdict.num_quarantined < 7
 
 
 def test_prompts_that_contain_template_markers_are_all_refused(verdict_on: Callable[..., Verdict]) -> None:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.grpo.schedule import PromptSchedule, make_optimizer, make_scheduler, num_updates
+from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, make_optimizer, make_scheduler, num_updates
+from schemas.config.data import TaskConfig
 from schemas.config.stage import StageConfig
 
 
@@ -42,3 +43,46 @@ def test_learning_rate_warms_up_and_follows_its_schedule(kind, wanted):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(wanted)
+
+
+def mixed(weights, sizes, per, seed=3):
+    names = [name for name, size in sizes.items() for _ in range(size)]
+    settings = {name: TaskConfig(weight=weight) for name, weight in weights.items()}
+    return names, PromptSchedule(len(names), per, seed, Mixture.of(names, settings))
+
+
+@given(
+    weights=st.lists(st.floats(0.1, 50), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    per=st.integers(1, 12),
+    rollout=st.integers(0, 2000),
+)
+def test_a_mixture_gives_each_task_its_share_of_any_run_of_rollouts(weights, sizes, per, rollout):
+    shares = {f"t{index}": weight for index, weight in enumerate(weights)}
+    names, schedule = mixed(shares, dict(zip(shares, sizes, strict=False)), per)
+    drawn = [names[row] for number in range(rollout, rollout + 5) for row in schedule.prompts_of(number)]
+    assert len(drawn) == 5 * per
+    for name, weight in shares.items():
+        # Each end of the run rounds by less than one prompt for each task.
+        assert abs(drawn.count(name) - 5 * per * weight / sum(weights)) <= len(weights) + 1
+
+
+def test_a_mixture_is_the_same_wherever_a_stage_resumes_and_uses_each_row_once_in_an_epoch_of_its_task():
+    names, schedule = mixed({"a": 1.0, "b": 3.0}, {"a": 5, "b": 7}, 4)
+    turns = schedule.mixture.turns(0, 400)
+    assert all(schedule.mixture.turns(start, start + 4) == turns[start : start + 4] for start in range(396))
+    rows = [row for number in range(100) for row in schedule.prompts_of(number)]
+    assert [names[row] for row in rows[:4]].count("b") == 3
+    for name, size in (("a", 5), ("b", 7)):
+        own = [row for row in rows if names[row] == name]
+        assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))
+        assert own[:size] != own[size : 2 * size]
+    _, other = mixed({"a": 1.0, "b": 3.0}, {"a": 5, "b": 7}, 4, seed=4)
+    assert rows[:40] != [row for number in range(10) for row in other.prompts_of(number)]
+
+
+def test_without_settings_or_with_one_task_rows_have_the_same_chance():
+    assert Mixture.of(["a", "b"], {}) is None
+    assert Mixture.of(["a", "a"], {"a": TaskConfig(weight=3.0)}) is None
+    tasks = Mixture.of(["a", "", "a"], {"a": TaskConfig(weight=3.0)}).tasks
+    assert {task.name: task.weight for task in tasks} == {"": 1.0, "a": 3.0}

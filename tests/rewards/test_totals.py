@@ -21,6 +21,7 @@ from grpo_tasks.rewards.totals import stage_weights, total_scores
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
+from schemas.metrics import EVAL_TASK_REWARD, TASK_REWARD, describe, member
 
 scores_of_functions = arrays(np.float64, (8, 3), elements=st.sampled_from([np.nan, -1.0, 0.0, 0.5, 2.0]))
 REWARDS = RewardsConfig.model_validate(
@@ -124,3 +125,15 @@ def test_the_lab_names_the_columns_that_no_function_sees(run_config, make_row, m
     assert (check.outcome, check.place) == ("warned", "train.jsonl:2")
     assert "trainer_state" in check.detail
     assert {check.outcome for check in findings.checks if check.check != "columns"} == {"passed"}
+
+
+def test_each_task_has_its_reward_in_training_and_on_held_out_prompts():
+    raw = np.array([[1.0, np.nan, np.nan]] * 4 + [[0.0, np.nan, -1.0]] * 4)
+    one = scored(raw)
+    tasks = replace(one, rollout=replace(one.rollout, rows=[replace(ROW, task="math"), replace(ROW, task="style")]))
+    gained = advantages(Rewards(torch.from_numpy(raw), torch.from_numpy(one.scores.weights)), STAGE)
+    trained, held_out = rollout_metrics(tasks, gained), held_out_metrics(tasks, stage_weights(STAGE, REWARDS))
+    for name, value in {"math": 1.0, "style": 2.0}.items():
+        assert trained[member(TASK_REWARD, name)] == held_out[member(EVAL_TASK_REWARD, name)] == value
+        assert describe(member(TASK_REWARD, name)).plot == describe(member(EVAL_TASK_REWARD, name)).plot == "tasks"
+    assert not [name for name in rollout_metrics(one, gained) if "task" in name]
