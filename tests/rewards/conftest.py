@@ -20,8 +20,10 @@ class PlainRow:
     source: str
     line: int
     messages: list[dict[str, str]]
-    answer: str
+    answer: str | None
     extra: dict[str, Any] = field(default_factory=dict)
+    answers: tuple[str, ...] | None = None
+    task: str = ""
 
 
 @pytest.fixture(scope="session")
