@@ -93,8 +93,5 @@ def _cell(value: Any) -> Extra:
     if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
         return float(value) if value is not None and math.isfinite(value) else None
     # Lone surrogates, which a completion may contain, become escapes: UTF-8 has no form for them.
-    return (
-        shorten(str(value)[: 10 * MAX_EXTRA_CHARS], MAX_EXTRA_CHARS - 10)
-        .encode(errors="backslashreplace")
-        .decode()[:MAX_EXTRA_CHARS]
-    )
+    text = shorten(str(value), MAX_EXTRA_CHARS - 10).encode(errors="backslashreplace").decode()
+    return text[:MAX_EXTRA_CHARS]

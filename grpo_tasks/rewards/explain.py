@@ -81,9 +81,7 @@ def _advice(error: BaseException, message: str, arguments: Mapping[str, Any], co
         key = error.args[0]
         return f"if {key} is meant to be a column: {known}; rename one, add it, or set {key} in params"
     if isinstance(error, NameError):
-        return (
-            "define or import that name in the module: the worker process knows nothing of a notebook or a script"
-        )
+        return "define or import that name in the module: the worker process knows nothing of a notebook or a script"
     if isinstance(error, ValueError) and "could not convert string to float" in message:
         return "a model can write anything: catch the ValueError, and return 0 for text that is no number"
     return _advice_on_none(message, arguments) or _advice_on_form(error, message, arguments)
