@@ -2,7 +2,7 @@
 
     format              1 when the whole completion keeps the strict format, else 0
     incremental_format  0.25 for each tag in order, minus 0.001 per character after the closing answer tag, at least 0
-    correctness         1 when the answer equals the ground truth, else 0
+    correctness         1 when the answer equals the ground truth (or one of several), else 0; None without ground truth
     length              1 inside a range of lengths, falling to 0 outside it
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, the mean of four signs of tidiness
@@ -61,17 +61,14 @@ def correctness(
     prompts: object,
     completions: Sequence[Completion],
     *,
-    answer: Sequence[str],
+    answer: Sequence[str | Sequence[str] | None],
     tags: Tags,
     equality: Equality,
     **columns: object,
-) -> list[float]:
-    """1.0 when the answer block (the only one, outside the reasoning) holds the right answer, 0.0 otherwise."""
+) -> list[float | None]:
+    """1.0 when the answer block (the only one, outside the reasoning) holds a right answer, 0.0 otherwise, None without truth."""
     found = _extractions(completions, tags)
-    return [
-        float(one.answer is not None and answers_equal(one.answer, truth, equality))
-        for one, truth in zip(found, answer, strict=True)
-    ]
+    return [_correct(one.answer, truth, equality) for one, truth in zip(found, answer, strict=True)]
 
 
 def length(
@@ -150,7 +147,7 @@ def soft_overlong(
     return [max(-1.0, min(0.0, (free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
 
 
-BUILTIN: dict[str, Callable[..., list[float]]] = {
+BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     function.__name__: function
     for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
 }
@@ -159,6 +156,13 @@ BUILTIN: dict[str, Callable[..., list[float]]] = {
 
 def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extraction]:
     return [extract_answer(completion_text(completion), tags) for completion in completions]
+
+
+def _correct(answer: str | None, truth: str | Sequence[str] | None, equality: Equality) -> float | None:
+    if truth is None:
+        return None
+    truths = [truth] if isinstance(truth, str) else truth
+    return float(answer is not None and any(answers_equal(answer, each, equality) for each in truths))
 
 
 def _tag_score(found: Extraction) -> float:

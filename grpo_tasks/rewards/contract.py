@@ -43,6 +43,8 @@ MAX_EXTRAS = 8
 """Maximum number of columns that one call may pass to log_extra."""
 MAX_EXTRA_CHARS = 300
 """Characters kept of one value of such a column."""
+MAX_GOLD_CHARS = 100_000
+"""Characters kept of a completion that a user's function makes for the lab."""
 
 Extra = float | str | None
 """One value passed to log_extra."""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tasks.answers.extract import Tags
-from grpo_tasks.rewards.builtin import BUILTIN
-from grpo_tasks.rewards.contract import ARGUMENTS
+from grpo_tasks.rewards.builtin import BUILTIN, completion_text
+from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
@@ -72,6 +72,27 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
     if accepted is not None:
         _refuse_unknown(params, sorted(accepted - ARGUMENTS), place=place)
     return RewardFunction(_bind(found, params, frozenset(), accepted), reward.as_text, path.partition(":")[0])
+
+
+def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> list[str | None]:
+    """What the user's function `path` (lab.gold) returns for rows: one completion each, None where it has none.
+
+    Raises:
+        ConfigError: the function cannot be imported, raises, or returns something else.
+    """
+    place = "lab.gold"
+    function = import_object(path, folders, place=place)
+    try:
+        made = function([dict(row) for row in rows])
+        texts = [None if one is None else completion_text(one) for one in made]
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{path} raised {type(error).__name__}: {shorten(str(error))}"
+        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct the function") from error
+    if len(texts) != len(rows) or not all(text is None or isinstance(text, str) for text in texts):
+        fix = "return a list with one text per row, None where there is none"
+        raise ConfigError(f"{path} returned {len(texts)} completions for {len(rows)} rows", place=place, fix=fix)
+    return [text if text is None else text[:MAX_GOLD_CHARS].encode(errors="backslashreplace").decode() for text in texts]
 
 
 def _bind(

@@ -10,7 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat
 
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS
 from grpo_tasks.processes.link import MalformedReplyError
-from grpo_tasks.rewards.contract import MAX_EXTRA_CHARS, MAX_EXTRAS, MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
+from grpo_tasks.rewards.contract import (
+    MAX_EXTRA_CHARS,
+    MAX_EXTRAS,
+    MAX_GOLD_CHARS,
+    MAX_METRIC_CHARS,
+    MAX_METRICS,
+    Fault,
+    FunctionScores,
+)
 from schemas.errors import UserError
 
 BASE_REPLY_BYTES = 2**17
@@ -19,6 +27,8 @@ SCORE_BYTES = 48
 """Maximum size of one score in JSON, with its key when it belongs to a token."""
 EXTRA_BYTES = MAX_EXTRAS * (12 * MAX_EXTRA_CHARS + 8)
 """Maximum size in JSON of what log_extra received for one completion: a character may become two escapes of six bytes."""
+GOLD_BYTES = 12 * MAX_GOLD_CHARS + 8
+"""Maximum size in JSON of one gold completion."""
 MAX_LOADED_BYTES = 2**20
 """Maximum size of the reply to the request to load functions."""
 
@@ -55,6 +65,11 @@ class _Reply(_Strict):
 class _Scored(_Reply):
     scores: _Scores | None = None
     fault: _Fault | None = None
+
+
+class _Golds(_Reply):
+    completions: list[Annotated[str, Field(max_length=2 * MAX_GOLD_CHARS)] | None] | None = None
+    error: str | None = None
 
 
 class _Loaded(_Reply):
@@ -101,6 +116,20 @@ def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> Functio
     return FunctionScores(found.scores, found.seconds, found.tokens, found.metrics, dict(found.extra))
 
 
+def read_golds(payload: bytes, request: str, num: int) -> list[str | None] | UserError:
+    """Read the reply to the request for `num` gold completions: the completions, or the error that says why there are none.
+
+    Raises:
+        MalformedReplyError: the payload is not a valid reply to this request.
+    """
+    reply = _parsed(_Golds, payload, request)
+    if reply.error is not None:
+        return _error_of(reply.error)
+    if reply.completions is None or len(reply.completions) != num:
+        raise MalformedReplyError("sent a reply without completions")
+    return reply.completions
+
+
 def read_loaded(payload: bytes, request: str, names: Sequence[str]) -> UserError | None:
     """Read the reply to the request to load functions: None, or the error that says why they cannot be loaded.
 
@@ -112,8 +141,12 @@ def read_loaded(payload: bytes, request: str, names: Sequence[str]) -> UserError
         if reply.loaded != list(names):
             raise MalformedReplyError("sent a reply that names other functions")
         return None
+    return _error_of(reply.error)
+
+
+def _error_of(text: str) -> UserError:
     try:
-        return UserError.from_json(reply.error)
+        return UserError.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MalformedReplyError("sent a reply of the wrong shape (error)") from None
 

@@ -21,7 +21,7 @@ from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.rewards.arguments import Notes, call_arguments
 from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
 from grpo_tasks.rewards.explain import raised
-from grpo_tasks.rewards.registry import RewardFunction, load_function
+from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import UserError
@@ -47,7 +47,8 @@ def main() -> None:
         _reply(descriptor, request, {"loaded": list(functions)})
         while True:
             call = _loads(read_frame(descriptor))
-            _reply(descriptor, call, _score(functions[call["name"]], call))
+            reply = _gold(call, request) if "gold" in call else _score(functions[call["name"]], call)
+            _reply(descriptor, call, reply)
 
 
 def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
@@ -61,6 +62,15 @@ def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
         assert reward is not None, f"the configuration accepted an unknown reward: {name}"
         functions[name] = load_function(name, reward, rewards, completion)
     return functions
+
+
+def _gold(call: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """The completions that the user's function makes for rows (`lab.gold`)."""
+    rewards = RewardsConfig.model_validate(request["rewards"])
+    try:
+        return {"completions": gold_completions(call["gold"], call["rows"], rewards.module_dirs())}
+    except UserError as error:
+        return {"error": error.to_json()}
 
 
 def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:

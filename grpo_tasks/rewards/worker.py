@@ -23,7 +23,7 @@ import psutil
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
 from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
-from grpo_tasks.rewards.replies import MAX_LOADED_BYTES, max_reply_bytes, read_loaded, read_scores
+from grpo_tasks.rewards.replies import GOLD_BYTES, MAX_LOADED_BYTES, max_reply_bytes, read_golds, read_loaded, read_scores
 from grpo_tasks.rewards.tasks import TaskRewards, applicable, spread
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
@@ -119,6 +119,25 @@ class RewardWorker:
             return read_scores(payload, request, lengths)
 
         return self._exchange(message, name, limit_s, max_reply_bytes(lengths), read)
+
+    def gold_completions(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """One completion for each row from the user's function `path`; None where it has none.
+
+        Raises:
+            ConfigError: the function cannot be imported, or raises.
+            RewardError: it hangs, or ends the worker process.
+        """
+
+        def read(payload: bytes, request: str) -> list[str | None] | UserError:
+            return read_golds(payload, request, len(rows))
+
+        size = MAX_LOADED_BYTES + GOLD_BYTES * len(rows)
+        made = self._exchange({"gold": path, "rows": list(rows)}, "lab.gold", LOAD_LIMIT_S, size, read)
+        if isinstance(made, Fault):
+            raise RewardError(f"lab.gold: {path} {made.detail}", place="lab.gold", fix=made.fix or "correct the function")
+        if isinstance(made, UserError):
+            raise made
+        return made
 
     def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
