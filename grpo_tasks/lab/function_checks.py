@@ -86,9 +86,8 @@ def _opinions(
     function: TriedFunction, config: RewardConfig, probe_set: ProbeSet, outcome: FunctionScores, seen: Sequence[float | None]
 ) -> Iterator[LabCheck]:
     if all(score is None for score in seen):
-        yield _at_probe(
-            function, "applies", f"returned None for every completion of all {len(probe_set.chosen)} rows", probe_set, 0
-        )
+        detail = f"returned None for every completion of all {len(probe_set.chosen)} rows"
+        yield _at_probe(function, "applies", detail, probe_set, 0)
         return
     if ":" in (config.function or ""):
         yield _same_score(function, config, probe_set, seen)
@@ -158,11 +157,8 @@ def _speed(function: TriedFunction, probe_set: ProbeSet, ordinary: FunctionScore
         allowed = limit * factor
         seconds = outcome.seconds / len(batch) if isinstance(outcome, FunctionScores) else 0.0
         if isinstance(outcome, Fault) or seconds > allowed:
-            took = (
-                outcome.detail
-                if isinstance(outcome, Fault)
-                else f"took {seconds:.3f} s per completion; the limit is {allowed:g} s"
-            )
+            slow = f"took {seconds:.3f} s per completion; the limit is {allowed:g} s"
+            took = outcome.detail if isinstance(outcome, Fault) else slow
             return function.failed("speed", took, row, probe=kind, text=batch.completions[0])
         slowest, slowest_kind = max((slowest, slowest_kind), (seconds, kind))
     return function.passed("speed", f"at most {slowest * 1000:.1f} ms per completion ({slowest_kind})")

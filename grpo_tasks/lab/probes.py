@@ -4,7 +4,7 @@
     gamed (tags stuffed, nested or repeated; answers listed; answer in the reasoning)  <  perfect
     edge (unusual text)  must not break the function
 
-A row without ground truth has no perfect probe, unless the user gives one (`lab.gold`): then only empty and unusual texts are made.
+A row without ground truth has no perfect probe unless the user gives one (`lab.gold`). Only empty and unusual texts are made then.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 

@@ -93,7 +93,7 @@ def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str
 
 
 def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, FunctionFindings]) -> list[LabCheck]:
-    """The checks order, empty and gaming of one stage, as far as its rows allow; none when one of its functions broke its contract."""
+    """The checks order, empty and gaming of one stage, as far as its rows allow; none when a function broke its contract."""
     scores = {name: findings[name].scores for name in stage.rewards}
     known = {name: values for name, values in scores.items() if values is not None}
     if len(known) < len(scores):
