@@ -53,7 +53,8 @@ def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> Me
     if into is not None and into.exists() and any(into.iterdir()):
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with open_flow_run(config, flow="merge") as run:
-        proof = merge_adapter(run, ref, validated_data(run), model=config.model)
+        template = config.rollout.chat_template_kwargs
+        proof = merge_adapter(run, ref, validated_data(run), model=config.model, chat_template_kwargs=template)
     if into is not None:
         shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
     return proof
@@ -77,7 +78,8 @@ def publish_flow(adapter: Path, config: RunConfig, fresh: bool = False) -> Publi
     with open_flow_run(config, flow="publish", fresh=fresh) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
-        merged = merge_adapter(run, ref, data, model=config.model)
+        template = config.rollout.chat_template_kwargs
+        merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
         final = evaluation_of(run, "merged", merged.model, data)
         champion, rivals = rivals_of(run, merged, base, data)
         return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)

@@ -53,6 +53,7 @@ def probe_rewards(
         inputs,
         read_prompts(data.train),
         groups,
+        tasks=inputs.tasks,
         max_completion_length=rollout.max_completion_length,
         log=work.directory / LOG,
     )

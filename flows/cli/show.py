@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_tasks.lab.report import opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import COMPLETION_LENGTH, HEADLINES
+from schemas.metrics import HEADLINES, describe_figure
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -73,6 +74,15 @@ def show_lab(console: Console, report: LabReport) -> None:
     """Print the checks and forecasts of the reward lab."""
     counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
     console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+    for line in report.left_out:
+        console.print(f"  not checked: {line}")
+    rows, what_to_do = opinions(report.checks)
+    if rows:
+        table = Table("where", "check", "found")
+        for where, check, found, probe in rows:
+            table.add_row(where, check, escape(f"{found} ({probe})" if probe else found))
+        console.print(table)
+        console.print(what_to_do, markup=False)
     for forecast in report.forecasts:
         console.print(
             f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
@@ -85,10 +95,11 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
     """Print evaluations, one row each."""
     table = Table()
     table.add_column("model")
-    for name in HEADLINES:
+    names = [name for name in HEADLINES if any(name in report.metrics for report in reports)]
+    for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     for report in reports:
-        table.add_row(report.label, *(_figure(report, name) for name in HEADLINES))
+        table.add_row(report.label, *(_figure(report, name) for name in names))
     console.print(table)
     if reports:
         last = reports[-1]
@@ -224,4 +235,5 @@ def _figure(report: EvalReport, name: str) -> str:
     interval = report.metrics.get(name)
     if interval is None:
         return ""
-    return f"{interval.value:.1f}" if name == COMPLETION_LENGTH else f"{interval.value:.1%}"
+    metric = describe_figure(name)
+    return f"{interval.value:.1%}" if metric is not None and metric.unit == "share" else f"{interval.value:.3g}"

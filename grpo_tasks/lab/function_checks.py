@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from grpo_tasks.answers.extract import Tags
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.content.modules import own_modules
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text

@@ -4,7 +4,7 @@
     gamed (tags stuffed, nested or repeated; answers listed; answer in the reasoning)  <  perfect
     edge (unusual text)  must not break the function
 
-A row without ground truth has no perfect probe unless the user gives one (`lab.gold`). Only empty and unusual texts are made then.
+A row without ground truth has no perfect probe unless the user gives one (`lab.gold`). Then it has empty and unusual texts only.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
@@ -14,8 +14,9 @@ from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.answers.perfect import perfect_completion
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.rewards.contract import Row
 from schemas.config.completion import CompletionConfig, Equality
 
@@ -50,7 +51,7 @@ def make_probes(row: Row, completion: CompletionConfig, gold: str | None = None)
         completion: what an answer is.
         gold: the user's own good completion of the row; None: it is made from the ground truth.
     """
-    if gold is not None or row.answer is None or not _has_tags(completion):
+    if gold is not None or row.answer is None or not _has_blocks(completion):
         return _general(row, completion, gold)
     tags, answer = Tags.of(completion.tags), row.answer
     work, wrong = _working(row, tags), wrong_answer(answer, completion.equality)
@@ -66,20 +67,19 @@ def make_probes(row: Row, completion: CompletionConfig, gold: str | None = None)
 
 def perfect_text(row: Row, completion: CompletionConfig) -> str | None:
     """The completion that deserves the full score for a row; None when it cannot be made."""
-    if row.answer is None:
-        return None
-    if _has_tags(completion):
-        return _block(tags := Tags.of(completion.tags), _working(row, tags), row.answer)
-    return perfect_completion(row.answer, completion)
+    if not _has_blocks(completion):
+        return perfect_completion(row.answer, completion)
+    tags = Tags.of(completion.tags)
+    return None if row.answer is None else _block(tags, _working(row, tags), row.answer)
 
 
-def perfect_completion(answer: str, completion: CompletionConfig) -> str | None:
-    """A completion in the configured format with this answer; None for a format that has no place for one."""
-    return _block(Tags.of(completion.tags), "Step by step.", answer) if _has_tags(completion) else None
+def _has_blocks(completion: CompletionConfig) -> bool:
+    """Whether the format is the one with four tags, for which most probes are made."""
+    return completion.format == "tags" and completion.tags.reasoning is not None
 
 
-def _has_tags(completion: CompletionConfig) -> bool:
-    return getattr(completion, "format", "tags") == "tags"
+_EMPTY = {"json": "{}", "boxed": "\\boxed{}"}
+"""A completion of a format with nothing in it."""
 
 
 def _general(row: Row, completion: CompletionConfig, gold: str | None) -> list[Probe]:
@@ -90,8 +90,8 @@ def _general(row: Row, completion: CompletionConfig, gold: str | None) -> list[P
     if row.answer is not None and gold is None:
         wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
         first += [] if wrong is None else [Probe(WRONG_ANSWER, "partial", wrong)]
-    empty = {"empty": "", "blank": " \n\t ", "invisible": "\u200b", "empty_answer": perfect_completion("", completion)}
-    if _has_tags(completion):
+    empty = {"empty": "", "blank": " \n\t ", "invisible": "\u200b", "empty_answer": _EMPTY.get(completion.format)}
+    if completion.format == "tags":
         empty["bare_tags"] = "".join(Tags.of(completion.tags).in_order)
     edges = {
         "plain_text": "A few words of plain text.",
@@ -125,12 +125,12 @@ def wrong_answer(answer: str, equality: Equality) -> str:
 def long_texts(tags: Tags, length: int | None = None) -> dict[str, str]:
     """Completions of `length` (LONG_CHARS) characters by name. Each makes another kind of careless scan quadratic or worse."""
     length = length or LONG_CHARS
-    opened, reasoned, answered, closed = tags.in_order
+    marks = tags.in_order
     pieces = {
         "long_words": "one plus one is two and ",
-        "long_opening_tags": answered,
-        "long_tag_pairs": f"{opened}{reasoned}{answered}{closed}",
-        "long_half_tags": answered[:-1],
+        "long_opening_tags": marks[-2],
+        "long_tag_pairs": "".join(marks),
+        "long_half_tags": marks[-2][:-1],
         "long_digits": "9",
         "long_commas": "1,",
         "long_powers": "9**",
@@ -158,8 +158,7 @@ def _question(row: Row) -> str:
 
 
 def _block(tags: Tags, reasoning: str, answer: str) -> str:
-    opened, reasoned, answered, closed = tags.in_order
-    return f"{opened}{reasoning}{reasoned}{answered}{answer}{closed}"
+    return tags.block(reasoning, answer)
 
 
 def _partial(tags: Tags, work: str, answer: str, wrong: str) -> Iterator[Probe]:

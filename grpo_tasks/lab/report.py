@@ -23,9 +23,7 @@ FIXES = {
 """What to do about a failed check or a warning."""
 
 
-STRICT_LINE = (
-    "These opinions do not stop the run. lab.strict: true makes them stop it, lab.ignore_checks: [{names}] silences them."
-)
+STRICT_LINE = "These opinions do not stop the run. lab.strict: true lets them; lab.ignore_checks: [{names}] silences them."
 """What follows the table of opinions."""
 DETAIL_CHARS = 200
 """Characters of a finding in the table of opinions."""

@@ -18,8 +18,7 @@ from grpo_tasks.lab.function_checks import FunctionFindings, check_function
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_totals
-from grpo_tasks.rewards.contract import RESERVED, Row, shorten
-from grpo_tasks.rewards.tasks import TaskRewards
+from grpo_tasks.rewards.contract import RESERVED, Row, TaskRewards, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig
 from schemas.config.run import LabInputs, RunConfig

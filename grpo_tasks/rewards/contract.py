@@ -22,8 +22,8 @@ comes out. A fault is data until the suite applies the function's `on_error`; `r
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from schemas.errors import RewardError
@@ -49,6 +49,9 @@ MAX_GOLD_CHARS = 100_000
 Extra = float | str | None
 """One value passed to log_extra."""
 
+
+TaskRewards = Mapping[str, Collection[str] | None]
+"""Names of the functions that apply to each task. None, or a task that is missing: every function of the stage."""
 
 ONE_EACH = "return a list with one score per completion"
 
@@ -210,6 +213,30 @@ class Fault:
     """What to do. Empty: the general advice of `reward_error`."""
     arguments: str = ""
     """Types and sizes of the arguments of the call, for an exception."""
+
+
+def applicable(name: str, batch: ScoreBatch, tasks: TaskRewards) -> list[int]:
+    """Indices of the completions that a function applies to, by the tasks of their rows."""
+    if not batch.tasks:
+        return list(range(len(batch)))
+    listed = {task: tasks.get(task) for task in set(batch.tasks)}
+    open_to = {task for task, names in listed.items() if names is None or name in names}
+    return [index for index, task in enumerate(batch.tasks) if task in open_to]
+
+
+def spread(outcome: FunctionScores | Fault, indices: Sequence[int], num: int) -> FunctionScores | Fault:
+    """The outcome for the completions `indices` as the outcome for all `num` completions; the others have None."""
+    if isinstance(outcome, Fault):
+        return replace(outcome, index=None if outcome.index is None else indices[outcome.index])
+    scores: list[float | None] = [None] * num
+    for index, score in zip(indices, outcome.scores, strict=True):
+        scores[index] = score
+    extra = {}
+    for column, values in outcome.extra.items():
+        known = dict(zip(indices, values, strict=True))
+        extra[column] = [known.get(index) for index in range(num)]
+    tokens = {indices[index]: values for index, values in outcome.tokens.items()}
+    return replace(outcome, scores=scores, tokens=tokens, extra=extra)
 
 
 class ContractError(Exception):

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Extra, Fault, FunctionScores, ScoreBatch, reward_error
-from grpo_tasks.rewards.tasks import TaskRewards
+from grpo_tasks.rewards.contract import Extra, Fault, FunctionScores, ScoreBatch, TaskRewards, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig

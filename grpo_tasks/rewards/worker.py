@@ -22,9 +22,8 @@ import psutil
 
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
-from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, TaskRewards, applicable, spread
 from grpo_tasks.rewards.replies import GOLD_BYTES, MAX_LOADED_BYTES, max_reply_bytes, read_golds, read_loaded, read_scores
-from grpo_tasks.rewards.tasks import TaskRewards, applicable, spread
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
@@ -48,7 +47,7 @@ class RewardWorker:
         rewards: settings of the functions.
         names: the functions to load.
         completion: what an answer is, for the built-in functions. None: the defaults of the section.
-        tasks: the functions that apply to each task; see tasks.py.
+        tasks: the functions that apply to each task; see contract.py.
         log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
 
     Raises:
