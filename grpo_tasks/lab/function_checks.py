@@ -67,19 +67,18 @@ def check_function(
     outcome = function.score(probe_set.batch, probe_set.sizes)
     if isinstance(outcome, Fault):
         return FunctionFindings([_fault_at(function, outcome, probe_set)])
-    base = None
+    base: FunctionScores | Fault = FunctionScores([], 0.0)
     if probe_set.base is not None:
         base = function.score(probe_set.base, probe_set.base_sizes)
-        if isinstance(base, Fault):
-            return FunctionFindings([_fault_at_sample(function, base, probe_set)])
+    if isinstance(base, Fault):
+        return FunctionFindings([_fault_at_sample(function, base, probe_set)])
     longest = _longest(probe_set, max_completion_length)
     long = function.score(longest, [1] * len(longest))
     if isinstance(long, Fault):
         return FunctionFindings([_fault_in(function, long, probe_set.chosen[0], "as long as a completion may be", longest)])
     checks = [function.passed("contract", f"{len(outcome.scores)} completions{_not_scored(outcome.scores)}")]
-    seen = [*outcome.scores, *(base.scores if base is not None else []), *long.scores]
-    checks += _opinions(function, config, probe_set, outcome, seen)
-    return FunctionFindings(checks, outcome.scores, base.scores if base is not None else None)
+    checks += _opinions(function, config, probe_set, outcome, [*outcome.scores, *base.scores, *long.scores])
+    return FunctionFindings(checks, outcome.scores, base.scores if probe_set.base is not None else None)
 
 
 def _opinions(
