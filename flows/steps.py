@@ -35,7 +35,8 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     """Test every reward of every stage before any training."""
     config = run.config
     stages = [_reward_settings(stage) for stage in config.stages]
-    inputs = LabInputs(completion=config.completion, rewards=config.rewards, stages=stages, lab=config.lab)
+    tasks = config.task_rewards()
+    inputs = LabInputs(completion=config.completion, rewards=config.rewards, stages=stages, lab=config.lab, tasks=tasks)
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
 
 

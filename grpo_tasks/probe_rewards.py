@@ -31,7 +31,8 @@ def probe_rewards(
     rollout: RolloutConfig,
     seed: int,
 ) -> LabReport:
-    """Check contract, determinism, speed, order, gaming and signal. A failed check stops the run with a LabError."""
+    """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
+    finding when `lab.strict` is set."""
     began = time.perf_counter()
     spec = SampleSpec(
         model=model,
@@ -48,9 +49,16 @@ def probe_rewards(
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)
     groups = _groups(work.directory / "samples.parquet")
-    findings = run_lab(inputs, read_prompts(data.train), groups, log=work.directory / LOG)
+    findings = run_lab(
+        inputs,
+        read_prompts(data.train),
+        groups,
+        tasks=inputs.tasks,
+        max_completion_length=rollout.max_completion_length,
+        log=work.directory / LOG,
+    )
     findings.probes.write_parquet(work.directory / "probes.parquet")
-    markdown = report_markdown(findings.checks, findings.forecasts)
+    markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out)
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")
     work.artifact("reward-lab", markdown)
     report = LabReport(
@@ -59,6 +67,7 @@ def probe_rewards(
         seconds=time.perf_counter() - began,
         checks=findings.checks,
         forecasts=findings.forecasts,
+        left_out=findings.left_out,
     )
     if report.failures:
         raise lab_error(report)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_tasks.lab.report import opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, describe_figure
@@ -73,6 +74,15 @@ def show_lab(console: Console, report: LabReport) -> None:
     """Print the checks and forecasts of the reward lab."""
     counts = {outcome: sum(check.outcome == outcome for check in report.checks) for outcome in ("passed", "warned", "failed")}
     console.print("reward lab: " + ", ".join(f"{count} checks {outcome}" for outcome, count in counts.items()))
+    for line in report.left_out:
+        console.print(f"  not checked: {line}")
+    rows, what_to_do = opinions(report.checks)
+    if rows:
+        table = Table("where", "check", "found")
+        for where, check, found, probe in rows:
+            table.add_row(where, check, escape(f"{found} ({probe})" if probe else found))
+        console.print(table)
+        console.print(what_to_do, markup=False)
     for forecast in report.forecasts:
         console.print(
             f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "

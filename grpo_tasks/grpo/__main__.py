@@ -28,7 +28,9 @@ def main(root: Path) -> None:
         start_ranks(directory.root, spec.resources.num_processes)
         return
     with (
-        RewardSuite(spec.rewards, spec.stage.rewards, completion=spec.completion, log=directory.log) as suite,
+        RewardSuite(
+            spec.rewards, spec.stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log
+        ) as suite,
         rollout_servers(spec, directory) as servers,
     ):
         Trainer(directory, suite, servers).train()

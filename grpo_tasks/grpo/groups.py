@@ -74,7 +74,10 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
     began = time.perf_counter()
     repeated = [rollout.rows[index] for index in rollout.prompt_of]
     texts = [completion.text for completion in rollout.completions]
-    batch = batch_of(repeated, texts, [completion.token_ids for completion in rollout.completions], step=step)
+    prompt_ids = [rollout.prompts[index] for index in rollout.prompt_of]
+    batch = batch_of(
+        repeated, texts, [completion.token_ids for completion in rollout.completions], prompt_ids=prompt_ids, step=step
+    )
     scores = suite.score(batch)
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
 

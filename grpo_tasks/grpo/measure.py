@@ -230,6 +230,7 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             "reward": pl.Series(scores.totals, nan_to_null=True),
             "advantage": advantages.mean(-1).numpy(),
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
+            **scores.logged_columns(),
         }
     )
 

@@ -4,21 +4,24 @@ training rows --by hash--> chosen rows -> probes, row by row -> one batch
 samples of the base model                                    -> another
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from grpo_tasks.answers.tags import Tags
 from grpo_tasks.lab.forecast import GroupSample
-from grpo_tasks.lab.probes import Probe, make_probes
+from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
+from schemas.config.run import LabInputs, RunConfig
+from schemas.errors import ConfigError
+from schemas.prompts import PLAIN
 from schemas.results.lab import LabCheck
 
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
-SHOWN_CHARS = 500
+SHOWN_CHARS = 200
 """Characters of a completion kept in a check."""
 
 
@@ -35,21 +38,34 @@ class ProbeSet:
     """The rows that probes are made from."""
     probes: Sequence[Probe]
     """The probes of all chosen rows, row by row."""
+    groups: Sequence[range]
+    """Indices of the probes of each chosen row."""
     batch: ScoreBatch
     """The probes as a batch."""
     base: ScoreBatch | None
     """The samples of the base model, group by group; None without samples."""
     base_rows: Sequence[Row]
     """The row of each sample."""
+    base_sizes: Sequence[int]
+    """Number of samples of each group."""
 
     @property
-    def per_row(self) -> int:
-        """Number of probes of one row."""
-        return len(self.probes) // len(self.chosen)
+    def sizes(self) -> list[int]:
+        """Number of probes of each chosen row."""
+        return [len(group) for group in self.groups]
 
     def row(self, index: int) -> Row:
         """The row of the probe with this index."""
-        return self.chosen[index // self.per_row]
+        return next(row for row, group in zip(self.chosen, self.groups, strict=True) if index in group)
+
+    def perfect(self, group: range) -> int | None:
+        """Index of the perfect probe of a row; None when the row has none."""
+        return group[0] if self.probes[group[0]].kind == PERFECT else None
+
+    @property
+    def num_perfect(self) -> int:
+        """Number of chosen rows with a perfect probe."""
+        return sum(self.perfect(group) is not None for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +76,25 @@ class TriedFunction:
     config: RewardConfig
     worker: RewardWorker
 
-    def score(self, batch: ScoreBatch, size: int) -> FunctionScores | Fault:
-        """Score a batch in calls of `size` completions, each under the function's time limit. A fault names its completion."""
+    def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | Fault:
+        """Score a batch in calls of these sizes, each under a time limit. A fault names its completion.
+
+        Args:
+            batch: the completions.
+            sizes: number of completions of each call; they add up to the batch.
+            limit_s: time limit of a call. None: the one of the function.
+        """
+        limit_s = limit_s or self.config.time_limit_s
         scores: list[float | None] = []
         seconds = 0.0
-        for start in range(0, len(batch), size):
-            chunk = batch.take(range(start, min(start + size, len(batch))))
-            outcome = self.worker.call(self.name, chunk, self.config.time_limit_s)
+        for size in sizes:
+            start = len(scores)
+            chunk = batch.take(range(start, start + size))
+            outcome = self.worker.call(self.name, chunk, limit_s)
             if isinstance(outcome, Fault):
                 index = outcome.index
                 if index is None:
-                    index = self.worker.find_failing_completion(self.name, chunk, self.config.time_limit_s)
+                    index = self.worker.find_failing_completion(self.name, chunk, limit_s)
                 return replace(outcome, index=start + (index or 0))
             scores += outcome.scores
             seconds += outcome.seconds
@@ -104,43 +128,105 @@ def finding(function: str, check: str, detail: str, row: Row, *, probe: str, tex
     )
 
 
+def choose_rows(rows: Sequence[Row], num: int) -> list[Row]:
+    """The rows that probes are made from, by prompt_id. It is a hash, so the order of the rows does not matter."""
+    assert rows, "no rows to make probes from"
+    return sorted(rows, key=lambda row: row.prompt_id)[:num]
+
+
+def own_golds(gold: str | None, chosen: Sequence[Row], worker: RewardWorker) -> list[str | None]:
+    """The user's own good completion of each row (`lab.gold`); None where there is none.
+
+    Raises:
+        ConfigError: no row has the column, or the function cannot be used.
+        RewardError: the function hangs, or ends the worker process.
+    """
+    if gold is None:
+        return [None] * len(chosen)
+    if ":" in gold:
+        return worker.gold_completions(gold, [_as_dict(row) for row in chosen])
+    values = [row.extra.get(gold) for row in chosen]
+    if all(value is None for value in values):
+        columns = sorted({name for row in chosen for name in row.extra})
+        raise ConfigError(
+            f"the data have no column {gold}",
+            place="lab.gold",
+            fix=f"one of {', '.join(columns) or 'none: there are no further columns'}, or package.module:function",
+        )
+    return [_text_of(value) for value in values]
+
+
 def make_probe_set(
-    completion: CompletionConfig,
-    rewards: RewardsConfig,
-    limits: LabConfig,
+    config: LabInputs | RunConfig,
     rows: Sequence[Row],
+    chosen: Sequence[Row],
+    golds: Sequence[str | None],
     base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
-    """Choose rows and make their probes.
+    """Make the probes of the chosen rows.
 
     Args:
-        completion: what an answer is.
-        rewards: the weights of the functions.
-        limits: how many rows to choose.
-        rows: all training rows, at least one. Rows are chosen by prompt_id, a hash, so their order does not matter.
+        config: what an answer is, the weights of the functions, and how the lab works.
+        rows: all training rows, at least one.
+        chosen: the rows that probes are made from.
+        golds: the user's own good completion of each of them, or None.
         base_samples: groups sampled from the base model for some of the rows.
     """
-    assert rows, "no rows to make probes from"
-    chosen = sorted(rows, key=lambda row: row.prompt_id)[: limits.num_rows]
-    tags = Tags.of(completion.tags)
-    groups = [make_probes(row, tags, completion.equality) for row in chosen]
-    probes = [probe for group in groups for probe in group]
-    rows_of_probes = [row for row, group in zip(chosen, groups, strict=True) for _ in group]
-    batch = probe_batch(rows_of_probes, [probe.text for probe in probes])
+    made = [make_probes(row, config.completion, gold) for row, gold in zip(chosen, golds, strict=True)]
+    probes = [probe for group in made for probe in group]
+    starts = [sum(map(len, made[:number])) for number in range(len(made))]
+    rows_of_probes = [row for row, group in zip(chosen, made, strict=True) for _ in group]
+    samples = base_samples or []
     by_id = {row.prompt_id: row for row in rows}
-    base_rows = [by_id[sample.prompt_id] for sample in base_samples or [] for _ in sample.completions]
+    base_rows = [by_id[sample.prompt_id] for sample in samples for _ in sample.completions]
     return ProbeSet(
-        completion, rewards, limits, rows, chosen, probes, batch, _base_batch(base_rows, base_samples or []), base_rows
+        completion=config.completion,
+        rewards=config.rewards,
+        limits=config.lab,
+        rows=rows,
+        chosen=chosen,
+        probes=probes,
+        groups=[range(start, start + len(group)) for start, group in zip(starts, made, strict=True)],
+        batch=probe_batch(rows_of_probes, [probe.text for probe in probes]),
+        base=_base_batch(base_rows, samples),
+        base_rows=base_rows,
+        base_sizes=[len(sample.completions) for sample in samples],
     )
 
 
 def probe_batch(rows: Sequence[Row], texts: Sequence[str]) -> ScoreBatch:
     """The batch of made-up completions, `texts[i]` for `rows[i]`."""
-    return batch_of(rows, texts, [list(text.encode(errors="surrogatepass")[::BYTES_PER_TOKEN]) for text in texts])
+    return batch_of(rows, texts, list(map(_stand_in, texts)), prompt_ids=[_prompt_stand_in(row) for row in rows])
 
 
 def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBatch | None:
     if not samples:
         return None
     texts = [text for sample in samples for text in sample.completions]
-    return batch_of(rows, texts, [ids for sample in samples for ids in sample.completion_ids])
+    ids = [ids for sample in samples for ids in sample.completion_ids]
+    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows])
+
+
+def _stand_in(text: str) -> list[int]:
+    return list(text.encode(errors="surrogatepass")[::BYTES_PER_TOKEN])
+
+
+def _prompt_stand_in(row: Row) -> list[int]:
+    return _stand_in("".join(message.get("content", "") for message in row.messages))
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    messages = [dict(message) for message in row.messages]
+    plain = bool(messages) and messages[0].get("role") == PLAIN
+    return {
+        **row.extra,
+        "prompt": messages[0]["content"] if plain else messages,
+        "answer": row.answer if row.answers is None else list(row.answers),
+    }
+
+
+def _text_of(value: Any) -> str | None:
+    """A gold completion of the data: a text, or chat messages of which the last one counts."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+        value = value[-1].get("content")
+    return None if value is None else str(value)

@@ -4,6 +4,7 @@
     gamed (tags stuffed, nested or repeated; answers listed; answer in the reasoning)  <  perfect
     edge (unusual text)  must not break the function
 
+A row without ground truth has no perfect probe unless the user gives one (`lab.gold`). Then it has empty and unusual texts only.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
@@ -14,9 +15,10 @@ from typing import Literal
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.answers.perfect import perfect_completion
 from grpo_tasks.answers.tags import Tags
 from grpo_tasks.rewards.contract import Row
-from schemas.config.completion import Equality
+from schemas.config.completion import CompletionConfig, Equality
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 
@@ -41,10 +43,18 @@ class Probe:
     text: str
 
 
-def make_probes(row: Row, tags: Tags, equality: Equality) -> list[Probe]:
-    """All probes of one row: the same kinds in the same order for every row, the perfect one first."""
-    assert row.answer is not None, "a row without ground truth has no such probes"
-    work, answer, wrong = _working(row, tags), row.answer, wrong_answer(row.answer, equality)
+def make_probes(row: Row, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
+    """All probes of one row. The perfect one comes first; there is none when it cannot be made.
+
+    Args:
+        row: its ground truth may be None.
+        completion: what an answer is.
+        gold: the user's own good completion of the row; None: it is made from the ground truth.
+    """
+    if gold is not None or row.answer is None or not _has_blocks(completion):
+        return _general(row, completion, gold)
+    tags, answer = Tags.of(completion.tags), row.answer
+    work, wrong = _working(row, tags), wrong_answer(answer, completion.equality)
     perfect = _block(tags, work, answer)
     return [
         Probe(PERFECT, "perfect", perfect),
@@ -55,10 +65,49 @@ def make_probes(row: Row, tags: Tags, equality: Equality) -> list[Probe]:
     ]
 
 
-def perfect_text(row: Row, tags: Tags) -> str:
-    """The completion that deserves the full score for a row."""
-    assert row.answer is not None, "a row without ground truth has no perfect completion"
-    return _block(tags, _working(row, tags), row.answer)
+def perfect_text(row: Row, completion: CompletionConfig) -> str | None:
+    """The completion that deserves the full score for a row; None when it cannot be made."""
+    if not _has_blocks(completion):
+        return perfect_completion(row.answer, completion)
+    tags = Tags.of(completion.tags)
+    return None if row.answer is None else _block(tags, _working(row, tags), row.answer)
+
+
+def _has_blocks(completion: CompletionConfig) -> bool:
+    """Whether the format is the one with four tags, for which most probes are made."""
+    return completion.format == "tags" and completion.tags.reasoning is not None
+
+
+_EMPTY = {"json": "{}", "boxed": "\\boxed{}"}
+"""A completion of a format with nothing in it."""
+
+
+def _general(row: Row, completion: CompletionConfig, gold: str | None) -> list[Probe]:
+    """Probes of a row without ground truth, with a completion of the user's own, or in a format without tags."""
+    perfect = gold if gold is not None else perfect_text(row, completion)
+    text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
+    first = [] if perfect is None else [Probe(PERFECT, "perfect", perfect), Probe(CUT_OFF, "partial", text[: len(text) // 2])]
+    if row.answer is not None and gold is None:
+        wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
+        first += [] if wrong is None else [Probe(WRONG_ANSWER, "partial", wrong)]
+    empty = {"empty": "", "blank": " \n\t ", "invisible": "\u200b", "empty_answer": _EMPTY.get(completion.format)}
+    if completion.format == "tags":
+        empty["bare_tags"] = "".join(Tags.of(completion.tags).in_order)
+    edges = {
+        "plain_text": "A few words of plain text.",
+        "formatted": perfect_completion("something", completion),
+        "control_characters": f"\x00\x1b[31m{text}\r\x7f",
+        "other_scripts": f"计算 \u202e שלום 🧮\ufeff {text}",
+        "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{text}",
+        "code": f"{text} __import__('os').getpid()",
+        "brackets": '{"a": [1, \\boxed{',
+    }
+    return [
+        *first,
+        *(Probe(kind, "empty", each) for kind, each in empty.items() if each is not None),
+        *([Probe("repeated", "gamed", f"{text}\n" * 3)] if perfect is not None else []),
+        *(Probe(kind, "edge", each) for kind, each in edges.items() if each is not None),
+    ]
 
 
 def wrong_answer(answer: str, equality: Equality) -> str:
@@ -73,14 +122,15 @@ def wrong_answer(answer: str, equality: Equality) -> str:
     return other
 
 
-def long_texts(tags: Tags) -> dict[str, str]:
-    """Completions of LONG_CHARS characters by name. Each makes another kind of careless scan quadratic or worse."""
-    opened, reasoned, answered, closed = tags.in_order
+def long_texts(tags: Tags, length: int | None = None) -> dict[str, str]:
+    """Completions of `length` (LONG_CHARS) characters by name. Each makes another kind of careless scan quadratic or worse."""
+    length = length or LONG_CHARS
+    marks = tags.in_order
     pieces = {
         "long_words": "one plus one is two and ",
-        "long_opening_tags": answered,
-        "long_tag_pairs": f"{opened}{reasoned}{answered}{closed}",
-        "long_half_tags": answered[:-1],
+        "long_opening_tags": marks[-2],
+        "long_tag_pairs": "".join(marks),
+        "long_half_tags": marks[-2][:-1],
         "long_digits": "9",
         "long_commas": "1,",
         "long_powers": "9**",
@@ -89,7 +139,7 @@ def long_texts(tags: Tags) -> dict[str, str]:
         "long_invisible": "\u200b",
         "long_newlines": "\n",
     }
-    texts = {kind: (piece * (LONG_CHARS // len(piece) + 1))[:LONG_CHARS] for kind, piece in pieces.items()}
+    texts = {kind: (piece * (length // len(piece) + 1))[:length] for kind, piece in pieces.items()}
     return texts | {
         "long_reasoning": _block(tags, texts["long_words"], "42"),
         "long_answer": _block(tags, "work", texts["long_commas"]),
@@ -97,15 +147,18 @@ def long_texts(tags: Tags) -> dict[str, str]:
 
 
 def _working(row: Row, tags: Tags) -> str:
-    question = row.messages[-1].get("content", "") if row.messages else ""
+    question = _question(row)
     for tag in tags.in_order:
         question = question.replace(tag, "")
     return f"The question is: {question[:200].strip()} Working it out step by step gives {row.answer}."
 
 
+def _question(row: Row) -> str:
+    return row.messages[-1].get("content", "") if row.messages else ""
+
+
 def _block(tags: Tags, reasoning: str, answer: str) -> str:
-    opened, reasoned, answered, closed = tags.in_order
-    return f"{opened}{reasoning}{reasoned}{answered}{answer}{closed}"
+    return tags.block(reasoning, answer)
 
 
 def _partial(tags: Tags, work: str, answer: str, wrong: str) -> Iterator[Probe]:

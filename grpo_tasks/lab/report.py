@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 from grpo_tasks.content.markdown import table
+from grpo_tasks.rewards.contract import shorten
 from schemas.results.lab import LabCheck, SignalForecast
 
-_MARKS = {"passed": "passed", "warned": "**warned**", "failed": "**FAILED**"}
+_MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
 FIXES = {
     "columns": "rename the column, or remove it if no reward function needs it",
     "contract": "return one finite number, or None, for each completion",
+    "applies": "return a score for the completions that the function is about, or leave it out",
+    "same_score": "compare what the function looks for (tags, columns, the form of completions) with what it gets",
     "determinism": "compute a score from its own completion alone: no random numbers, nothing from other completions or calls",
     "speed": "scan each text once and without backtracking, or raise lab.max_seconds_per_completion",
     "gaming": "pay only for one answer, outside the reasoning, and for each tag once (the built-in format and correctness do)",
@@ -20,14 +23,34 @@ FIXES = {
 """What to do about a failed check or a warning."""
 
 
-def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast]) -> str:
+STRICT_LINE = "These opinions do not stop the run. lab.strict: true lets them; lab.ignore_checks: [{names}] silences them."
+"""What follows the table of opinions."""
+DETAIL_CHARS = 200
+"""Characters of a finding in the table of opinions."""
+MAX_OPINIONS = 12
+"""Opinions in the table; the tables of the functions have all of them."""
+
+
+def opinions(checks: Sequence[LabCheck]) -> tuple[list[list[str]], str]:
+    """The findings that only warn: one row each (where, check, finding, probe), and the line that says what may be done."""
+    warned = [check for check in checks if check.outcome == "warned"]
+    rows = [[one.function, one.check, shorten(one.detail, DETAIL_CHARS), one.probe] for one in warned[:MAX_OPINIONS]]
+    if len(warned) > MAX_OPINIONS:
+        rows.append(["...", "", f"{len(warned) - MAX_OPINIONS} more in report.md", ""])
+    names = dict.fromkeys(one.check for one in warned)
+    return rows, STRICT_LINE.format(names=", ".join(names)) if rows else ""
+
+
+def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast], left_out: Sequence[str] = ()) -> str:
     """The complete report."""
     failed = [check for check in checks if check.outcome == "failed"]
-    warned = [check for check in checks if check.outcome == "warned"]
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in ("failed", "warned", "ignored")}
     parts = [
         "# Reward lab",
-        f"{len(checks)} checks: {len(failed)} failed, {len(warned)} warned.",
+        f"{len(checks)} checks: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}.",
+        *(f"Not checked: {line}." for line in left_out),
         *(_example(failed[0]) if failed else []),
+        *_opinions(checks),
         *(line for name in dict.fromkeys(check.function for check in checks) for line in _function(name, checks)),
         *_forecasts(forecasts),
         *_fixes(checks),
@@ -35,9 +58,20 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
     return "\n\n".join(parts) + "\n"
 
 
+def _opinions(checks: Sequence[LabCheck]) -> Iterable[str]:
+    rows, line = opinions(checks)
+    if rows:
+        yield "## Opinions"
+        yield table(["where", "check", "found", "probe"], rows)
+        yield line
+
+
 def _example(check: LabCheck) -> Iterable[str]:
     yield f"## First failure: {check.function} / {check.check}"
     yield " ".join(check.detail.replace("<", "&lt;").split())
+    for label, text in (("Line", check.source), ("Called with", check.arguments), ("Fix", check.fix)):
+        if text:
+            yield f"{label}: {' '.join(text.replace('<', '&lt;').split())}"
     if check.probe:
         yield f"Row {check.place} (prompt_id {check.prompt_id}), probe `{check.probe}`:"
     if check.completion:

@@ -3,7 +3,8 @@
     rows -> probes -----------> each function (function_checks.py) -> sum of each stage (stage_checks.py) -> checks
     samples of the base model ----------------------------------------------> signal of each stage (forecast.py)
 
-A failed check stops the run. `lab.ignore_checks` turns a failure into a warning, by CHECK or FUNCTION/CHECK.
+A fault (the check contract) stops the run. Every other finding is an opinion: it warns, and stops the run when `lab.strict` is
+set. `lab.ignore_checks` silences opinions and turns faults into warnings, by CHECK or FUNCTION/CHECK.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,18 @@ import polars as pl
 
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
-from grpo_tasks.lab.probe_set import ProbeSet, make_probe_set
+from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_totals
-from grpo_tasks.rewards.contract import RESERVED, Row, shorten
+from grpo_tasks.rewards.contract import RESERVED, Row, TaskRewards, shorten
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.config.rewards import RewardConfig
+from schemas.config.rewards import LabConfig, RewardConfig
 from schemas.config.run import LabInputs, RunConfig
 from schemas.errors import LabError
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
 
+FAULTS = frozenset({"contract"})
+"""Checks that stop the run whatever the configuration says."""
 TABLE_CHARS = 2_000
 """Characters of a completion kept in the table of probes."""
 
@@ -37,6 +40,8 @@ class LabFindings:
     """One per stage; empty without samples of the base model."""
     probes: pl.DataFrame
     """Every probe with the score of each function (null: does not apply, or broke its contract) and the total of each stage."""
+    left_out: list[str]
+    """Checks that could not be made, each with its reason."""
 
 
 def run_lab(
@@ -44,6 +49,8 @@ def run_lab(
     rows: Sequence[Row],
     base_samples: Sequence[GroupSample] | None = None,
     *,
+    max_completion_length: int = 256,
+    tasks: TaskRewards | None = None,
     log: Path | None = None,
 ) -> LabFindings:
     """Try every reward function of every stage.
@@ -52,6 +59,8 @@ def run_lab(
         config: the run; its section `lab` says how much is tried.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
+        max_completion_length: tokens of the longest completion in training. No function may hang on a text of that length.
+        tasks: the functions that apply to each task. None: every function applies to every row.
         log: file that receives what the functions print. None: their output is discarded.
 
     Raises:
@@ -59,15 +68,20 @@ def run_lab(
         RewardError: loading the functions ends the worker process.
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
-    probe_set = make_probe_set(config.completion, config.rewards, config.lab, rows, base_samples)
-    with RewardWorker(config.rewards, names, completion=config.completion, log=log) as worker:
-        functions = {name: check_function(name, _settings(config, name), probe_set, worker) for name in names}
+    chosen = choose_rows(rows, config.lab.num_rows)
+    with RewardWorker(config.rewards, names, completion=config.completion, tasks=tasks, log=log) as worker:
+        golds = own_golds(config.lab.gold, chosen, worker)
+        probe_set = make_probe_set(config, rows, chosen, golds, base_samples)
+        functions = {
+            name: check_function(name, _settings(config, name), probe_set, worker, max_completion_length=max_completion_length)
+            for name in names
+        }
     forecasts = _forecasts(config, base_samples or [], functions)
     checks = [*_columns(rows), *(check for function in functions.values() for check in function.checks)]
     checks += [check for stage in config.stages for check in check_stage(stage, probe_set, functions)]
     checks += check_signal(config.stages, forecasts, config.lab.min_signal)
-    checks = [_ignored_as_warning(check, config.lab.ignore_checks) for check in checks]
-    return LabFindings(checks, forecasts, _table(config, probe_set, functions))
+    checks = [_weighed(check, config.lab) for check in checks]
+    return LabFindings(checks, forecasts, _table(config, probe_set, functions), _left_out(probe_set, base_samples))
 
 
 def lab_error(report: LabReport) -> LabError:
@@ -82,8 +96,13 @@ def lab_error(report: LabReport) -> LabError:
         message += f" (and {len(others)} more: {', '.join(f'{check.function}/{check.check}' for check in others)})"
     row_id = f" (prompt_id {first.prompt_id})" if first.prompt_id else ""
     row = f"{first.place}{row_id}, probe {first.probe}, completion {first.completion!r}" if first.place else ""
-    fix = f"{FIXES[first.check]}; or add {first.function}/{first.check} to lab.ignore_checks"
-    return LabError(message, place=row, fix=f"{fix}; report: {report.directory / 'report.md'}")
+    called = f"called with {first.arguments}" if first.arguments else ""
+    ignore = f"or add {first.function}/{first.check} to lab.ignore_checks"
+    return LabError(
+        message,
+        place="; ".join(filter(None, [first.source, row, called])),
+        fix=f"{first.fix or FIXES[first.check]}; {ignore}; report: {report.directory / 'report.md'}",
+    )
 
 
 def _columns(rows: Sequence[Row]) -> list[LabCheck]:
@@ -108,9 +127,27 @@ def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
     return settings
 
 
-def _ignored_as_warning(check: LabCheck, ignored: Sequence[str]) -> LabCheck:
-    named = check.check in ignored or f"{check.function}/{check.check}" in ignored
-    return check.model_copy(update={"outcome": "warned"}) if named and check.outcome == "failed" else check
+def _weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
+    """The check with its consequence: faults stop the run, opinions warn unless `lab.strict` is set."""
+    if check.outcome == "passed":
+        return check
+    ignored = check.check in lab.ignore_checks or f"{check.function}/{check.check}" in lab.ignore_checks
+    if check.check in FAULTS:
+        outcome = "warned" if ignored else check.outcome
+    else:
+        outcome = "ignored" if ignored else check.outcome if lab.strict else "warned"
+    return check.model_copy(update={"outcome": outcome})
+
+
+def _left_out(probe_set: ProbeSet, base_samples: Sequence[GroupSample] | None) -> list[str]:
+    missing = len(probe_set.chosen) - probe_set.num_perfect
+    left = []
+    if missing:
+        rows = "the rows" if missing == len(probe_set.chosen) else f"{missing} of {len(probe_set.chosen)} rows"
+        left.append(f"order, gaming and gold: the lab cannot make a perfect completion for {rows}; name your own with lab.gold")
+    if not base_samples:
+        left.append("signal: there are no samples of the base model")
+    return left
 
 
 def _forecasts(

@@ -5,6 +5,9 @@
     gaming  no gamed completion earns as much as the perfect one
     signal  enough groups of the base model's samples differ in reward (later stages only get a warning)
 
+Order and gaming need perfect completions, and look only at rows that have one. A completion to which no function of the stage
+applies has no total, and is left out as in training.
+
 A stage that does not check answers (format only) may pay for a list of answers as for any answer. A stage that ranks no partial
 completion below the perfect one (length only) cannot rank gamed ones below it either, so ties are only a warning there.
 """
@@ -23,6 +26,9 @@ from grpo_tasks.rewards.totals import stage_weights, total_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
 from schemas.results.lab import LabCheck, SignalForecast
+
+_NOTHING = (-math.inf, -1)
+"""The best of no probes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +50,25 @@ class _RowTotals:
         return [
             (total, self.first + offset)
             for offset, (total, its_role) in enumerate(zip(self.totals, self.roles, strict=True))
-            if its_role == role
+            if its_role == role and not math.isnan(total)
         ]
 
     @property
+    def has_perfect(self) -> bool:
+        return PERFECT in self.kinds and not math.isnan(self.perfect)
+
+    @property
     def best_empty(self) -> tuple[float, int]:
-        return max(self.of("empty"))
+        return max(self.of("empty"), default=_NOTHING)
+
+    @property
+    def best_partial(self) -> tuple[float, int]:
+        return max(self.of("partial"), default=_NOTHING)
 
     @property
     def judges_answers(self) -> bool:
+        if WRONG_ANSWER not in self.kinds:
+            return False
         return self.totals[self.kinds.index(WRONG_ANSWER)] < self.perfect - SAME_SCORE
 
     @property
@@ -77,7 +93,7 @@ def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str
 
 
 def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, FunctionFindings]) -> list[LabCheck]:
-    """The checks order, empty and gaming of one stage; none when one of its functions broke its contract."""
+    """The checks order, empty and gaming of one stage, as far as its rows allow; none when a function broke its contract."""
     scores = {name: findings[name].scores for name in stage.rewards}
     known = {name: values for name, values in scores.items() if values is not None}
     if len(known) < len(scores):
@@ -85,7 +101,9 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
     totals = stage_totals(stage, probe_set.rewards, known)
     rows = list(_rows(probe_set, totals.tolist()))
     name = f"stage:{stage.name}"
-    return [_order(name, probe_set, rows), _empty(name, probe_set, rows), _gaming(name, probe_set, rows)]
+    judged = [row for row in rows if row.has_perfect]
+    checks = [_order(name, probe_set, judged), _gaming(name, probe_set, judged)] if judged else []
+    return [*checks[:1], _empty(name, probe_set, rows), *checks[1:]]
 
 
 def check_signal(stages: Sequence[StageConfig], forecasts: Sequence[SignalForecast], min_signal: float) -> Iterator[LabCheck]:
@@ -102,13 +120,11 @@ def check_signal(stages: Sequence[StageConfig], forecasts: Sequence[SignalForeca
 
 
 def _rows(probe_set: ProbeSet, totals: Sequence[float]) -> Iterator[_RowTotals]:
-    for first in range(0, len(totals), probe_set.per_row):
-        probes = probe_set.probes[first : first + probe_set.per_row]
-        roles, kinds = [probe.role for probe in probes], [probe.kind for probe in probes]
-        # No function of the stage applies to this row. A function applies to all probes of a row or to none (function_checks.py).
-        if math.isnan(totals[first]):
-            continue
-        yield _RowTotals(first, roles, kinds, totals[first : first + probe_set.per_row])
+    for group in probe_set.groups:
+        probes = [probe_set.probes[index] for index in group]
+        yield _RowTotals(
+            group[0], [probe.role for probe in probes], [probe.kind for probe in probes], [totals[index] for index in group]
+        )
 
 
 def _order(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
@@ -118,7 +134,7 @@ def _order(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabChe
             return _example(
                 name, "order", f"an empty answer earns {empty:g}, the perfect completion {row.perfect:g}", probe_set, index
             )
-        partial, index = max(row.of("partial"))
+        partial, index = row.best_partial
         if partial > row.perfect + SAME_SCORE:
             return _example(name, "order", f"earns {partial:g}, the perfect completion only {row.perfect:g}", probe_set, index)
     return _order_warning(name, probe_set, rows) or passed(name, "order")
@@ -126,7 +142,9 @@ def _order(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabChe
 
 def _order_warning(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck | None:
     for row in rows:
-        partial, index = max(row.of("partial"))
+        partial, index = row.best_partial
+        if index < 0:
+            continue
         if row.ranks_nothing:
             detail = f"earns {partial:g}, as much as the perfect completion: this stage teaches neither format nor answers"
             return _example(name, "order", detail, probe_set, index, warn=True)
@@ -137,7 +155,7 @@ def _order_warning(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -
 
 
 def _empty(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
-    total, index = max(row.best_empty for row in rows)
+    total, index = max((row.best_empty for row in rows), default=_NOTHING)
     if total > SAME_SCORE:
         return _example(name, "empty", f"a completion without an answer earns {total:g}", probe_set, index)
     return passed(name, "empty")

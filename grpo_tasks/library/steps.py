@@ -214,7 +214,9 @@ def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> 
         return scoring
     section = scoring.rewards if scoring is not None else config.rewards
     weighted, reported = (scoring.weighted, scoring.reported) if scoring is not None else ([], [])
-    return ScoringInputs(rewards=add_rewards(section, rewards, folder), weighted=weighted, reported=[*reported, *rewards])
+    reported = [*reported, *rewards]
+    section = add_rewards(section, rewards, folder)
+    return ScoringInputs(rewards=section, weighted=weighted, reported=reported, tasks=config.task_rewards(reported))
 
 
 def generate(

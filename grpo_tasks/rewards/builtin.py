@@ -64,14 +64,13 @@ def correctness(
     prompts: object,
     completions: Sequence[Completion],
     *,
-    answer: Sequence[str | None],
-    answers: Sequence[Sequence[str] | None] | None = None,
+    answer: Sequence[str | Sequence[str] | None],
     completion: CompletionConfig,
     **columns: object,
 ) -> list[float | None]:
     """1.0 when the answer by the strict rules equals the ground truth, or one of several; None for a row without ground truth."""
     found = _extractions(completions, completion)
-    truths = [_truths(one, several) for one, several in zip(answer, answers or [None] * len(answer), strict=True)]
+    truths = [(truth,) if isinstance(truth, str) else truth for truth in answer]
     return [
         None if not truth else float(one.answer is not None and equals_any(one.answer, truth, completion.equality))
         for one, truth in zip(found, truths, strict=True)
@@ -163,10 +162,6 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
 
 def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:
     return [extract(completion_text(given), completion) for given in completions]
-
-
-def _truths(answer: str | None, answers: Sequence[str] | None) -> Sequence[str]:
-    return answers or (() if answer is None else (answer,))
 
 
 def _tag_score(found: Extraction, credit: float) -> float:

@@ -4,35 +4,56 @@
 
     prompts         N lists of chat messages: [..., {"role": "user", "content": "What is 15 + 27?"}]
     completions     N lists of one message: [{"role": "assistant", "content": "... 42"}]
+                    Both are N strings when the data are in the standard format, or as_text is set for the function.
     completion_ids  N lists of token ids
-    answer          N ground truths; every other column of the data arrives under its own name, also with N values
+    prompt_ids      N lists of token ids, where the engine knows them (not in engine: trl)
+    answer          N ground truths: a string, a list where the data list several, None for a row without ground truth
+    task            N names of tasks, when the data have several tasks
+    ...             every other column of the data arrives under its own name, also with N values
     trainer_state   .global_step and .max_steps of the stage
     log_metric      log_metric(name, value) records the mean over the update as the metric logged/FUNCTION/NAME
-    log_extra       accepted, and ignored: no extra columns are stored
+    log_extra       log_extra(name, values) adds a column with N values to the table of completions: logged_FUNCTION_NAME
     returns         N finite numbers, or None where the function does not apply to the completion. A list of numbers, one for
                     each token of the completion, scores it token by token; the completion's score is then their mean.
 
-In code: a `ScoreBatch` goes in, `FunctionScores` or a `Fault` comes out. A fault is data until the suite applies the function's
-`on_error`; `reward_error` words it for the user.
+A function without **kwargs receives the arguments that it names. In code: a `ScoreBatch` goes in, `FunctionScores` or a `Fault`
+comes out. A fault is data until the suite applies the function's `on_error`; `reward_error` words it for the user.
 """
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from schemas.errors import RewardError
 
-SHOWN_CHARS = 300
+SHOWN_CHARS = 200
 """Characters of a completion shown in an error."""
-RESERVED = frozenset({"answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments that every function receives. Extra columns with these names are left out, and the lab warns about them."""
+ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments of a call that are no columns of the data."""
+RESERVED = ARGUMENTS | {"answer"}
+"""Extra columns with these names are left out, and the lab warns about them."""
 
 MAX_METRICS = 64
 """Maximum number of metrics that one call may pass to log_metric."""
 MAX_METRIC_CHARS = 100
-"""Maximum length of the name of such a metric."""
+"""Maximum length of the name of such a metric, and of a column passed to log_extra."""
+MAX_EXTRAS = 8
+"""Maximum number of columns that one call may pass to log_extra."""
+MAX_EXTRA_CHARS = 300
+"""Characters kept of one value of such a column."""
+MAX_GOLD_CHARS = 100_000
+"""Characters kept of a completion that a user's function makes for the lab."""
+
+Extra = float | str | None
+"""One value passed to log_extra."""
+
+
+TaskRewards = Mapping[str, Collection[str] | None]
+"""Names of the functions that apply to each task. None, or a task that is missing: every function of the stage."""
+
+ONE_EACH = "return a list with one score per completion"
 
 
 class Row(Protocol):
@@ -93,9 +114,14 @@ class ScoreBatch:
     """Number of the update. Functions see it as trainer_state.global_step."""
     origins: Sequence[str] = field(default=())
     """Where each of the N rows comes from, for error messages. May be empty."""
+    prompt_ids: Sequence[Sequence[int]] = field(default=())
+    """Token ids of the N prompts. Empty where they are not known."""
+    tasks: Sequence[str] = field(default=())
+    """Task of each of the N rows. Empty when the data have a single task."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
+        sizes |= {len(values) for values in (self.origins, self.prompt_ids, self.tasks) if values}
         assert len(sizes) == 1, f"the columns of a batch differ in length: {sorted(sizes)}"
 
     def __len__(self) -> int:
@@ -110,11 +136,18 @@ class ScoreBatch:
             columns={name: [values[index] for index in indices] for name, values in self.columns.items()},
             step=self.step,
             origins=[self.origins[index] for index in indices] if self.origins else (),
+            prompt_ids=[self.prompt_ids[index] for index in indices] if self.prompt_ids else (),
+            tasks=[self.tasks[index] for index in indices] if self.tasks else (),
         )
 
 
 def batch_of(
-    rows: Sequence[Row], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], *, step: int = 0
+    rows: Sequence[Row],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    prompt_ids: Sequence[Sequence[int]] = (),
+    step: int = 0,
 ) -> ScoreBatch:
     """The batch in which `completions[i]` answers `rows[i]`. The trainer and the lab both build their batches here.
 
@@ -122,21 +155,25 @@ def batch_of(
         rows: N rows; a row may occur several times.
         completions: N texts.
         completion_ids: N lists of token ids.
+        prompt_ids: N lists of token ids, or nothing.
         step: number of the update.
 
-    The columns are `answer`, `answers` (lists) where the data has several, and every extra column of any row, with None where a
-    row lacks it. Reserved names are left out.
+    The columns are `answer`, `task` when any row has one, and every extra column of any row, with None where a row lacks it.
+    Reserved names are left out.
     """
     names = sorted({name for row in rows for name in row.extra} - RESERVED)
-    several = {"answers": [row.answers for row in rows]} if any(row.answers is not None for row in rows) else {}
+    columns = {name: [row.extra.get(name) for row in rows] for name in names}
+    columns["answer"] = [row.answer if row.answers is None else list(row.answers) for row in rows]
+    tasks = [row.task for row in rows] if any(row.task for row in rows) else []
     return ScoreBatch(
         prompts=[row.messages for row in rows],
         completions=completions,
         completion_ids=completion_ids,
-        columns={"answer": [row.answer for row in rows], **{name: [row.extra.get(name) for row in rows] for name in names}}
-        | several,
+        columns=columns | ({"task": tasks} if tasks else {}),
         step=step,
         origins=[origin_of(row) for row in rows],
+        prompt_ids=prompt_ids,
+        tasks=tasks,
     )
 
 
@@ -157,6 +194,8 @@ class FunctionScores:
     """Scores of single tokens, by index of the completion, for completions that the function scored token by token."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the function passed to log_metric, averaged over the call."""
+    extra: dict[str, list[Extra]] = field(default_factory=dict)
+    """What the function passed to log_extra: N values by column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +206,37 @@ class Fault:
     detail: str
     """What happened. It completes a sentence that begins with the name of the function."""
     source: str = ""
-    """File, line and function of the exception, when known."""
+    """File, line and function of the exception in the user's own code, when known."""
     index: int | None = None
     """Index of the completion in the batch, when known."""
     fix: str = ""
     """What to do. Empty: the general advice of `reward_error`."""
+    arguments: str = ""
+    """Types and sizes of the arguments of the call, for an exception."""
+
+
+def applicable(name: str, batch: ScoreBatch, tasks: TaskRewards) -> list[int]:
+    """Indices of the completions that a function applies to, by the tasks of their rows."""
+    if not batch.tasks:
+        return list(range(len(batch)))
+    listed = {task: tasks.get(task) for task in set(batch.tasks)}
+    open_to = {task for task, names in listed.items() if names is None or name in names}
+    return [index for index, task in enumerate(batch.tasks) if task in open_to]
+
+
+def spread(outcome: FunctionScores | Fault, indices: Sequence[int], num: int) -> FunctionScores | Fault:
+    """The outcome for the completions `indices` as the outcome for all `num` completions; the others have None."""
+    if isinstance(outcome, Fault):
+        return replace(outcome, index=None if outcome.index is None else indices[outcome.index])
+    scores: list[float | None] = [None] * num
+    for index, score in zip(indices, outcome.scores, strict=True):
+        scores[index] = score
+    extra = {}
+    for column, values in outcome.extra.items():
+        known = dict(zip(indices, values, strict=True))
+        extra[column] = [known.get(index) for index in range(num)]
+    tokens = {indices[index]: values for index, values in outcome.tokens.items()}
+    return replace(outcome, scores=scores, tokens=tokens, extra=extra)
 
 
 class ContractError(Exception):
@@ -197,10 +262,10 @@ def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None
     """
     result, num = _as_list(result), len(lengths)
     if not isinstance(result, list | tuple):
-        raise _breach(f"returned {_kind(result)} instead of a list of {num} scores", "return one score per completion")
+        raise breach(f"returned {_kind(result)} instead of a list of {num} scores", _fix_of_kind(result))
     if len(result) != num:
         first_without = len(result) if len(result) < num else None
-        raise _breach(f"returned {len(result)} scores for {num} completions", "return one score per completion", first_without)
+        raise breach(f"returned {len(result)} scores for {num} completions", ONE_EACH, first_without)
     tokens = {
         index: _token_scores(value, index, lengths[index])
         for index, value in enumerate(map(_as_list, result))
@@ -218,6 +283,8 @@ def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
         # Without an index the call failed as a unit. The first completion then stands for the batch.
         prefix = "" if fault.index is not None or len(batch) == 1 else f"{len(batch)} completions, the first of them "
         where.append(f"{prefix}{_row(batch, index)}, completion {shorten(batch.completions[index])!r}")
+    if fault.arguments:
+        where.append(f"called with {fault.arguments}")
     fix = fault.fix or "fix the function, or set on_error: zero | skip for it"
     return RewardError(f"reward {name} {fault.detail}", place="; ".join(filter(None, where)), fix=fix)
 
@@ -245,7 +312,7 @@ def _score(value: Any, index: int) -> float | None:
 def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]:
     if len(values) != length:
         fix = "return one number per id of completion_ids, or one number for the whole completion"
-        raise _breach(f"returned {len(values)} numbers for a completion of {length} tokens", fix, index)
+        raise breach(f"returned {len(values)} numbers for a completion of {length} tokens", fix, index)
     return [_number(value, index) for value in values]
 
 
@@ -255,9 +322,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def _number(value: Any, index: int) -> float:
     if not isinstance(value, numbers.Real):
-        raise _breach(f"returned {_kind(value)} instead of a number", "return a float or None per completion", index)
+        raise breach(f"returned {_kind(value)} instead of a number", "return a float or None per completion", index)
     if not math.isfinite(value):
-        raise _breach(f"returned {float(value)}, which is not finite", "guard the division or logarithm it comes from", index)
+        raise breach(f"returned {float(value)}, which is not finite", "guard the division or logarithm it comes from", index)
     return float(value)
 
 
@@ -267,8 +334,19 @@ def _as_list(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
+    if callable(value):
+        return f"a function ({getattr(value, '__qualname__', type(value).__name__)})"
     return "None" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
 
 
-def _breach(detail: str, fix: str, index: int | None = None) -> ContractError:
+def _fix_of_kind(value: Any) -> str:
+    if callable(value):
+        return "it is a factory: name what it returns, with a line such as my_reward = factory(...) in your module"
+    if isinstance(value, numbers.Real):
+        return f"{ONE_EACH}; a function for a single completion needs a loop over completions"
+    return ONE_EACH
+
+
+def breach(detail: str, fix: str, index: int | None = None) -> ContractError:
+    """The error about a value that breaks the contract."""
     return ContractError(Fault("broken", detail, index=index, fix=fix))

@@ -51,7 +51,8 @@ def reward_columns(
     """
     by_id = {row.prompt_id: row for row in rows}
     chunk = max(1, CHUNK // per_prompt) * per_prompt
-    with RewardSuite(scoring.rewards, [*scoring.weighted, *scoring.reported], completion=completion, log=log) as suite:
+    names = [*scoring.weighted, *scoring.reported]
+    with RewardSuite(scoring.rewards, names, completion=completion, tasks=scoring.tasks, log=log) as suite:
         scores = Scores.join([_scored(suite, samples[start : start + chunk], by_id) for start in range(0, samples.height, chunk)])
     for note in scores.notes:
         _LOGGER.warning("evaluation: %s", note)

@@ -1,8 +1,14 @@
 """From the entry of a reward in the configuration to a callable. Runs in the worker process only: a user's code never enters the
 trainer.
 
-A built-in function is found by its name, a user's function by `package.module:function`. The working directory and the folder of
-the config file are searched after the installed packages. Parameters of the configuration override columns of the same name.
+    correctness                     a built-in function
+    package.module:function         a function, an async function, a partial or an instance that can be called
+    package.module:Class            made with the params, then called: its instance is the reward
+    package.module:factory          called with the params: the function that it returns is the reward
+
+The working directory and the folder of the config file are searched after the installed packages. A class is recognised as such,
+a factory by taking none of the arguments of a call. Otherwise params are arguments of the call, and override columns of the same
+name. A function without **kwargs receives only what it names.
 """
 
 import asyncio
@@ -11,17 +17,31 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.rewards.builtin import BUILTIN
+from grpo_tasks.rewards.builtin import BUILTIN, completion_text
+from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
-RewardFunction = Callable[..., Any]
+_GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"}
+_SINGLE = {"completion", "response", "solution_str"}
+"""Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
 
-_GIVEN = {"prompts", "completions", "completion_ids", "answer", "answers", "completion", "columns"}
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A loaded function."""
+
+    call: Callable[..., Any]
+    """Takes the arguments of a call by name. Its params are bound, and what it does not accept is left out."""
+    as_text: bool = False
+    """Whether it receives strings for chats too."""
+    module: str = ""
+    """Dotted name of the user's module; empty for a built-in function."""
 
 
 def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, completion: CompletionConfig) -> RewardFunction:
@@ -43,25 +63,124 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         bound = ({"completion": completion} if "completion" in known else {}) | reward.params
         # A data column that happens to be named max_length must not set the parameter of that name.
-        return _bind(function, bound, known - _GIVEN)
-    return _bind(_import(reward.function or name, rewards.module_dirs(), place=place), dict(reward.params), frozenset())
+        return RewardFunction(_bind(function, bound, known - _GIVEN))
+    path = reward.function or name
+    found, params = _made(import_object(path, rewards.module_dirs(), place=place), path, reward.params, place=place)
+    accepted = _accepted(found)
+    if accepted is not None:
+        _refuse_unknown(params, sorted(accepted - ARGUMENTS), place=place)
+    return RewardFunction(_bind(found, params, frozenset(), accepted), reward.as_text, path.partition(":")[0])
 
 
-def _bind(function: RewardFunction, bound: Mapping[str, Any], own: Set[str]) -> RewardFunction:
+def gold_completions(path: str, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> list[str | None]:
+    """What the user's function `path` (lab.gold) returns for rows: one completion each, None where it has none.
+
+    Raises:
+        ConfigError: the function cannot be imported, raises, or returns something else.
+    """
+    place = "lab.gold"
+    function = import_object(path, folders, place=place)
+    try:
+        made = function([dict(row) for row in rows])
+        texts = [None if one is None else completion_text(one) for one in made]
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{path} raised {type(error).__name__}: {shorten(str(error))}"
+        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct the function") from error
+    if len(texts) != len(rows) or not all(text is None or isinstance(text, str) for text in texts):
+        fix = "return a list with one text per row, None where there is none"
+        raise ConfigError(f"{path} returned {len(texts)} completions for {len(rows)} rows", place=place, fix=fix)
+    return [text if text is None else text[:MAX_GOLD_CHARS].encode(errors="backslashreplace").decode() for text in texts]
+
+
+def _bind(
+    function: Callable[..., Any], bound: Mapping[str, Any], own: Set[str], accepted: Set[str] | None = None
+) -> Callable[..., Any]:
     """The function with its parameters bound. It receives the arguments of a call except those named in `own`.
 
     An awaitable result is awaited, so `async def` functions work too.
     """
 
     def call(**arguments: Any) -> Any:
-        result = function(**({key: value for key, value in arguments.items() if key not in own} | dict(bound)))
-        return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+        given = {key: value for key, value in arguments.items() if key not in own and (accepted is None or key in accepted)}
+        result = function(**(given | dict(bound)))
+        return _LOOP.run(_finish(result)) if inspect.isawaitable(result) else result
 
     return call
 
 
+# One loop for all calls, as in TRL: a client that a function opened in one call still works in the next.
+_LOOP = asyncio.Runner()
+
+
 async def _finish(result: Any) -> Any:
     return await result
+
+
+def _made(
+    found: Callable[..., Any], path: str, params: Mapping[str, Any], *, place: str
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function itself: an instance of a class, what a factory returns, or what was found; and the params that are left."""
+    parameters = _parameters(found)
+    single = sorted(_SINGLE & {one.name for one in parameters if one.default is one.empty})
+    if single and "completions" not in {one.name for one in parameters}:
+        name = path.rpartition(":")[2]
+        raise ConfigError(
+            f"{path} scores one completion at a time (its parameter {single[0]}), and reward functions take lists, as in TRL",
+            place=place,
+            fix=f"add a function that returns [{name}({single[0]}=one[0]['content'], ...) for one in completions], and name that",
+        )
+    if inspect.isclass(found):
+        if not any("__call__" in vars(base) for base in found.__mro__[:-1]):
+            fix = "give it a method __call__(self, prompts, completions, **kwargs), or name a function"
+            raise ConfigError(f"{path} is a class whose instances cannot be called", place=place, fix=fix)
+        return _call_maker(found, f"{path} is a class. Its constructor", params, place=place), {}
+    kinds = {one.kind for one in parameters}
+    open_ended = kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    if not inspect.isfunction(found) or open_ended or ARGUMENTS & {one.name for one in parameters}:
+        return found, dict(params)
+    what = f"{path} takes none of the arguments of a reward function (completions, ...), so it counts as a factory. It"
+    made = _call_maker(found, what, params, place=place)
+    if not callable(made):
+        fix = "give it the parameters of a reward function: def NAME(prompts, completions, **kwargs)"
+        raise ConfigError(f"{what} returned {type(made).__name__} instead of a function", place=place, fix=fix)
+    return made, {}
+
+
+def _call_maker(maker: Callable[..., Any], what: str, params: Mapping[str, Any], *, place: str) -> Callable[..., Any]:
+    parameters = _parameters(maker)
+    missing = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED and one.name not in params]
+    if missing:
+        values = ", ".join(f"{name}: VALUE" for name in missing)
+        raise ConfigError(f"{what} needs {', '.join(missing)}", place=place, fix=f"params: {{{values}}}")
+    if parameters and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        _refuse_unknown(params, [one.name for one in parameters], place=place)
+    try:
+        made: Callable[..., Any] = maker(**params)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{what} raised {type(error).__name__}: {error}"
+        raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct its params") from error
+    return made
+
+
+_NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        # Some callables of C code have no signature.
+        return []
+
+
+def _accepted(function: Callable[..., Any]) -> set[str] | None:
+    """The names that a function without **kwargs accepts; None when it accepts every name, or cannot be asked."""
+    parameters = _parameters(function)
+    if not parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return None
+    return {one.name for one in parameters if one.kind in _NAMED}
 
 
 def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) -> None:
@@ -72,7 +191,15 @@ def _refuse_unknown(params: Mapping[str, Any], known: list[str], *, place: str) 
             raise ConfigError(f"{param} is not a parameter of this reward", place=f"{place}.params", fix=hint)
 
 
-def _import(path: str, folders: Sequence[Path], *, place: str) -> RewardFunction:
+def import_object(path: str, folders: Sequence[Path], *, place: str) -> Callable[..., Any]:
+    """What `package.module:name` names: a function, a class or another object that can be called.
+
+    Raises:
+        ConfigError: the module cannot be imported, has no such name, or its value cannot be called.
+    """
+    if "(" in path:
+        fix = f"write {path.partition('(')[0]}, and the arguments as params: {{NAME: VALUE}}"
+        raise ConfigError(f"{path} is a call, and only a name can stand here", place=place, fix=fix)
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{path} does not name a function", place=place, fix="write package.module:function")
@@ -85,7 +212,7 @@ def _import(path: str, folders: Sequence[Path], *, place: str) -> RewardFunction
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{path} is {type(found).__name__}, which cannot be called", place=place, fix="name a function")
-    function: RewardFunction = found
+    function: Callable[..., Any] = found
     return function
 
 

@@ -10,18 +10,31 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat
 
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS
 from grpo_tasks.processes.link import MalformedReplyError
-from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
+from grpo_tasks.rewards.contract import (
+    MAX_EXTRA_CHARS,
+    MAX_EXTRAS,
+    MAX_GOLD_CHARS,
+    MAX_METRIC_CHARS,
+    MAX_METRICS,
+    Fault,
+    FunctionScores,
+)
 from schemas.errors import UserError
 
 BASE_REPLY_BYTES = 2**17
 """Maximum size of a reply without its scores: the texts of a fault, or the metrics that the function reported."""
 SCORE_BYTES = 48
 """Maximum size of one score in JSON, with its key when it belongs to a token."""
+EXTRA_BYTES = MAX_EXTRAS * (12 * MAX_EXTRA_CHARS + 8)
+"""Maximum size in JSON of what log_extra received for one completion: a character may become two escapes of six bytes."""
+GOLD_BYTES = 12 * MAX_GOLD_CHARS + 8
+"""Maximum size in JSON of one gold completion."""
 MAX_LOADED_BYTES = 2**20
 """Maximum size of the reply to the request to load functions."""
 
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARS)]
+ExtraText = Annotated[str, Field(max_length=MAX_EXTRA_CHARS)]
 
 
 class _Strict(BaseModel):
@@ -33,6 +46,7 @@ class _Scores(_Strict):
     seconds: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
     tokens: dict[int, list[FiniteFloat]]
     metrics: Annotated[dict[MetricName, FiniteFloat], Field(max_length=MAX_METRICS)]
+    extra: Annotated[dict[MetricName, list[ExtraText | FiniteFloat | None]], Field(max_length=MAX_EXTRAS)]
 
 
 class _Fault(_Strict):
@@ -41,6 +55,7 @@ class _Fault(_Strict):
     source: Text
     index: int | None
     fix: Text
+    arguments: Text
 
 
 class _Reply(_Strict):
@@ -50,6 +65,11 @@ class _Reply(_Strict):
 class _Scored(_Reply):
     scores: _Scores | None = None
     fault: _Fault | None = None
+
+
+class _Golds(_Reply):
+    completions: list[Annotated[str, Field(max_length=2 * MAX_GOLD_CHARS)] | None] | None = None
+    error: str | None = None
 
 
 class _Loaded(_Reply):
@@ -62,7 +82,7 @@ Reply = TypeVar("Reply", bound=_Reply)
 
 def max_reply_bytes(lengths: Sequence[int]) -> int:
     """Maximum size in bytes of the reply about completions with these numbers of tokens."""
-    return BASE_REPLY_BYTES + SCORE_BYTES * (len(lengths) + sum(lengths))
+    return BASE_REPLY_BYTES + SCORE_BYTES * (len(lengths) + sum(lengths)) + EXTRA_BYTES * len(lengths)
 
 
 def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> FunctionScores | Fault:
@@ -83,14 +103,31 @@ def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> Functio
     if fault is not None:
         if fault.index is not None and not 0 <= fault.index < len(lengths):
             raise MalformedReplyError(f"blamed completion {fault.index} of {len(lengths)}")
-        return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.fix)
+        return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.fix, fault.arguments)
     assert found is not None
     if len(found.scores) != len(lengths):
         raise MalformedReplyError(f"sent a reply with {len(found.scores)} scores for {len(lengths)} completions")
     for index, tokens in found.tokens.items():
         if not 0 <= index < len(lengths) or len(tokens) != lengths[index]:
             raise MalformedReplyError(f"sent a reply with {len(tokens)} scores for the tokens of completion {index}")
-    return FunctionScores(found.scores, found.seconds, found.tokens, found.metrics)
+    for column, values in found.extra.items():
+        if len(values) != len(lengths):
+            raise MalformedReplyError(f"sent a reply with {len(values)} values of {column} for {len(lengths)} completions")
+    return FunctionScores(found.scores, found.seconds, found.tokens, found.metrics, dict(found.extra))
+
+
+def read_golds(payload: bytes, request: str, num: int) -> list[str | None] | UserError:
+    """Read the reply to the request for `num` gold completions: the completions, or the error that says why there are none.
+
+    Raises:
+        MalformedReplyError: the payload is not a valid reply to this request.
+    """
+    reply = _parsed(_Golds, payload, request)
+    if reply.error is not None:
+        return _error_of(reply.error)
+    if reply.completions is None or len(reply.completions) != num:
+        raise MalformedReplyError("sent a reply without completions")
+    return reply.completions
 
 
 def read_loaded(payload: bytes, request: str, names: Sequence[str]) -> UserError | None:
@@ -104,8 +141,12 @@ def read_loaded(payload: bytes, request: str, names: Sequence[str]) -> UserError
         if reply.loaded != list(names):
             raise MalformedReplyError("sent a reply that names other functions")
         return None
+    return _error_of(reply.error)
+
+
+def _error_of(text: str) -> UserError:
     try:
-        return UserError.from_json(reply.error)
+        return UserError.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MalformedReplyError("sent a reply of the wrong shape (error)") from None
 

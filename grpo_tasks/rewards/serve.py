@@ -8,28 +8,23 @@ reply (replies.py).
 
 import ctypes
 import json
-import math
 import os
-import re
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
-from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, ContractError, Fault, FunctionScores, check_result, shorten
-from grpo_tasks.rewards.registry import RewardFunction, load_function
+from grpo_tasks.rewards.arguments import Notes, call_arguments
+from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
+from grpo_tasks.rewards.explain import raised
+from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import UserError
-from schemas.secret import hide
 
 # Kept here because a function may replace them in the module json.
 _dumps, _loads = json.dumps, json.loads
@@ -52,7 +47,8 @@ def main() -> None:
         _reply(descriptor, request, {"loaded": list(functions)})
         while True:
             call = _loads(read_frame(descriptor))
-            _reply(descriptor, call, _score(functions[call["name"]], call))
+            reply = _gold(call, request) if "gold" in call else _score(functions[call["name"]], call)
+            _reply(descriptor, call, reply)
 
 
 def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
@@ -68,66 +64,31 @@ def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
     return functions
 
 
+def _gold(call: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """The completions that the user's function makes for rows (`lab.gold`)."""
+    rewards = RewardsConfig.model_validate(request["rewards"])
+    try:
+        return {"completions": gold_completions(call["gold"], call["rows"], rewards.module_dirs())}
+    except UserError as error:
+        return {"error": error.to_json()}
+
+
 def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     # Counted before the call, because the function may change the lists that it receives.
     lengths = [len(ids) for ids in request["completion_ids"]]
-    metrics: dict[str, list[float]] = {}
+    columns = sorted(request["columns"])
+    notes = Notes()
+    arguments = call_arguments(request, notes, as_text=function.as_text)
     try:
-        scores, tokens = check_result(_call(function, request, metrics), lengths)
-        means = {name: fmean(values) for name, values in metrics.items()}
+        scores, tokens = check_result(function.call(**arguments), lengths)
+        found = FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
     except ContractError as error:
         return {"fault": _fault_as_json(error.fault)}
     # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return {"fault": _fault_as_json(_raised(error))}
-    return {"scores": asdict(FunctionScores(scores, time.perf_counter() - began, tokens, means))}
-
-
-def _call(function: RewardFunction, request: Mapping[str, Any], metrics: dict[str, list[float]]) -> Any:
-    """Call the function as TRL does. What it passes to log_metric is added to `metrics`."""
-    return function(
-        **request["columns"],
-        prompts=request["prompts"],
-        completions=[[{"role": "assistant", "content": text}] for text in request["completions"]],
-        completion_ids=request["completion_ids"],
-        trainer_state=SimpleNamespace(**request["trainer_state"]),
-        log_extra=_ignore_column,
-        log_metric=partial(_record_metric, metrics),
-    )
-
-
-def _ignore_column(column: str, values: object) -> None:
-    """TRL's `log_extra`. Functions may call it; the column is not stored."""
-
-
-def _record_metric(metrics: dict[str, list[float]], name: str, value: float) -> None:
-    """TRL's `log_metric`: remember a finite number. A value that is not finite is left out, because no mean would survive it."""
-    # MLflow accepts few other characters, and a slash would open a further level in its user interface.
-    name = re.sub(r"[^\w :-]", "_", str(name))[:MAX_METRIC_CHARS].strip() or "_"
-    if name not in metrics and len(metrics) == MAX_METRICS:
-        raise ValueError(f"log_metric received more than {MAX_METRICS} different names in one call")
-    # Scalar arrays and tensors become numbers here.
-    if math.isfinite(number := float(value)):
-        metrics.setdefault(name, []).append(number)
-
-
-def _raised(error: BaseException) -> Fault:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "grpo_tasks/rewards/" not in frame.filename]
-    source = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    message, fix = _message_of(error), ""
-    if isinstance(error, TypeError) and "unexpected keyword argument" in message:
-        fix = "add **kwargs to the function: as in TRL, it receives every column of the data"
-    if isinstance(error, TypeError) and "required" in message and "argument" in message:
-        fix = "add a column of that name to the data (the one named by data.answer_column arrives as answer), or set it in params"
-    return Fault("raised", f"raised {type(error).__name__}: {shorten(hide(message))}", source=source, fix=fix)
-
-
-def _message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:
-        return f"(its message cannot be read: {type(second).__name__})"
+        return {"fault": _fault_as_json(raised(error, arguments, columns, function.module))}
+    return {"scores": asdict(found)}
 
 
 def _fault_as_json(fault: Fault) -> dict[str, Any]:

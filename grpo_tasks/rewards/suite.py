@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, reward_error
+from grpo_tasks.rewards.contract import Extra, Fault, FunctionScores, ScoreBatch, TaskRewards, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
@@ -58,6 +58,8 @@ class Scores:
     """Scores of single tokens by index of the function, then of the completion, where a function returned them."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """What functions passed to log_metric, averaged over the batch, by name of the function."""
+    extra: dict[str, dict[str, list[Extra]]] = field(default_factory=dict)
+    """What functions passed to log_extra: N values by name of the function, then of the column."""
 
     @classmethod
     def join(cls, batches: Sequence["Scores"]) -> "Scores":
@@ -70,6 +72,7 @@ class Scores:
         return replace(
             batches[0],
             metrics=_mean_metrics([batch.metrics for batch in batches]),
+            extra=_joined_extra(batches),
             raw=np.concatenate([batch.raw for batch in batches]),
             totals=np.concatenate([batch.totals for batch in batches]),
             notes=[note for batch in batches for note in batch.notes],
@@ -82,11 +85,23 @@ class Scores:
             function: {position: given[index] for position, index in enumerate(indices) if index in given}
             for function, given in self.tokens.items()
         }
-        return replace(self, raw=self.raw[indices], totals=self.totals[indices], tokens=tokens)
+        extra = {
+            function: {column: [values[index] for index in indices] for column, values in given.items()}
+            for function, given in self.extra.items()
+        }
+        return replace(self, raw=self.raw[indices], totals=self.totals[indices], tokens=tokens, extra=extra)
 
     def logged_metrics(self) -> dict[str, float]:
         """What functions passed to log_metric, by the name of the metric in the journal."""
         return {logged(function, name): value for function, given in self.metrics.items() for name, value in given.items()}
+
+    def logged_columns(self) -> dict[str, list[float | None] | list[str | None]]:
+        """What functions passed to log_extra, by the name of the column in the table of completions: all numbers, or all text."""
+        return {
+            f"logged_{function}_{column}": _of_one_type(values)
+            for function, given in self.extra.items()
+            for column, values in given.items()
+        }
 
     def success(self) -> NDArray[np.float64]:
         """[F] shares of completions with the full score; NaN for a function that failed or applied to no completion."""
@@ -105,15 +120,22 @@ class RewardSuite:
         rewards: settings of the functions.
         names: the functions of the stage. RunConfig guarantees that they exist.
         completion: what an answer is, for the built-in functions. None: the defaults of the section.
+        tasks: the functions that apply to each task. None: every function applies to every row.
         log: file that receives what the functions print. None: their output is discarded.
     """
 
     def __init__(
-        self, rewards: RewardsConfig, names: Sequence[str], *, completion: CompletionConfig | None = None, log: Path | None = None
+        self,
+        rewards: RewardsConfig,
+        names: Sequence[str],
+        *,
+        completion: CompletionConfig | None = None,
+        tasks: TaskRewards | None = None,
+        log: Path | None = None,
     ) -> None:
         self.names = list(names)
         self.configs = [_resolved(rewards, name) for name in names]
-        self.worker = RewardWorker(rewards, names, completion=completion, log=log)
+        self.worker = RewardWorker(rewards, names, completion=completion, tasks=tasks, log=log)
         self.adaptive = {
             name: AdaptiveWeight(config.adaptive)
             for name, config in zip(self.names, self.configs, strict=True)
@@ -139,7 +161,8 @@ class RewardSuite:
         Raises:
             RewardError: a function with on_error raise failed. The error names function, row and completion.
         """
-        raw, notes, tokens, metrics = np.full((len(batch), len(self.names)), np.nan), [], {}, {}
+        raw, notes = np.full((len(batch), len(self.names)), np.nan), []
+        tokens, metrics, extra = {}, {}, {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             outcome = self.worker.call(name, batch, config.time_limit_s)
             if isinstance(outcome, FunctionScores):
@@ -148,6 +171,8 @@ class RewardSuite:
                     tokens[index] = outcome.tokens
                 if outcome.metrics:
                     metrics[name] = outcome.metrics
+                if outcome.extra:
+                    extra[name] = outcome.extra
                 continue
             error = self._error(name, outcome, batch, config)
             if config.on_error == "raise":
@@ -156,7 +181,7 @@ class RewardSuite:
             notes.append(FaultNote(name, config.on_error, error))
         weights = self.weights
         full = np.array([full_score(config) for config in self.configs])
-        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens, metrics)
+        return Scores(self.names, raw, weights, full, total_scores(raw, weights), notes, tokens, metrics, extra)
 
     def adapt(self, scores: Scores) -> None:
         """Update the adaptive weights with the scores of one update. Call it once after every update."""
@@ -193,6 +218,22 @@ def _mean_metrics(batches: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[
             for name, value in given.items():
                 values.setdefault(function, {}).setdefault(name, []).append(value)
     return {function: {name: fmean(found) for name, found in given.items()} for function, given in values.items()}
+
+
+def _joined_extra(batches: Sequence[Scores]) -> dict[str, dict[str, list[Extra]]]:
+    """The columns of all batches; None where a batch lacks one."""
+    names = {(function, column) for batch in batches for function, given in batch.extra.items() for column in given}
+    joined: dict[str, dict[str, list[Extra]]] = {}
+    for function, column in sorted(names):
+        parts = [batch.extra.get(function, {}).get(column, [None] * len(batch.raw)) for batch in batches]
+        joined.setdefault(function, {})[column] = [value for part in parts for value in part]
+    return joined
+
+
+def _of_one_type(values: Sequence[Extra]) -> list[float | None] | list[str | None]:
+    if any(isinstance(value, str) for value in values):
+        return [f"{value:g}" if isinstance(value, float) else value for value in values]
+    return [value if isinstance(value, float) else None for value in values]
 
 
 def _resolved(rewards: RewardsConfig, name: str) -> RewardConfig:

@@ -22,8 +22,8 @@ import psutil
 
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
-from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
-from grpo_tasks.rewards.replies import MAX_LOADED_BYTES, max_reply_bytes, read_loaded, read_scores
+from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, TaskRewards, applicable, spread
+from grpo_tasks.rewards.replies import GOLD_BYTES, MAX_LOADED_BYTES, max_reply_bytes, read_golds, read_loaded, read_scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
@@ -47,6 +47,7 @@ class RewardWorker:
         rewards: settings of the functions.
         names: the functions to load.
         completion: what an answer is, for the built-in functions. None: the defaults of the section.
+        tasks: the functions that apply to each task; see contract.py.
         log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
 
     Raises:
@@ -55,9 +56,16 @@ class RewardWorker:
     """
 
     def __init__(
-        self, rewards: RewardsConfig, names: Sequence[str], *, completion: CompletionConfig | None = None, log: Path | None = None
+        self,
+        rewards: RewardsConfig,
+        names: Sequence[str],
+        *,
+        completion: CompletionConfig | None = None,
+        tasks: TaskRewards | None = None,
+        log: Path | None = None,
     ) -> None:
         self.rewards, self.names, self.log = rewards, list(names), log
+        self.tasks = tasks or {}
         self.completion = completion or CompletionConfig()
         self.max_steps = 0
         """Number of updates of the stage, which functions see as trainer_state.max_steps. The trainer sets it."""
@@ -81,7 +89,18 @@ class RewardWorker:
         self._process = self._link = None
 
     def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
-        """Score the batch with one function in at most `limit_s` seconds. Restarts the process if an earlier call ended it."""
+        """Score the batch with one function in at most `limit_s` seconds. Restarts the process if an earlier call ended it.
+
+        The function is not called with completions of a task that does not list it; they get None.
+        """
+        indices = applicable(name, batch, self.tasks)
+        if len(indices) == len(batch):
+            return self._call(name, batch, limit_s)
+        if not indices:
+            return FunctionScores([None] * len(batch), 0.0)
+        return spread(self._call(name, batch.take(indices), limit_s), indices, len(batch))
+
+    def _call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
         if self._link is None:
             try:
                 self._start()
@@ -99,6 +118,25 @@ class RewardWorker:
             return read_scores(payload, request, lengths)
 
         return self._exchange(message, name, limit_s, max_reply_bytes(lengths), read)
+
+    def gold_completions(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """One completion for each row from the user's function `path`; None where it has none.
+
+        Raises:
+            ConfigError: the function cannot be imported, or raises.
+            RewardError: it hangs, or ends the worker process.
+        """
+
+        def read(payload: bytes, request: str) -> list[str | None] | UserError:
+            return read_golds(payload, request, len(rows))
+
+        size = MAX_LOADED_BYTES + GOLD_BYTES * len(rows)
+        made = self._exchange({"gold": path, "rows": list(rows)}, "lab.gold", LOAD_LIMIT_S, size, read)
+        if isinstance(made, Fault):
+            raise RewardError(f"lab.gold: {path} {made.detail}", place="lab.gold", fix=made.fix or "correct the function")
+        if isinstance(made, UserError):
+            raise made
+        return made
 
     def find_failing_completion(self, name: str, batch: ScoreBatch, limit_s: float) -> int | None:
         """The index of the completion that makes the function fail, found by halving the batch; None when no single one does.
@@ -220,5 +258,6 @@ def _as_json(batch: ScoreBatch) -> dict[str, Any]:
         "prompts": [[dict(message) for message in prompt] for prompt in batch.prompts],
         "completions": list(batch.completions),
         "completion_ids": [list(ids) for ids in batch.completion_ids],
+        "prompt_ids": [list(ids) for ids in batch.prompt_ids],
         "columns": {name: list(values) for name, values in batch.columns.items()},
     }

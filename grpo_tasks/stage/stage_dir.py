@@ -48,6 +48,11 @@ class StageSpec(Result):
     tasks: dict[str, TaskConfig] = Field(default_factory=dict)
     """data.tasks of the config: mixing weights, and the reward functions of each task."""
 
+    @property
+    def task_rewards(self) -> dict[str, list[str] | None]:
+        """The reward functions that apply to each task; None: all of the stage."""
+        return {name: task.rewards for name, task in self.tasks.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class StageDir:

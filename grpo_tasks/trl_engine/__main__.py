@@ -14,7 +14,8 @@ def main(root: Path) -> None:
     if directory.result.exists():
         return
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards, completion=spec.completion, log=directory.log) as suite:
+    tasks = spec.task_rewards
+    with RewardSuite(spec.rewards, spec.stage.rewards, completion=spec.completion, tasks=tasks, log=directory.log) as suite:
         train(directory, spec, suite)
 
 

@@ -145,6 +145,7 @@ class _Recorder(TrainerCallback):
                 "reward": pl.Series(scores.totals, nan_to_null=True),
                 "advantage": list(self.trainer._logs["advantages"])[-len(rows) :],
                 **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
+                **scores.logged_columns(),
             }
         )
 

@@ -44,6 +44,7 @@ class RewardConfig(Section):
 
     GROUPS: ClassVar = {
         "limits": (
+            "as_text",
             "time_limit_s",
             "on_error",
             "full_score",
@@ -52,11 +53,15 @@ class RewardConfig(Section):
     }
 
     function: str | None = None
-    """Built-in name, or package.module:function. Empty: the built-in function of the entry's own name."""
+    """Built-in name, or package.module:function; a class or a factory may stand there too. Empty: the built-in function of the
+    entry's own name."""
     weight: float | None = None
     """Factor of its score in the sum. Empty: the default of the built-in function, or 1."""
     params: FreeSettings = Field(default_factory=dict)
-    """Additional keyword arguments of the function."""
+    """Additional keyword arguments of the function; for a class or a factory, the arguments that it is called with once."""
+    as_text: bool = False
+    """Pass prompts and completions as strings for chats too, to a function that was written for strings. The prompt is then the
+    content of the last message."""
     time_limit_s: float = Field(30.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one call, which scores a whole batch of completions."""
     on_error: Literal["raise", "zero", "skip"] = "raise"
@@ -115,10 +120,17 @@ class LabConfig(Section):
     """Training rows from which probe completions are made."""
     num_prompts: int = Field(16, ge=1, le=MOST_ROWS)
     """Training prompts for which the base model samples a group."""
+    gold: str | None = None
+    """Where good completions of your own come from, which the lab takes for perfect ones: a column of the data, or
+    package.module:function, which receives the chosen rows (dicts with prompt, answer and every column) and returns one
+    completion for each, None where it has none. Empty: the lab makes them from the ground truths."""
+    strict: bool = False
+    """Whether opinions stop the run too. Faults (an exception, a hang, a wrong result) always do. Opinions (order, empty answers,
+    gaming, speed, little signal, ...) only warn unless this is set."""
     max_seconds_per_completion: float = Field(0.1, gt=0.0, le=LONGEST_S)
-    """Time limit in seconds of a reward function for one completion. A completion of 1 MB may take ten times as long."""
+    """Time in seconds that a reward function may take for one completion. A completion of 1 MB may take ten times as long."""
     min_signal: Fraction = 0.05
     """Smallest share of groups whose completions earn different rewards, sampled from the base model with the rewards of the
     first stage."""
     ignore_checks: list[str] = Field(default_factory=list)
-    """Checks that warn instead of stopping the run: CHECK, or FUNCTION/CHECK such as style/order."""
+    """Checks that are not reported: CHECK, or FUNCTION/CHECK such as style/speed or stage:format/order. A fault still warns."""

@@ -20,6 +20,7 @@ step checks what depends on the data or the tokenizer. `load.py` reads files and
 A check of fields of one section stands in that section; a check across sections stands here.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -149,7 +150,14 @@ class RunConfig(Section):
         functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
         functions |= {name: RewardConfig(function=function, weight=0.0) for name, function in evaluators.items()}
         section = self.rewards.model_copy(update={"functions": functions})
-        return ScoringInputs(rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators))
+        return ScoringInputs(
+            rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
+        )
+
+    def task_rewards(self, everywhere: Iterable[str] = ()) -> dict[str, list[str] | None]:
+        """The functions that apply to each task: those that data.tasks lists, and those that apply everywhere; None: all."""
+        tasks = self.data.tasks.items()
+        return {name: None if task.rewards is None else [*task.rewards, *everywhere] for name, task in tasks}
 
     def _check_reward(self, place: str, reward: str) -> None:
         resolved = self.rewards.resolve(reward)
@@ -282,6 +290,8 @@ class ScoringInputs(Section):
     """Functions whose weighted sum is the reward."""
     reported: list[str]
     """Functions that are only reported."""
+    tasks: dict[str, list[str] | None] = Field(default_factory=dict)
+    """Functions that apply to each task; None: all of them."""
 
 
 class LabInputs(Section):
@@ -295,3 +305,5 @@ class LabInputs(Section):
     """Which rewards each stage uses."""
     lab: LabConfig
     """How the functions are probed."""
+    tasks: dict[str, list[str] | None] = Field(default_factory=dict)
+    """Reward functions that apply to each task; None: all of the stage."""

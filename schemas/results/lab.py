@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from schemas.results.base import Result, StepResult
 
 
@@ -11,7 +13,8 @@ class LabCheck(Result):
     function: str
     check: str
     """contract, determinism, speed, order, empty, gaming, signal ..."""
-    outcome: Literal["passed", "warned", "failed"]
+    outcome: Literal["passed", "ignored", "warned", "failed"]
+    """ignored: it found something, and lab.ignore_checks names it."""
     detail: str = ""
     """The finding, with its numbers."""
     prompt_id: str = ""
@@ -20,7 +23,13 @@ class LabCheck(Result):
     probe: str = ""
     """Kind of completion: perfect, empty, tag_stuffed ..."""
     completion: str = ""
-    """The completion, shortened to 500 characters."""
+    """The completion, shortened to 200 characters."""
+    source: str = ""
+    """File, line and function of the user's code that an exception came from."""
+    arguments: str = ""
+    """Types and sizes of the arguments of the call that raised."""
+    fix: str = ""
+    """What to do, where the finding says more than its check does."""
 
 
 class SignalForecast(Result):
@@ -39,8 +48,15 @@ class LabReport(StepResult):
 
     checks: list[LabCheck]
     forecasts: list[SignalForecast]
+    left_out: list[str] = Field(default_factory=list)
+    """Checks that could not be made, each with its reason."""
 
     @property
     def failures(self) -> list[LabCheck]:
         """The checks that stop the run."""
         return [check for check in self.checks if check.outcome == "failed"]
+
+    @property
+    def warnings(self) -> list[LabCheck]:
+        """The checks that found something, and do not stop the run."""
+        return [check for check in self.checks if check.outcome == "warned"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -11,15 +12,17 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.tags import Tags, read_tags
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.probes import make_probes, wrong_answer
-from grpo_tasks.lab.report import FIXES, report_markdown
+from grpo_tasks.lab.report import FIXES, opinions, report_markdown
 from grpo_tasks.lab.run import lab_error, run_lab
+from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
 from schemas.results.lab import LabReport
 
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 pytestmark = pytest.mark.usefixtures("short_long_texts")
 
-SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05}
+SMALL = {"num_rows": 3, "max_seconds_per_completion": 0.05, "strict": True}
 
 FUNCTIONS = """
     import itertools, os, random, re, time
@@ -147,8 +150,7 @@ def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
         ("hangs", "contract", "did not return within 0.5 s"),
         ("dies", "contract", "ended its worker process"),
         ("returns_none", "contract", "returned None instead of a list"),
-        ("all_none", "contract", "None for every completion of all 3 rows"),
-        ("some_none", "contract", "None for this completion and a score for others"),
+        ("all_none", "applies", "None for every completion of all 3 rows"),
         ("returns_nan", "contract", "nan"),
         ("too_few", "contract", "scores for"),
         ("remembers", "determinism", "in a second call"),
@@ -167,7 +169,7 @@ def test_a_bad_function_is_stopped_with_its_name_row_and_completion(run_config, 
     assert "prompt_id 0" in error.place
     assert "completion " in error.place
     assert len(error.place) < 1_000
-    assert error.fix.startswith(FIXES[check])
+    assert error.fix.startswith(next(one.fix for one in findings.checks if one.outcome == "failed") or FIXES[check])
     assert f"{name}/{check}" in error.fix
 
 
@@ -194,14 +196,19 @@ def test_a_function_may_not_apply_to_some_rows(run_config, own_module, rows, mak
     findings = lab_of(run_config, own_module, {"first": ["format", "one_task"]}, mixed, functions=["one_task"])
     assert failed(findings) == set()
     detail = next(check.detail for check in findings.checks if check.function == "one_task" and check.check == "contract")
-    assert "does not apply to 1 rows" in detail
+    assert "does not apply to" in detail
+
+
+def test_a_function_that_returns_none_for_some_completions_of_a_row_is_no_fault(run_config, own_module, rows):
+    findings = lab_of(run_config, own_module, {"first": ["format", "some_none"]}, rows, functions=["some_none"])
+    assert {"some_none/contract", "some_none/applies"}.isdisjoint(failed(findings))
 
 
 @pytest.mark.parametrize("ignored", ["speed", "slow/speed"])
-def test_an_ignored_check_only_warns(run_config, own_module, rows, ignored):
+def test_an_ignored_opinion_is_not_reported(run_config, own_module, rows, ignored):
     findings = lab_of(run_config, own_module, {"first": ["slow"]}, rows, functions=["slow"], ignore_checks=[ignored])
     assert "slow/speed" not in failed(findings)
-    assert [check.outcome for check in findings.checks if check.check == "speed"] == ["warned"]
+    assert [check.outcome for check in findings.checks if check.check == "speed"] == ["ignored"]
 
 
 def test_a_ground_truth_that_cannot_be_read_is_found_in_any_row(run_config, rows, make_row):
@@ -252,7 +259,7 @@ def test_ties_within_rounding_are_no_signal():
 def test_the_table_holds_every_probe_with_every_score(run_config, rows):
     findings = run_lab(run_config({"both": ["format", "correctness"]}, lab=SMALL), rows)
     table = findings.probes
-    kinds = [probe.kind for probe in make_probes(rows[0], Tags(), "numeric")]
+    kinds = [probe.kind for probe in make_probes(rows[0], CompletionConfig())]
     assert table.height == 3 * len(kinds)
     assert table["prompt_id"].n_unique() == 3
     perfect = table.filter(pl.col("probe") == "perfect")
@@ -301,7 +308,7 @@ def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_confi
     records = [json.loads(line) for line in lines if line]
     rows = [make_row(number, _truth(record), record["question"]) for number, record in enumerate(records, 1)]
     for row in rows:
-        perfect = make_probes(row, Tags(), "numeric")[0]
+        perfect = make_probes(row, CompletionConfig())[0]
         found = read_tags(perfect.text, Tags())
         assert found.strict_format
         assert answers_equal(found.answer or "", row.answer, "numeric"), row
@@ -322,5 +329,158 @@ def _gsm8k(run_config) -> RunConfig:
 
 
 def test_probes_of_one_row_are_all_different(make_row):
-    texts = [hashlib.sha256(probe.text.encode()).hexdigest() for probe in make_probes(make_row(), Tags(), "numeric")]
+    texts = [hashlib.sha256(probe.text.encode()).hexdigest() for probe in make_probes(make_row(), CompletionConfig())]
     assert len(texts) == len(set(texts))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_opinions_stop_the_run_only_when_the_lab_is_strict(run_config, own_module, rows, strict):
+    findings = lab_of(run_config, own_module, {"first": ["rewards_tags"]}, rows, functions=["rewards_tags"], strict=strict)
+    outcomes = {check.outcome for check in findings.checks if check.check in ("gaming", "empty", "order")} - {"passed"}
+    assert outcomes == {"failed" if strict else "warned"}
+
+
+def test_faults_stop_the_run_without_strict_and_only_warn_when_ignored(run_config, own_module, rows):
+    for ignored, outcome in (([], "failed"), (["raises/contract"], "warned")):
+        findings = lab_of(
+            run_config, own_module, {"one": ["raises"]}, rows, functions=["raises"], strict=False, ignore_checks=ignored
+        )
+        assert [check.outcome for check in findings.checks if check.check == "contract"] == [outcome]
+
+
+def test_opinions_are_one_table_with_one_line_and_short_texts(run_config, own_module, rows):
+    findings = lab_of(
+        run_config, own_module, {"s": ["rewards_tags", "remembers"]}, rows, functions=["rewards_tags", "remembers"], strict=False
+    )
+    table, line = opinions(findings.checks)
+    assert len(table) == sum(check.outcome == "warned" for check in findings.checks) > 2
+    assert "lab.strict: true" in line
+    assert "lab.ignore_checks: [" in line
+    assert all(len(check.completion) <= 200 for check in findings.checks)
+    text = report_markdown(findings.checks, findings.forecasts, findings.left_out)
+    assert text.count(line) == 1
+    assert "Not checked: signal" in text
+
+
+def test_a_hang_on_a_text_of_the_configured_length_is_a_fault(run_config, own_module, rows):
+    own_module("""
+        import time
+        def patient(completions, **columns):
+            while any(len(chat[0]["content"]) == 400 for chat in completions):
+                time.sleep(0.01)
+            return [float(len(chat[0]["content"])) for chat in completions]
+    """)
+    config = run_config(
+        {"s": ["patient"]}, rewards={"functions": {"patient": {"function": "my_rewards:patient", "time_limit_s": 0.5}}}, lab=SMALL
+    )
+    [fault] = [check for check in run_lab(config, rows, max_completion_length=100).checks if check.check == "contract"]
+    assert (fault.outcome, fault.probe) == ("failed", "as long as a completion may be")
+
+
+def test_a_fault_names_the_users_line_the_arguments_and_the_fix(run_config, own_module, rows):
+    own_module("""
+        import re
+        def inner(text):
+            return re.findall("a", text)
+        def on_strings(prompts, completions, **kwargs):
+            return [float(len(inner(text))) for text in completions]
+    """)
+    config = run_config({"s": ["mine"]}, rewards={"functions": {"mine": {"function": "my_rewards:on_strings"}}}, lab=SMALL)
+    findings = run_lab(config, rows)
+    error = lab_error(LabReport(key="k", directory=Path("lab"), seconds=1.0, checks=findings.checks, forecasts=[]))
+    assert "my_rewards.py:4 in inner" in error.place
+    assert "completions: list of" in error.place
+    assert "each [{'role', 'content'}]" in error.place
+    assert error.fix.startswith("completions arrive as lists of messages")
+    assert "as_text: true" in error.fix
+
+
+@pytest.fixture
+def style_rows(make_row):
+    return [
+        make_row(line, None, f"Write about {line}.", good=f"Dear reader, {line} is a number. Kind regards") for line in (1, 2, 3)
+    ]
+
+
+STYLE = """
+    def kind(prompts, completions, answer, **columns):
+        assert answer == [None] * len(completions)
+        return [float("Kind regards" in chat[0]["content"]) for chat in completions]
+
+    def golds(rows):
+        return [f"{row['prompt'][0]['content']} Kind regards" for row in rows]
+"""
+
+
+@pytest.mark.parametrize(("gold", "order"), [(None, []), ("good", ["warned"]), ("my_rewards:golds", ["warned"])])
+def test_a_task_without_answers_is_tried_and_own_golds_allow_more_checks(run_config, own_module, style_rows, gold, order):
+    own_module(STYLE)
+    config = run_config(
+        {"s": ["kind"]},
+        completion={"format": "none"},
+        rewards={"functions": {"kind": {"function": "my_rewards:kind"}}},
+        lab={"num_rows": 2, "gold": gold},
+    )
+    findings = run_lab(config, style_rows)
+    assert failed(findings) == set()
+    found = [check for check in findings.checks if check.check == "order"]
+    # Repeating a good text three times earns as much: the one opinion here is about gaming or order.
+    assert bool(found) == (gold is not None)
+    assert ("lab.gold" in " ".join(findings.left_out)) == (gold is None)
+    perfect = findings.probes.filter(role="perfect")["completion"].to_list()
+    assert len(perfect) == (0 if gold is None else 2)
+    assert all("Kind regards" in text for text in perfect)
+
+
+@pytest.mark.parametrize(("gold", "words"), [("god", "the data have no column god"), ("my_rewards:gold", "did you mean golds?")])
+def test_golds_that_cannot_be_found_are_refused(run_config, own_module, style_rows, gold, words):
+    own_module(STYLE)
+    config = run_config({"s": ["length"]}, lab={"num_rows": 2, "gold": gold})
+    with pytest.raises(ConfigError) as caught:
+        run_lab(config, style_rows)
+    assert words in str(caught.value)
+    assert "lab.gold" in caught.value.place
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        {"format": "boxed"},
+        {"format": "json", "answer_key": "n"},
+        {"format": "regex", "pattern": "#### (.+)"},
+        {"format": "tags", "tags": {"reasoning": None, "answer": "SOLUTION"}},
+    ],
+)
+def test_every_format_can_be_probed(run_config, rows, completion):
+    findings = run_lab(run_config({"s": ["format", "correctness"]}, completion=completion, lab=SMALL | {"strict": False}), rows)
+    assert failed(findings) == set()
+    assert findings.probes.filter(role="perfect")["reward_correctness"].to_list() == [1.0] * 3
+
+
+def test_tags_other_than_the_configured_ones_are_named(run_config, own_module, rows):
+    own_module("""
+        import re
+        def think(completions, **kwargs):
+            return [float(bool(re.search("<think>.{1,99}</think>", chat[0]["content"]))) for chat in completions]
+    """)
+    config = run_config({"s": ["think"]}, rewards={"functions": {"think": {"function": "my_rewards:think"}}}, lab={"num_rows": 1})
+    [check] = [check for check in run_lab(config, rows).checks if check.check == "same_score"]
+    assert check.outcome == "warned"
+    assert "its module looks for the tags think, and completion.tags are reasoning and answer" in check.detail
+
+
+def test_a_function_is_never_called_with_rows_of_a_task_that_does_not_list_it(run_config, own_module, make_row):
+    own_module("""
+        def sums(completions, task, **kwargs):
+            assert set(task) == {"sums"}, task
+            return [float(len(chat[0]["content"])) for chat in completions]
+    """)
+    rows = [replace(make_row(line), task=task) for line, task in enumerate(["sums", "style", "sums", "style"], 1)]
+    config = run_config(
+        {"s": ["sums", "length"]}, rewards={"functions": {"sums": {"function": "my_rewards:sums"}}}, lab={"num_rows": 4}
+    )
+    findings = run_lab(config, rows, tasks={"sums": ["sums"], "style": ["length"]})
+    assert failed(findings) == set()
+    table = findings.probes
+    assert table.filter(pl.col("line") % 2 == 0)["reward_sums"].null_count() == table.height // 2
+    assert table.filter(pl.col("line") % 2 == 1)["reward_sums"].null_count() == 0

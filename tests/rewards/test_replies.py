@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_tasks.processes.framing import HEADER, MAGIC, MAX_TEXT_CHARS, frame
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
-from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
+from grpo_tasks.rewards.contract import MAX_EXTRA_CHARS, MAX_EXTRAS, MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
 from grpo_tasks.rewards.replies import max_reply_bytes, read_loaded, read_scores
 
 # What may arrive: raw bytes, frames of any JSON, and frames of nearly the right shape.
@@ -62,7 +62,8 @@ def test_arbitrary_bytes_never_hang_the_parent_and_raise_nothing_unexpected(piec
 
 
 GOOD = {"scores": [1.0, None], "seconds": 0.0, "tokens": {"1": [0.0, 1.0, 0.5]}, "metrics": {"seen": 2.0}}
-FAULT = {"kind": "raised", "detail": "", "source": "", "index": None, "fix": ""}
+GOOD |= {"extra": {"verdict": ["good", None]}}
+FAULT = {"kind": "raised", "detail": "", "source": "", "index": None, "fix": "", "arguments": ""}
 
 
 def reply(**parts):
@@ -70,7 +71,8 @@ def reply(**parts):
 
 
 def test_a_reply_of_the_right_shape_is_accepted():
-    assert read_scores(reply(scores=GOOD), "7", [2, 3]) == FunctionScores([1.0, None], 0.0, {1: [0.0, 1.0, 0.5]}, {"seen": 2.0})
+    expected = FunctionScores([1.0, None], 0.0, {1: [0.0, 1.0, 0.5]}, {"seen": 2.0}, {"verdict": ["good", None]})
+    assert read_scores(reply(scores=GOOD), "7", [2, 3]) == expected
     assert read_scores(reply(fault=FAULT), "7", [2, 3]) == Fault("raised", "")
 
 
@@ -91,6 +93,9 @@ def test_a_reply_of_the_right_shape_is_accepted():
         {"metrics": {"seen": "1"}},
         {"metrics": {"x" * (MAX_METRIC_CHARS + 1): 1.0}},
         {"metrics": {str(number): 1.0 for number in range(MAX_METRICS + 1)}},
+        {"extra": {"verdict": ["good"]}},
+        {"extra": {"verdict": ["x" * (MAX_EXTRA_CHARS + 1), None]}},
+        {"extra": {str(number): [None, None] for number in range(MAX_EXTRAS + 1)}},
         {"more": 1},
     ],
 )

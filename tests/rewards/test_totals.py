@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
-from grpo_tasks.grpo.measure import held_out_metrics, rollout_metrics
+from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.run import run_lab
 from grpo_tasks.lab.stage_checks import stage_totals
@@ -73,6 +73,13 @@ def test_what_functions_log_is_among_the_figures_of_an_update():
     rollout = replace(rollout, scores=replace(rollout.scores, metrics={"a": {"brackets": 2.5}}))
     gained = advantages(Rewards(torch.from_numpy(rollout.scores.raw), torch.from_numpy(rollout.scores.weights)), STAGE)
     assert rollout_metrics(rollout, gained)["logged/a/brackets"] == 2.5
+
+
+def test_what_functions_pass_to_log_extra_is_a_column_of_the_completions_table():
+    rollout = scored(np.ones((8, 3)))
+    rollout = replace(rollout, scores=replace(rollout.scores, extra={"a": {"verdict": ["good"] * 7 + [None]}}))
+    table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1)
+    assert table["logged_a_verdict"].to_list() == ["good"] * 7 + [None]
 
 
 def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():
