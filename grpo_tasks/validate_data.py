@@ -1,11 +1,10 @@
 """Step: check every row against every rule; bad rows are quarantined with file, line and rule."""
 
-from prefect import get_run_logger
-
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -32,7 +31,7 @@ def validate_data(
             check_truths=find_unusable_truths,
             model=model,
             rollout=rollout,
-            warn=get_run_logger().warning,
+            warn=run_logger().warning,
         )
     finally:
         # Also, and above all, when too many rows are bad.
