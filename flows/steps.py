@@ -9,7 +9,6 @@ from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
-from schemas.config.rewards import RewardsConfig
 from schemas.config.run import JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
@@ -27,16 +26,15 @@ def validated_data(run: FlowRun) -> DataReport:
     """Read the data and check every row."""
     config = run.config
     rows = prepare_data(run, config.data)
-    # Only the tags and the equality of answers matter here: a new reward function is no reason to validate the data again.
-    answers = RewardsConfig(tags=config.rewards.tags, equality=config.rewards.equality)
-    inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=answers, seed=config.seed)
+    inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout)
 
 
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     """Test every reward of every stage before any training."""
     config = run.config
-    inputs = LabInputs(rewards=config.rewards, stages=[_reward_settings(stage) for stage in config.stages], lab=config.lab)
+    stages = [_reward_settings(stage) for stage in config.stages]
+    inputs = LabInputs(completion=config.completion, rewards=config.rewards, stages=stages, lab=config.lab)
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
 
 
@@ -50,7 +48,15 @@ def trained_stage(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataR
     """Train one stage from the model `start`."""
     config = run.config
     return train_stage(
-        run, stage, start, data, model=config.model, rewards=config.rewards, rollout=config.rollout, seed=config.seed
+        run,
+        stage,
+        start,
+        data,
+        model=config.model,
+        completion=config.completion,
+        rewards=config.rewards,
+        rollout=config.rollout,
+        seed=config.seed,
     )
 
 
@@ -64,7 +70,7 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         ref,
         data,
         model=config.model,
-        rewards=config.rewards,
+        completion=config.completion,
         rollout=rollout,
         evaluation=config.evaluation,
         seed=config.seed,

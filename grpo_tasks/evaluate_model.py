@@ -7,9 +7,9 @@ from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.running.step import Work, step
+from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
@@ -24,7 +24,7 @@ def evaluate_model(
     data: DataReport,
     *,
     model: ModelConfig,
-    rewards: RewardsConfig,
+    completion: CompletionConfig,
     rollout: RolloutConfig,
     evaluation: EvaluationConfig,
     seed: int,
@@ -42,7 +42,7 @@ def evaluate_model(
         label=label,
         model=ref,
         prompts=chosen_rows(data.eval, evaluation.max_prompts),
-        rewards=rewards,
+        completion=completion,
         evaluation=evaluation,
     )
     work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))

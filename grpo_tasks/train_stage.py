@@ -5,6 +5,7 @@ from grpo_tasks.running.step import Work, step
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.completion import CompletionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
@@ -26,6 +27,7 @@ def train_stage(
     data: DataReport,
     *,
     model: ModelConfig,
+    completion: CompletionConfig,
     rewards: RewardsConfig,
     rollout: RolloutConfig,
     seed: int,
@@ -38,6 +40,7 @@ def train_stage(
         seed=seed,
         model=model,
         start=start,
+        completion=completion,
         rewards=rewards,
         rollout=rollout,
         resources=work.run.resources,

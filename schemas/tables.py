@@ -48,8 +48,12 @@ class Prompts(pa.DataFrameModel):
     line: int = pa.Field(ge=1)
     """Line in the file on which the row begins, or row number counted from 1, as in Raw."""
     prompt: pl.List = pa.Field(dtype_kwargs={"inner": MESSAGES.inner})
-    answer: str = pa.Field(str_length={"min_value": 1})
-    """Ground truth, normalised."""
+    answer: str = pa.Field(nullable=True, str_length={"min_value": 1})
+    """Ground truth, normalised; the first one of several; null for a row without ground truth."""
+    answers: pl.List = pa.Field(nullable=True, dtype_kwargs={"inner": pl.String})
+    """Every ground truth where the data lists them, normalised; null where the answer is a single value or missing."""
+    task: str
+    """Task of the row; empty when the data has a single task."""
     prompt_tokens: int = pa.Field(ge=1)
     """After the chat template. Exact up to 100,000 rows of data; beyond, an upper bound where that is within the limit."""
     extra: str

@@ -14,7 +14,7 @@ from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.extract import is_blank
 from grpo_tasks.answers.numerals import parse_number
-from schemas.config.rewards import Equality
+from schemas.config.completion import Equality
 
 MAX_ANSWER_CHARS = 10_000
 """A longer prediction is never right. It bounds the work for `exact`; the other kinds have tighter bounds of their own."""

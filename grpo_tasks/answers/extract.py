@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from schemas.config.rewards import TagsConfig
+from schemas.config.completion import TagsConfig
 
 LENIENT_WINDOW = 2_000
 """Characters at the end of a completion that are searched for a last number."""

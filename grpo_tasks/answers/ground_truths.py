@@ -13,7 +13,7 @@ import polars as pl
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.numerals import parse_number
-from schemas.config.rewards import Equality
+from schemas.config.completion import Equality
 from schemas.errors import DataError
 
 MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}
@@ -47,7 +47,7 @@ class UnusableTruths:
         effect = "are right only when the text is identical" if self.how == "math" else "can never be right"
         return (
             f"{self.count:,} of {self.of:,} answers {_DEFECT[self.how]} ({self.first}) and {effect} "
-            f"under rewards.equality: {self.how}; {_fix(self.how)}"
+            f"under completion.equality: {self.how}; {_fix(self.how)}"
         )
 
     def enforce(self) -> None:
@@ -55,7 +55,7 @@ class UnusableTruths:
         if self.count and self.count == self.of and self.how != "math":
             raise DataError(
                 f"none of the {self.of:,} answers can ever be right: all {_DEFECT[self.how]} ({self.first})",
-                place=f"rewards.equality: {self.how}",
+                place=f"completion.equality: {self.how}",
                 fix=_fix(self.how),
             )
 
@@ -94,4 +94,4 @@ def _shown(found: pl.DataFrame) -> str:
 
 def _fix(how: Equality) -> str:
     extract = ", or data.answer_pattern to extract the number from the text" if how == "numeric" else ""
-    return f"set rewards.equality: exact to compare text{extract}"
+    return f"set completion.equality: exact to compare text{extract}"

@@ -16,7 +16,7 @@ import polars as pl
 
 from grpo_tasks.data.normalise import BLANKS, INVISIBLE, normalise_column
 from grpo_tasks.data.rules import RULES, Scope
-from schemas.config.rewards import TagsConfig
+from schemas.config.completion import TagsConfig
 
 ROLES = ["system", "user", "assistant"]
 GENERIC_MARKERS = (

@@ -78,7 +78,7 @@ def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: 
 
     Args:
         rows: as read, in reading order.
-        config: its data, validation and rewards.tags sections, and the seed of the split.
+        config: its data, validation and completion.tags sections, and the seed of the split.
         count_tokens: prompt lengths after the chat template.
         markers: the tokenizer's own special tokens.
 
@@ -89,7 +89,7 @@ def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: 
     ignored = check_ignored(config.validation.ignore_rules)
     limit = config.validation.max_prompt_length
     lengths = _Lengths(count_tokens, limit=limit, exact=rows.height <= EXACT_ROWS)
-    rules = row_rules(config.rewards.tags, markers)
+    rules = row_rules(config.completion.tags, markers)
     rows = Raw.validate(rows).with_row_index("row")
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
         slices = [
@@ -152,7 +152,7 @@ def _judge_slice(
     prepared = add_prompts(rows, config.data)
     # Hashing is the only work that Python does row by row; polars checks the rules in the meantime.
     hashes = pool.submit(_hashes, prepared["prompt"], prepared["answer"], config)
-    prepared = add_views(prepared)
+    prepared = add_views(prepared).with_columns(answers=pl.lit(None, pl.List(pl.String)), task=pl.lit(""))
     broken = broken_row_rules(prepared, rules)
     prepared = prepared.with_columns(lengths.count(prepared["prompt"]).alias("prompt_tokens"))
     prepared = prepared.with_columns(relation_keys(prepared))

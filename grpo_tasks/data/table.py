@@ -7,6 +7,7 @@ quarantine.parquet, ...     --read_table----> DataFrame
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 import polars as pl
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.errors import DamagedError
+from schemas.prompts import PLAIN
 
 QUARANTINE = "quarantine.parquet"
 
@@ -29,11 +31,25 @@ class PromptRow:
     source: str
     line: int
     messages: tuple[Message, ...]
-    answer: str
-    """Ground truth, normalised."""
+    answer: str | None
+    """Ground truth, normalised; the first one of several; None for a row without ground truth."""
     prompt_tokens: int
     extra: Mapping[str, object]
     """Other columns of the row; reward functions get them as keyword arguments."""
+    answers: tuple[str, ...] | None = None
+    """Every ground truth where the data lists them; None where the answer is a single value or missing."""
+    task: str = ""
+    """Task of the row; empty when the data has a single task."""
+
+    @property
+    def truths(self) -> tuple[str, ...]:
+        """The right answers; empty for a row without ground truth."""
+        return self.answers or (() if self.answer is None else (self.answer,))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the prompt is a string in TRL's standard format, and not chat messages."""
+        return self.messages[0]["role"] == PLAIN
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
@@ -44,7 +60,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     rows = read_table(path)
     if limit is not None and limit < rows.height:
         rows = rows.sort("prompt_id").head(limit)
-    return [_row(fields) for fields in rows.iter_rows()]
+    return [_row(fields) for fields in rows.iter_rows(named=True)]
 
 
 def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]]]:
@@ -74,6 +90,7 @@ def read_table(path: Path) -> pl.DataFrame:
     return table
 
 
-def _row(fields: tuple[str, str, int, list[dict[str, str]], str, int, str]) -> PromptRow:
-    prompt_id, source, line, messages, answer, tokens, extra = fields
-    return PromptRow(prompt_id, source, line, tuple(messages), answer, tokens, orjson.loads(extra))
+def _row(fields: Mapping[str, Any]) -> PromptRow:
+    given = {name: fields[name] for name in ("prompt_id", "source", "line", "answer", "prompt_tokens", "task")}
+    answers = None if fields["answers"] is None else tuple(fields["answers"])
+    return PromptRow(**given, messages=tuple(fields["prompt"]), extra=orjson.loads(fields["extra"]), answers=answers)

@@ -15,8 +15,8 @@ import polars as pl
 
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
+from schemas.config.completion import Equality
 from schemas.config.model import ModelConfig
-from schemas.config.rewards import Equality
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
 from schemas.results.data import DataReport
@@ -65,7 +65,7 @@ def validate_rows(
     counter = load_counter(model)
     counter.check_stops(rollout)
     verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
-    truths = check_truths(verdict.accepted, inputs.rewards.equality)
+    truths = check_truths(verdict.accepted, inputs.completion.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         warn(warning)

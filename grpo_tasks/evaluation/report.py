@@ -12,8 +12,8 @@ import polars as pl
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score_samples, summarise
+from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
-from schemas.config.rewards import RewardsConfig
 from schemas.metrics import describe
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
@@ -32,7 +32,7 @@ def evaluate_samples(
     label: str,
     model: ModelRef,
     prompts: Sequence[Prompt],
-    rewards: RewardsConfig,
+    completion: CompletionConfig,
     evaluation: EvaluationConfig,
 ) -> EvalReport:
     """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics.
@@ -43,12 +43,12 @@ def evaluate_samples(
         label: base, merged, champion, or a stage's name.
         model: the evaluated model.
         prompts: the held-out prompts with their ground truth.
-        rewards: tags and equality; its reward functions are not used.
+        completion: what an answer is, and when it is right.
         evaluation: number of samples, temperature and confidence.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
-    scored = score_samples(samples, prompts, rewards)
+    scored = score_samples(samples, prompts, completion)
     metrics = summarise(scored, evaluation)
     # Written aside and renamed: a process that is killed here leaves the old table, not half of a new one.
     part = directory / (SAMPLES + ".part")
@@ -73,7 +73,7 @@ def evaluate_samples(
 
 def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Prompt]) -> str:
     """The evaluation as Markdown: metrics with intervals, then examples of right and wrong completions."""
-    truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
+    truth = {prompt.prompt_id: prompt.answer or "" for prompt in prompts}
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
         f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "

@@ -19,8 +19,8 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags, extract_answer
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
+from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.evaluation import EvaluationConfig
-from schemas.config.rewards import Equality, RewardsConfig
 from schemas.metrics import (
     ACCURACY,
     COLUMNS,
@@ -52,8 +52,8 @@ class Prompt(Protocol):
         ...
 
     @property
-    def answer(self) -> str:
-        """Ground truth."""
+    def answer(self) -> str | None:
+        """Ground truth; None for a row without one."""
         ...
 
 
@@ -65,21 +65,21 @@ class EvaluationMetrics:
     pass_at_k: dict[int, Interval]
 
 
-def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], rewards: RewardsConfig) -> pl.DataFrame:
+def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], completion: CompletionConfig) -> pl.DataFrame:
     """Add the boolean columns of `SCORES` to a samples table, replacing existing ones.
 
     Args:
         samples: columns of schemas/tables.py Samples.
         prompts: rows with the ground truth, for every prompt_id of `samples`.
-        rewards: names of the tags and the kind of equality; its reward functions are not used.
+        completion: what an answer is, and when it is right.
     """
-    truth = {prompt.prompt_id: prompt.answer for prompt in prompts}
+    truth = {prompt.prompt_id: prompt.answer or "" for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
-    tags = Tags.of(rewards.tags)
+    tags = Tags.of(completion.tags)
     verdicts = [
-        _judge(completion, truth[prompt_id], tags, rewards.equality)
-        for prompt_id, completion in samples.select("prompt_id", "completion").iter_rows()
+        _judge(text, truth[prompt_id], tags, completion.equality)
+        for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
     ]
     strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
     return samples.with_columns(

@@ -27,7 +27,10 @@ def main(root: Path) -> None:
     if spec.resources.num_processes > 1 and "RANK" not in os.environ:
         start_ranks(directory.root, spec.resources.num_processes)
         return
-    with RewardSuite(spec.rewards, spec.stage.rewards, log=directory.log) as suite, rollout_servers(spec, directory) as servers:
+    with (
+        RewardSuite(spec.rewards, spec.stage.rewards, completion=spec.completion, log=directory.log) as suite,
+        rollout_servers(spec, directory) as servers,
+    ):
         Trainer(directory, suite, servers).train()
 
 

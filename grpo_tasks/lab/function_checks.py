@@ -118,7 +118,7 @@ def _speed(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
 def _timed_batches(probe_set: ProbeSet) -> Iterator[tuple[str, ScoreBatch, float]]:
     """What is timed: a name, the batch, and the factor on the limit."""
     yield "ordinary length", probe_set.batch, 1
-    for kind, text in long_texts(Tags.of(probe_set.rewards.tags)).items():
+    for kind, text in long_texts(Tags.of(probe_set.completion.tags)).items():
         yield kind, probe_batch([probe_set.chosen[0]], [text]), LONG_TEXT_FACTOR
 
 
@@ -148,7 +148,7 @@ def _gaming(function: TriedFunction, probe_set: ProbeSet, scores: Sequence[float
 
 
 def _gold(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
-    tags = Tags.of(probe_set.rewards.tags)
+    tags = Tags.of(probe_set.completion.tags)
     batch = probe_batch(probe_set.rows, [perfect_text(row, tags) for row in probe_set.rows])
     outcome = function.score(batch, len(batch))
     if isinstance(outcome, Fault):
@@ -164,8 +164,8 @@ def _gold(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
 def _unreadable(rows: Sequence[Row], probe_set: ProbeSet) -> str:
     if not rows:
         return ""
-    first = f"the ground truth {shorten(rows[0].answer, 60)!r} does not get the full score for its own row"
-    return f"{first}: the equality {probe_set.rewards.equality} cannot read it ({len(rows)} of {len(probe_set.rows)} rows)"
+    first = f"the ground truth {shorten(rows[0].answer or '', 60)!r} does not get the full score for its own row"
+    return f"{first}: the equality {probe_set.completion.equality} cannot read it ({len(rows)} of {len(probe_set.rows)} rows)"
 
 
 def _words(fault: Fault) -> str:

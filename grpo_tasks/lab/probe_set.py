@@ -12,6 +12,7 @@ from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import Probe, make_probes
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
 from schemas.results.lab import LabCheck
 
@@ -25,6 +26,7 @@ SHOWN_CHARS = 500
 class ProbeSet:
     """Rows, probes and samples."""
 
+    completion: CompletionConfig
     rewards: RewardsConfig
     limits: LabConfig
     rows: Sequence[Row]
@@ -103,26 +105,33 @@ def finding(function: str, check: str, detail: str, row: Row, *, probe: str, tex
 
 
 def make_probe_set(
-    rewards: RewardsConfig, limits: LabConfig, rows: Sequence[Row], base_samples: Sequence[GroupSample] | None
+    completion: CompletionConfig,
+    rewards: RewardsConfig,
+    limits: LabConfig,
+    rows: Sequence[Row],
+    base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
     """Choose rows and make their probes.
 
     Args:
-        rewards: tags and equality.
+        completion: what an answer is.
+        rewards: the weights of the functions.
         limits: how many rows to choose.
         rows: all training rows, at least one. Rows are chosen by prompt_id, a hash, so their order does not matter.
         base_samples: groups sampled from the base model for some of the rows.
     """
     assert rows, "no rows to make probes from"
     chosen = sorted(rows, key=lambda row: row.prompt_id)[: limits.num_rows]
-    tags = Tags.of(rewards.tags)
-    groups = [make_probes(row, tags, rewards.equality) for row in chosen]
+    tags = Tags.of(completion.tags)
+    groups = [make_probes(row, tags, completion.equality) for row in chosen]
     probes = [probe for group in groups for probe in group]
     rows_of_probes = [row for row, group in zip(chosen, groups, strict=True) for _ in group]
     batch = probe_batch(rows_of_probes, [probe.text for probe in probes])
     by_id = {row.prompt_id: row for row in rows}
     base_rows = [by_id[sample.prompt_id] for sample in base_samples or [] for _ in sample.completions]
-    return ProbeSet(rewards, limits, rows, chosen, probes, batch, _base_batch(base_rows, base_samples or []), base_rows)
+    return ProbeSet(
+        completion, rewards, limits, rows, chosen, probes, batch, _base_batch(base_rows, base_samples or []), base_rows
+    )
 
 
 def probe_batch(rows: Sequence[Row], texts: Sequence[str]) -> ScoreBatch:

@@ -16,7 +16,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.rewards.contract import Row
-from schemas.config.rewards import Equality
+from schemas.config.completion import Equality
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 
@@ -43,6 +43,7 @@ class Probe:
 
 def make_probes(row: Row, tags: Tags, equality: Equality) -> list[Probe]:
     """All probes of one row: the same kinds in the same order for every row, the perfect one first."""
+    assert row.answer is not None, "a row without ground truth has no such probes"
     work, answer, wrong = _working(row, tags), row.answer, wrong_answer(row.answer, equality)
     perfect = _block(tags, work, answer)
     return [
@@ -56,6 +57,7 @@ def make_probes(row: Row, tags: Tags, equality: Equality) -> list[Probe]:
 
 def perfect_text(row: Row, tags: Tags) -> str:
     """The completion that deserves the full score for a row."""
+    assert row.answer is not None, "a row without ground truth has no perfect completion"
     return _block(tags, _working(row, tags), row.answer)
 
 

@@ -59,8 +59,8 @@ def run_lab(
         RewardError: loading the functions ends the worker process.
     """
     names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
-    probe_set = make_probe_set(config.rewards, config.lab, rows, base_samples)
-    with RewardWorker(config.rewards, names, log=log) as worker:
+    probe_set = make_probe_set(config.completion, config.rewards, config.lab, rows, base_samples)
+    with RewardWorker(config.rewards, names, completion=config.completion, log=log) as worker:
         functions = {name: check_function(name, _settings(config, name), probe_set, worker) for name in names}
     forecasts = _forecasts(config, base_samples or [], functions)
     checks = [*_columns(rows), *(check for function in functions.values() for check in function.checks)]

@@ -60,7 +60,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     """Read and validate the data of a config.
 
     Args:
-        config: its sections data, validation, rewards (tags and equality), model (the tokenizer) and rollout.
+        config: its sections data, validation, completion, model (the tokenizer) and rollout.
         directory: gets train.parquet, eval.parquet, quarantine.parquet and report.md.
 
     Returns:
@@ -71,7 +71,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     """
     began, folder = time.perf_counter(), _folder(directory)
     loaded = load_sources(config.data, directory=folder)
-    inputs = JudgeInputs(data=config.data, validation=config.validation, rewards=config.rewards, seed=config.seed)
+    inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
     return validate_rows(
         loaded.path, inputs, origin, check_truths=find_unusable_truths, model=config.model, rollout=config.rollout
@@ -117,6 +117,7 @@ def train_stage(
         seed=config.seed,
         model=config.model,
         start=start,
+        completion=config.completion,
         rewards=section,
         rollout=config.rollout,
         resources=config.resources,
@@ -150,7 +151,7 @@ def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: st
     """Evaluate a model on the held-out prompts. No reward function is involved.
 
     Args:
-        config: its sections evaluation, rewards (tags and equality), rollout, resources and the seed.
+        config: its sections evaluation, completion, rollout, resources and the seed.
         model: `base_model(config)`, `StageResult.model` or `MergeProof.model`.
         data: what `load_data` returned.
         directory: gets samples.parquet (every completion with its scores) and report.md.
@@ -174,7 +175,7 @@ def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: st
     run_module("grpo_tasks.rollout", folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
     report = evaluate_samples(
-        folder, key=_key(spec), label=label, model=model, prompts=rows, rewards=config.rewards, evaluation=evaluation
+        folder, key=_key(spec), label=label, model=model, prompts=rows, completion=config.completion, evaluation=evaluation
     )
     return report.model_copy(update={"seconds": time.perf_counter() - began})
 

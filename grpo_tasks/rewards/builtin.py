@@ -18,7 +18,7 @@ from typing import Literal
 
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.extract import Extraction, Tags, extract_answer
-from schemas.config.rewards import Equality
+from schemas.config.completion import Equality
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages; the last one is the assistant's."""

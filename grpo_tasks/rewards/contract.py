@@ -59,8 +59,18 @@ class Row(Protocol):
         ...
 
     @property
-    def answer(self) -> str:
-        """Ground truth."""
+    def answer(self) -> str | None:
+        """Ground truth; the first one of several; None for a row without ground truth."""
+        ...
+
+    @property
+    def answers(self) -> Sequence[str] | None:
+        """Every ground truth where the data lists them; None otherwise."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Task of the row; empty when the data has a single task."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_tasks.answers.extract import Tags
 from grpo_tasks.rewards.builtin import BUILTIN
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
@@ -24,13 +25,14 @@ RewardFunction = Callable[..., Any]
 _GIVEN = {"prompts", "completions", "completion_ids", "answer", "tags", "equality", "columns"}
 
 
-def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> RewardFunction:
+def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, completion: CompletionConfig) -> RewardFunction:
     """The callable of one entry, with its parameters bound.
 
     Args:
         name: name of the entry, for error messages.
         reward: its resolved settings (`function` is set).
-        rewards: tags and equality, which built-in functions receive as keyword arguments.
+        rewards: where modules of own functions lie.
+        completion: tags and equality, which built-in functions receive as keyword arguments.
 
     Raises:
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
@@ -40,7 +42,7 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig) -> Re
         function = BUILTIN[reward.function]
         known = inspect.signature(function).parameters.keys()
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
-        given = {"tags": Tags.of(rewards.tags), "equality": rewards.equality}
+        given = {"tags": Tags.of(completion.tags), "equality": completion.equality}
         bound = {key: value for key, value in given.items() if key in known} | reward.params
         # A data column that happens to be named max_length must not set the parameter of that name.
         return _bind(function, bound, known - _GIVEN)

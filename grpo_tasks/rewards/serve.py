@@ -26,6 +26,7 @@ from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.rewards.contract import MAX_METRIC_CHARS, MAX_METRICS, ContractError, Fault, FunctionScores, check_result, shorten
 from grpo_tasks.rewards.registry import RewardFunction, load_function
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import UserError
 from schemas.secret import hide
@@ -56,13 +57,14 @@ def main() -> None:
 
 def _load(request: Mapping[str, Any]) -> dict[str, RewardFunction]:
     rewards = RewardsConfig.model_validate(request["rewards"])
+    completion = CompletionConfig.model_validate(request["completion"])
     # At the end of the path, so that a file in one of these folders cannot replace an installed library.
     sys.path.extend(str(folder.resolve()) for folder in rewards.module_dirs())
     functions = {}
     for name in request["names"]:
         reward = rewards.resolve(name)
         assert reward is not None, f"the configuration accepted an unknown reward: {name}"
-        functions[name] = load_function(name, reward, rewards)
+        functions[name] = load_function(name, reward, rewards, completion)
     return functions
 
 

@@ -20,6 +20,7 @@ from grpo_tasks.rewards.builtin import FULL_SCORES
 from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import RewardError
 from schemas.metrics import logged
@@ -101,15 +102,18 @@ class RewardSuite:
     """The reward functions of one stage, in a worker process of their own; a context manager.
 
     Args:
-        rewards: tags, equality and settings of the functions.
+        rewards: settings of the functions.
         names: the functions of the stage. RunConfig guarantees that they exist.
+        completion: what an answer is, for the built-in functions. None: the defaults of the section.
         log: file that receives what the functions print. None: their output is discarded.
     """
 
-    def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
+    def __init__(
+        self, rewards: RewardsConfig, names: Sequence[str], *, completion: CompletionConfig | None = None, log: Path | None = None
+    ) -> None:
         self.names = list(names)
         self.configs = [_resolved(rewards, name) for name in names]
-        self.worker = RewardWorker(rewards, names, log=log)
+        self.worker = RewardWorker(rewards, names, completion=completion, log=log)
         self.adaptive = {
             name: AdaptiveWeight(config.adaptive)
             for name, config in zip(self.names, self.configs, strict=True)

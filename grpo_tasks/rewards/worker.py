@@ -24,6 +24,7 @@ from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
 from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch
 from grpo_tasks.rewards.replies import MAX_LOADED_BYTES, max_reply_bytes, read_loaded, read_scores
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import RewardError, UserError
 
@@ -45,6 +46,7 @@ class RewardWorker:
     Args:
         rewards: settings of the functions.
         names: the functions to load.
+        completion: what an answer is, for the built-in functions. None: the defaults of the section.
         log: file that receives the beginning of what the functions print during each call. None: their output is discarded.
 
     Raises:
@@ -52,8 +54,11 @@ class RewardWorker:
         RewardError: on entry, when loading ends the process.
     """
 
-    def __init__(self, rewards: RewardsConfig, names: Sequence[str], *, log: Path | None = None) -> None:
+    def __init__(
+        self, rewards: RewardsConfig, names: Sequence[str], *, completion: CompletionConfig | None = None, log: Path | None = None
+    ) -> None:
         self.rewards, self.names, self.log = rewards, list(names), log
+        self.completion = completion or CompletionConfig()
         self.max_steps = 0
         """Number of updates of the stage, which functions see as trainer_state.max_steps. The trainer sets it."""
         self.limit_bytes = int(min(rewards.memory_limit_gb * 1e9, MEMORY_SHARE * psutil.virtual_memory().total))
@@ -127,7 +132,11 @@ class RewardWorker:
                 # A session of its own, so that Ctrl-C in the terminal reaches the parent only.
                 start_new_session=True,
             )
-        message = {"rewards": self.rewards.model_dump(mode="json"), "names": self.names}
+        message = {
+            "rewards": self.rewards.model_dump(mode="json"),
+            "completion": self.completion.model_dump(mode="json"),
+            "names": self.names,
+        }
 
         def read(payload: bytes, request: str) -> UserError | None:
             return read_loaded(payload, request, self.names)

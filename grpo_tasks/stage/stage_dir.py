@@ -14,7 +14,10 @@ log.txt                  output of the trainer and of the reward functions
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
 from grpo_tasks.processes.entry import LOG, RESULT, SPEC
+from schemas.config.completion import CompletionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
@@ -33,6 +36,7 @@ class StageSpec(Result):
     model: ModelConfig
     start: ModelRef
     """The model this stage starts from."""
+    completion: CompletionConfig = Field(default_factory=CompletionConfig)
     rewards: RewardsConfig
     rollout: RolloutConfig
     resources: ResourcesConfig

@@ -14,7 +14,7 @@ def main(root: Path) -> None:
     if directory.result.exists():
         return
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards, log=directory.log) as suite:
+    with RewardSuite(spec.rewards, spec.stage.rewards, completion=spec.completion, log=directory.log) as suite:
         train(directory, spec, suite)
 
 

@@ -1,4 +1,4 @@
-"""Sections `rewards` and `lab`: tags, answer equality, reward functions with weights, and how they are probed."""
+"""Sections `rewards` and `lab`: reward functions with weights, and how they are probed."""
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -6,10 +6,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from schemas.config.section import Section
-from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name, TagName
-
-Equality = Literal["exact", "numeric", "math", "choice"]
-"""How an answer is compared with the ground truth (grpo_tasks/answers/equality.py)."""
+from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
 
 BUILTIN_REWARDS: dict[str, float] = {
     "format": 1.0,
@@ -21,21 +18,6 @@ BUILTIN_REWARDS: dict[str, float] = {
     "soft_overlong": 1.0,
 }
 """Built-in reward functions and their default weights; a test keeps it equal to `grpo_tasks.rewards.builtin`."""
-
-
-class TagsConfig(Section):
-    """Tag names of the two blocks that make up a completion in the strict format."""
-
-    reasoning: TagName = "reasoning"
-    """Tag around the reasoning: <reasoning>...</reasoning>."""
-    answer: TagName = "answer"
-    """Tag around the final answer: <answer>...</answer>."""
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        if self.reasoning == self.answer:
-            raise ValueError("reasoning and answer have the same name; fix: choose two different names")
-        return self
 
 
 class AdaptiveWeightConfig(Section):
@@ -88,14 +70,8 @@ class RewardConfig(Section):
 
 
 class RewardsConfig(Section):
-    """How completions are scored. Tags and equality also define what the evaluation counts as a right answer; it uses no
-    reward."""
+    """How completions are scored."""
 
-    tags: TagsConfig = Field(default_factory=TagsConfig)
-    """Tag names of the two blocks."""
-    equality: Equality = "numeric"
-    """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
-    verify), or as the letter of a multiple choice."""
     functions: dict[Name, RewardConfig] = Field(default_factory=dict)
     """Reward functions by name. A built-in function needs an entry only when you change one of its settings."""
     memory_limit_gb: float = Field(8.0, gt=0.0, allow_inf_nan=False)

@@ -5,7 +5,8 @@
       data        where prompts and answers come from
       validation  which rows are rejected, and how many may be
       lab         how reward functions are probed
-      rewards     tags, answer equality, reward functions with weights
+      completion  what an answer is, where it stands, and when it is right
+      rewards     reward functions with weights
       rollout     how completions are sampled
       stages[]    GRPO, one entry per stage; each starts from the model of the previous one
       evaluation  held-out evaluation, before and after training
@@ -23,6 +24,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.model import ModelConfig
@@ -60,6 +62,8 @@ class RunConfig(Section):
     """Prompts with their ground truth."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Which rows are rejected."""
+    completion: CompletionConfig = Field(default_factory=CompletionConfig)
+    """What an answer is, and when it is right."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     """How completions are scored."""
     lab: LabConfig = Field(default_factory=LabConfig)
@@ -180,7 +184,7 @@ class JudgeInputs(Section):
     """Columns, pattern and split."""
     validation: ValidationConfig
     """Limits and rules."""
-    rewards: RewardsConfig
+    completion: CompletionConfig
     """For the tag names, which no ground truth may contain, and for the equality, which every ground truth has to fit."""
     seed: int
     """Seed of the split."""
@@ -189,6 +193,8 @@ class JudgeInputs(Section):
 class LabInputs(Section):
     """The settings that the reward lab depends on."""
 
+    completion: CompletionConfig
+    """What an answer is."""
     rewards: RewardsConfig
     """The reward functions."""
     stages: list[StageConfig]

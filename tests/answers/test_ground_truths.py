@@ -24,7 +24,7 @@ def rows(*answers):
 def test_answers_that_can_never_be_right_are_counted_and_exact_is_named(how, answers, count):
     found = find_unusable_truths(rows(*answers), how)
     assert (found.count, found.of) == (count, len(answers))
-    assert ("rewards.equality: exact" in found.warning) == (count > 0)
+    assert ("completion.equality: exact" in found.warning) == (count > 0)
     found.enforce()
 
 
@@ -32,8 +32,8 @@ def test_answers_that_can_never_be_right_are_counted_and_exact_is_named(how, ans
 def test_a_column_of_text_alone_is_refused_with_the_first_row_and_the_fix(how):
     with pytest.raises(DataError, match=r"none of the 2 answers can ever be right.*'Paris' in a.jsonl:1") as refused:
         find_unusable_truths(rows("Paris", "Rome"), how).enforce()
-    assert refused.value.place == f"rewards.equality: {how}"
-    assert "rewards.equality: exact" in refused.value.fix
+    assert refused.value.place == f"completion.equality: {how}"
+    assert "completion.equality: exact" in refused.value.fix
 
 
 def test_text_under_mathematical_equality_is_a_warning_because_identical_text_is_right():

@@ -20,9 +20,9 @@ def validate(tmp_path, write, monkeypatch):
     monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("step"))
     monkeypatch.setattr(Work, "artifact", lambda *_: None)
 
-    def step(*answers, **rewards):
+    def step(*answers, **completion):
         path = write(*({"question": f"What about {number}?", "answer": answer} for number, answer in enumerate(answers)))
-        tree = {"data": {"train": [{"path": path}], "eval_fraction": 0.5}, "validation": {}, "rewards": rewards, "seed": 1}
+        tree = {"data": {"train": [{"path": path}], "eval_fraction": 0.5}, "validation": {}, "completion": completion, "seed": 1}
         inputs = JudgeInputs.model_validate(tree)
         loaded = load_sources(inputs.data, directory=tmp_path)
         rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
@@ -36,7 +36,7 @@ def test_text_among_numbers_is_warned_of_in_report_and_log(validate, tmp_path, c
     validate(*["4"] * 20, "Paris")
     for text in ((tmp_path / "report.md").read_text(), caplog.text):
         assert "1 of 21 answers are not numbers (first 'Paris'" in text
-        assert "rewards.equality: exact" in text
+        assert "completion.equality: exact" in text
 
 
 def test_answers_that_are_all_text_stop_a_numeric_run_after_the_report_and_not_an_exact_one(validate, tmp_path):

@@ -135,7 +135,7 @@ def test_a_stage_of_one_built_in_reward_is_not_stopped(run_config, rows, name):
 @pytest.mark.parametrize("equality", ["exact", "numeric", "math", "choice"])
 def test_every_kind_of_answer_can_be_probed(run_config, make_row, equality):
     rows = [make_row(line, "B" if equality == "choice" else "42") for line in (1, 2)]
-    config = run_config({"both": ["format", "correctness"]}, rewards={"equality": equality}, lab=SMALL)
+    config = run_config({"both": ["format", "correctness"]}, completion={"equality": equality}, lab=SMALL)
     findings = run_lab(config, rows)
     assert failed(findings) == set()
 

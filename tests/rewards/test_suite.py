@@ -7,6 +7,7 @@ import pytest
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.suite import RewardSuite, Scores
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import AdaptiveWeightConfig, RewardsConfig
 from schemas.errors import RewardError
 
@@ -51,8 +52,8 @@ def test_two_entries_of_one_function_may_differ_in_parameters(rewards_config, ma
 
 
 def test_tags_and_equality_reach_the_built_in_functions(make_batch):
-    config = RewardsConfig.model_validate({"tags": {"reasoning": "think", "answer": "final"}, "equality": "choice"})
-    with RewardSuite(config, ["format", "correctness"]) as suite:
+    completion = CompletionConfig.model_validate({"tags": {"reasoning": "think", "answer": "final"}, "equality": "choice"})
+    with RewardSuite(RewardsConfig(), ["format", "correctness"], completion=completion) as suite:
         totals = suite.score(make_batch("<think>w</think><final>(B)</final>", HONEST, answer="B")).totals
     np.testing.assert_array_equal(totals, [3.0, 0.0])
 
