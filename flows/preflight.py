@@ -4,6 +4,7 @@ are installed.
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 from schemas.config.data import DataSource
@@ -12,6 +13,8 @@ from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
 _RELATIVE = "paths are relative to the folder where grpo is called"
+REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]{1,9}")
+"""Forms of a name that stand for a registered model: NAME@ALIAS, NAME/VERSION, and both with models:/ in front."""
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
@@ -25,7 +28,8 @@ def check_inputs(config: RunConfig) -> None:
     for side in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, side)):
             _check_source(source, f"data.{side}.{index}.path")
-    check_model(config.model.path, "model.path")
+    if not REGISTERED.fullmatch(config.model.path) or is_local(config.model.path):
+        check_model(config.model.path, "model.path")
 
 
 def _check_source(source: DataSource, place: str) -> None:

@@ -59,6 +59,55 @@ def prepare_environment() -> None:
         logging.getLogger(name).addFilter(_hide_secrets)
 
 
+def prepare_step(config: "RunConfig", *, device: bool) -> bool:
+    """Prepare a command for one step. True: a flow must run it, after `prepare_flow`. False: it runs in this process.
+
+    Without a server, a flow would start a temporary one, which takes longer than the step. The step's folder decides what is
+    finished, and MLflow records it, with or without a flow. A GPU slot, though, is Prefect's: it is how two commands take turns.
+    """
+    from grpo_tasks.running.slot_names import slots_of
+
+    prepare_environment()
+    if (device and slots_of(config.resources)) or _names_server():
+        prepare_flow()
+        return True
+    _log_to_terminal()
+    return False
+
+
+def _names_server() -> bool:
+    """Whether the environment, a profile or a settings file names a Prefect server. Asks Prefect only where one of them may."""
+    if "PREFECT_API_URL" in os.environ:
+        return bool(os.environ["PREFECT_API_URL"])
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml")).expanduser()
+    places = {profiles: "PREFECT_API_URL", Path(".env"): "PREFECT_API_URL", Path("prefect.toml"): "api"}
+    places[Path("pyproject.toml")] = "tool.prefect"
+    if not any(_contains(path, word) for path, word in places.items()):
+        return False
+    from flows.temporary_server import is_temporary
+
+    return not is_temporary()
+
+
+def _contains(path: Path, word: str) -> bool:
+    try:
+        return word in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _log_to_terminal() -> None:
+    """Show what the steps log on stderr: time and message, as Prefect's log has them."""
+    log, handler = logging.getLogger("grpo"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_hide_secrets)
+    if not log.handlers:
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
 def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()

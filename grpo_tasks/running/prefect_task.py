@@ -15,7 +15,14 @@ CACHED = "Cached"
 
 
 def run_as_task(
-    body: Callable[[], Any], message: Callable[[Any], tuple[bool, str]], *, name: str, label: str, about: str | None, retries: int, delay_s: float
+    body: Callable[[], Any],
+    message: Callable[[Any], tuple[bool, str]],
+    *,
+    name: str,
+    label: str,
+    about: str | None,
+    retries: int,
+    delay_s: float,
 ) -> Any:
     """Call `body` in a task of the current flow and return what it returned.
 

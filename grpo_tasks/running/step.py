@@ -215,4 +215,3 @@ def _label(name: str, inputs: dict[str, Any]) -> str:
     """The step's name, followed by the stage or the model for a step that runs more than once in a pipeline."""
     suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
     return f"{name}-{suffix}" if suffix else name
-
