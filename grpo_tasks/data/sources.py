@@ -29,7 +29,7 @@ from grpo_tasks.data.chunks import (
     read_chunks_in_parallel,
 )
 from grpo_tasks.data.jsonl import read_jsonl
-from grpo_tasks.data.records import Columns, Record
+from grpo_tasks.data.records import Columns, Fields, Record
 from grpo_tasks.data.tabular import read_csv, read_hub, read_parquet
 from schemas.config.data import DataConfig, DataSource
 from schemas.errors import DataError
@@ -150,3 +150,19 @@ def _check_file(path: Path, source: DataSource) -> None:
         path.open("rb").close()
     except OSError as error:
         raise DataError(f"the file cannot be opened: {error.strerror}", place=source.path, fix="check its permissions") from error
+
+
+def preview(source: DataSource, limit: int) -> list[Fields]:
+    """The first readable records of a file with all their columns, at most `limit`; empty for a hub data set.
+
+    Raises:
+        DataError: the file is missing, empty or unreadable.
+    """
+    path, file_format = Path(resolve(source.path)), source_format(source)
+    if file_format == "hub":
+        return []
+    _check_file(path, source)
+    records = _file_records(path, file_format, Columns("question", "prompt", "answer"))
+    # A file of broken lines only must not be read to its end.
+    readable = (record.fields for record in islice(records, 10 * limit) if record.fields is not None)
+    return list(islice(readable, limit))

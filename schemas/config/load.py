@@ -9,10 +9,11 @@ lists are replaced. An override is `a.b.0.c=value` with a YAML value.
 import difflib
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from schemas.config.hints import hint_for, hint_for_value
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
@@ -238,28 +239,9 @@ def _fault_line(fault: dict[str, Any]) -> str:
     location = [part for part in fault["loc"] if part != "literal['all-linear']"]
     place = ".".join(str(part) for part in location) or "configuration"
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(location[-1]), _keys_at(location[:-1]), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_at(location[:-1]))}"
-        return f"{place}: unknown key; {hint}"
+        return f"{place}: unknown key; {hint_for(location)}"
     message = _MESSAGES.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
     shown = f" (given: {shorten(repr(given), _SHOWN)})" if isinstance(given, str | int | float | bool) or given is None else ""
-    return f"{place}: {message}{shown}"
-
-
-def _keys_at(location: list[Any]) -> list[str]:
-    model: type[BaseModel] | None = RunConfig
-    for part in location:
-        if isinstance(part, str) and model is not None and part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation)
-    return list(model.model_fields) if model is not None else []
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in get_args(annotation):
-        found = _model_in(argument)
-        if found is not None:
-            return found
-    return None
+    fix = hint_for_value(location, given)
+    return f"{place}: {message}{shown}" + (f"; fix: {fix}" if fix else "")
