@@ -22,7 +22,7 @@ from schemas.results.model import ModelRef
 
 
 def is_registered_name(name: str) -> bool:
-    """Whether the form of a name says that it stands for a registered version. A bare NAME does not; see `could_be_registered`."""
+    """Whether the form of a name says that it stands for a registered version. A bare NAME may, too: `could_be_registered`."""
     return not is_local(name) and not name.startswith(EMBEDDED) and REGISTERED.fullmatch(name) is not None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from schemas.config.load import load_config
+from schemas.config.load import PRESETS, configs_in, load_config
 from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
 from schemas.secret import hide, hide_output
 
@@ -36,12 +36,23 @@ DEFAULTS = {
 """Environment variables set for every command, unless the user has set them."""
 
 
+def named_config(source: str | None) -> str:
+    """The config that the user named; raises `ConfigError` with suggestions when there is none."""
+    if source is not None:
+        return source
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    here = configs_in(Path())
+    fix = f"grpo run {here[0]}" if here else "grpo run demo, or write a config for your data: grpo init FILE"
+    raise ConfigError(f"no config is named; configs here: {', '.join(here) or 'none'}; presets: {presets}", fix=fix)
+
+
 def checked_config(source: str, override: list[str] | None) -> "RunConfig":
     """Load the config and check that its inputs exist, before Prefect takes seconds to start."""
-    from flows.preflight import check_inputs
+    from flows.preflight import check_columns, check_inputs
 
     settings = load_config(source, override)
     check_inputs(settings)
+    check_columns(settings)
     return settings
 
 
@@ -55,7 +66,7 @@ def prepare_environment() -> None:
             _check_address(name, os.environ[name])
     _check_working_directory()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_drop_traceback)
+        logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
 
 
@@ -152,12 +163,19 @@ def _check_prefect(address: str | None) -> None:
     )
 
 
-def _drop_traceback(record: logging.LogRecord) -> bool:
-    # The message of a UserError says where the fault is and how to fix it; the path through our code helps nobody.
+def _point_to_the_end(record: logging.LogRecord) -> bool:
+    """Prefect logs an error of a task, of its flow and as their final states. The command itself shows it once, with its fix."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, UserError) or refused_by_system(error) is not None:
+    refused = error if isinstance(error, UserError) else refused_by_system(error)
+    if refused is not None:
         record.exc_info = record.exc_text = None
+        record.msg, record.args = f"failed: {refused.title} (see the message at the end)", None
+    elif record.getMessage().startswith(_FAILED):
+        record.msg, record.args = _FAILED.removesuffix("("), None
     return True
+
+
+_FAILED = "Finished in state Failed("
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from flows.cli.environment import checked_config, prepare_flow, prepare_step
+from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
-from flows.cli.options import Config, Fresh, Set
+from flows.cli.options import MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out
 
 if TYPE_CHECKING:
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    config: Config,
+    config: OptionalConfig = None,
     override: Set = None,
     fresh: Fresh = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
-    with report_errors():
-        settings = checked_config(config, override)
+    with report_errors() as command:
+        settings = checked_config(named_config(config), override)
+        command.folder = settings.resources.output_dir / settings.name
         if dry_run:
             from flows.cli.show import show_plan
 
@@ -74,7 +75,7 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model or adapter folder, a hub id, or models:/NAME@ALIAS.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     config: Config,
     override: Set = None,
     fresh: Fresh = False,

@@ -1,7 +1,7 @@
 """Which columns of a file may hold the question, the chat messages and the ground truth, the likeliest first.
 
-A name alone is not enough: `prompt` may hold text or messages, `answer` may be empty in every row. So names order the columns, and
-values decide whether a column is a candidate at all.
+A name alone is not enough: `prompt` may hold text or messages, `answer` may be empty in every row. So names order the columns,
+and values decide whether a column is a candidate at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ def _columns(rows: Rows) -> list[str]:
 
 
 def _rank(column: str, names: Sequence[str]) -> int:
-    """Place of a column among usual names: exact ones first, then columns that contain one; twice the number of names: neither."""
+    """Place of a column among usual names: exact ones first, then columns that contain one. Neither: twice their number."""
     plain = column.lower().strip().replace(" ", "_")
     if plain in names:
         return names.index(plain)

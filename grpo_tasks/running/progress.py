@@ -102,7 +102,7 @@ class StageProgress:
         self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
 
     def _emit(self, event: dict[str, Any]) -> None:
-        """Send an event to the event feed of the Prefect UI, where it can trigger an automation. Outside of a flow there is no feed."""
+        """Send an event to the event feed of the Prefect UI, where it can trigger an automation."""
         if not in_flow():
             return
         from prefect.context import TaskRunContext

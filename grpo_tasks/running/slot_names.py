@@ -1,4 +1,4 @@
-"""Which slots a run holds (slots.py). Apart from it, because a machine without a GPU then needs no Prefect to learn that it has none."""
+"""Which slots a run holds. Apart from slots.py, so that a machine without a GPU learns that it has none without Prefect."""
 
 import os
 import socket

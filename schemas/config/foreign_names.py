@@ -1,4 +1,4 @@
-"""Names of TRL's GRPOConfig, of transformers' TrainingArguments and of their scripts that are called otherwise here, or are nothing here.
+"""Names of TRL's GRPOConfig, transformers' TrainingArguments and their scripts that have another name here, or no equivalent.
 
 A name that is a field of ours, in whatever section, is not in this table: `hints.py` finds it. A test walks over every field of
 GRPOConfig.

@@ -53,7 +53,7 @@ def keys_at(location: Sequence[Any]) -> list[str]:
     model: type[BaseModel] | None = RunConfig
     for part in location:
         if isinstance(part, str) and model is not None and part in model.model_fields:
-            model = _section_in(model.model_fields[part].annotation)[0]
+            model = section_in(model.model_fields[part].annotation)[0]
     return list(model.model_fields) if model is not None else []
 
 
@@ -74,18 +74,18 @@ def all_fields() -> dict[str, list[str]]:
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        inner, marker = _section_in(field.annotation)
+        inner, marker = section_in(field.annotation)
         if inner is not None:
             yield from _walk(inner, f"{prefix}{name}{marker}.")
 
 
-def _section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
+def section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
     """The section that a field holds, and how a place names one of several: [] in a list, .NAME in a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, marker
     marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
     for argument in get_args(annotation):
-        inner, found = _section_in(argument, marker)
+        inner, found = section_in(argument, marker)
         if inner is not None:
             return inner, found
     return None, marker

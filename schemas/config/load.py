@@ -23,6 +23,8 @@ from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
+_MOST_FILES = 50
+"""YAML files that are looked at for a suggestion."""
 PRESETS = DEPLOY / "presets"
 
 
@@ -189,9 +191,27 @@ def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
         if os.path.lexists(candidate):
             raise ConfigError(reason, place=str(candidate), fix="name a YAML file or a preset")
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    near = difflib.get_close_matches(Path(source).stem, names, n=1)
+    here = configs_in(Path(source).parent if len(str(source)) < _SHOWN else Path())
+    near = difflib.get_close_matches(Path(source).name, here, n=1) or difflib.get_close_matches(Path(source).stem, names, n=1)
     fix = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names)}"
+    if here and not near:
+        fix = f"configs there: {', '.join(here)}; {fix}"
     raise ConfigError(f"no such configuration: {shorten(str(source), _SHOWN)}", fix=fix)
+
+
+def configs_in(folder: Path) -> list[str]:
+    """Names of the files in a folder that look like a config, at most eight."""
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and not why_not_a_file(path))
+    except (OSError, ValueError):
+        return []
+    return [path.name for path in found[:_MOST_FILES] if _looks_like_config(path)][:8]
+
+
+def _looks_like_config(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = b"\n" + file.read(MAX_CHARS)
+    return b"\nstages:" in start or b"\nextends:" in start
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
