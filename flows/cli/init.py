@@ -42,7 +42,7 @@ def init(
         from grpo_tasks.proposal.config_text import config_text
         from grpo_tasks.proposal.propose import propose
 
-        ask = None if yes or not sys.stdin.isatty() else _ask
+        ask = _ask if not yes and _can_answer() else None
         found = propose(source, question=question, answer=answer)
         if ask is not None:
             found, model = _confirmed(found, model, ask)
@@ -73,6 +73,10 @@ def _only_data_file() -> str:
 def _check_target(target: Path, *, force: bool) -> None:
     if target.exists() and not force:
         raise UserError("the config exists already", place=str(target), fix="name another one with --out, or add --force")
+
+
+def _can_answer() -> bool:
+    return sys.stdin.isatty()
 
 
 def _ask(question: str, proposed: str) -> str:

@@ -18,8 +18,10 @@ def hint_for(location: Sequence[Any]) -> str:
     key, here = str(location[-1]), keys_at(location[:-1])
     if key in OURS:
         return f"here it is {OURS[key]}"
-    places = places_of(key)
-    if places and not any(key in name.split("_") for name in here):
+    # In model.lora, alpha is lora_alpha and not promotion.alpha.
+    if longer := [name for name in here if name.endswith(f"_{key}")]:
+        return f"did you mean {longer[0]}?"
+    if places := places_of(key):
         return f"it belongs to {_shown(places)}"
     if key in NOTHING:
         return f"it has no equivalent: {NOTHING[key]}"
