@@ -46,7 +46,8 @@ def merge(adapter: Path, config: RunConfig, into: Path | None = None) -> MergePr
     if into is not None and into.exists() and any(into.iterdir()):
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with open_flow_run(config, flow="merge") as run:
-        proof = merge_adapter(run, ref, validated_data(run), model=config.model)
+        template = config.rollout.chat_template_kwargs
+        proof = merge_adapter(run, ref, validated_data(run), model=config.model, chat_template_kwargs=template)
     if into is not None:
         shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
     return proof

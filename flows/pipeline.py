@@ -28,7 +28,7 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
             model = stages[-1].model
             if config.evaluation.stages:
                 evaluations.append(evaluation_of(run, stage.name, model, data))
-        merged = merge_adapter(run, model, data, model=config.model)
+        merged = merge_adapter(run, model, data, model=config.model, chat_template_kwargs=config.rollout.chat_template_kwargs)
         evaluations.append(final := evaluation_of(run, "merged", merged.model, data))
         champion, rivals = rivals_of(run, merged, base, data)
         publication = publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)

@@ -57,7 +57,8 @@ def publish_flow(adapter: Path, config: RunConfig, fresh: bool = False) -> Publi
     with open_flow_run(config, flow="publish", fresh=fresh) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
-        merged = merge_adapter(run, ref, data, model=config.model)
+        template = config.rollout.chat_template_kwargs
+        merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
         final = evaluation_of(run, "merged", merged.model, data)
         champion, rivals = rivals_of(run, merged, base, data)
         return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)

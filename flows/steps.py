@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from flows.flow_run import FlowRun
 from grpo_tasks.evaluate_model import evaluate_model
+from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.tracking.models import Champion, fetch_champion
@@ -57,6 +58,7 @@ def trained_stage(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataR
         rewards=config.rewards,
         rollout=config.rollout,
         seed=config.seed,
+        tasks=config.data.tasks,
     )
 
 
@@ -64,7 +66,7 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
     """Evaluate a model on the held-out prompts."""
     config = run.config
     rollout = config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine})
-    return evaluate_model(
+    report = evaluate_model(
         run,
         label,
         ref,
@@ -73,8 +75,13 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         completion=config.completion,
         rollout=rollout,
         evaluation=config.evaluation,
+        scoring=config.scoring(),
         seed=config.seed,
     )
+    if label == "base":
+        # Before any training: an error when no held-out figure can decide about promotion.
+        deciding_metric(config.promotion, report)
+    return report
 
 
 def rivals_of(

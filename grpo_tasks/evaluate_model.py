@@ -1,22 +1,29 @@
-"""Step: evaluate one model on the held-out prompts."""
+"""Step: evaluate one model on the held-out prompts.
+
+sample (child process) -> samples.parquet -> rewards, in their own process -> columns -> verdicts, metrics, report
+"""
 
 import time
 
-from grpo_tasks.evaluation.report import evaluate_samples
+import polars as pl
+
+from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.running.step import Work, step
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.config.run import ScoringInputs
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "policy", "answers", "data"), retries=1, device=True)
+@step(rooms=("evaluation", "rollout", "policy", "answers", "data", "rewards"), retries=1, device=True)
 def evaluate_model(
     work: Work,
     label: str,
@@ -27,23 +34,28 @@ def evaluate_model(
     completion: CompletionConfig,
     rollout: RolloutConfig,
     evaluation: EvaluationConfig,
+    scoring: ScoringInputs | None,
     seed: int,
 ) -> EvalReport:
-    """Sample completions in a child process, then score them. No reward function is used."""
+    """Sample completions in a child process, then score them; reward functions run in a process of their own."""
     began = time.perf_counter()
     spec = SampleSpec.of(
         evaluation, model=model, ref=ref, prompts=data.eval, rollout=rollout, resources=work.run.resources, seed=seed
     )
     spec.save(work.directory / SPEC)
     run_module("grpo_tasks.rollout", work.directory)
+    rows = chosen_rows(data.eval, evaluation.max_prompts)
+    samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"
+    per_prompt = evaluation.num_samples
     report = evaluate_samples(
         work.directory,
         key=work.key,
         label=label,
         model=ref,
-        prompts=chosen_rows(data.eval, evaluation.max_prompts),
+        prompts=rows,
         completion=completion,
         evaluation=evaluation,
+        rewards=scoring and reward_columns(samples, rows, scoring, completion=completion, per_prompt=per_prompt, log=log),
     )
     work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))
     return report.model_copy(update={"seconds": time.perf_counter() - began})

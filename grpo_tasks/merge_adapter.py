@@ -1,5 +1,7 @@
 """Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy."""
 
+from typing import Any
+
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
@@ -10,10 +12,12 @@ from schemas.results.model import MergeProof, MergeSpec, ModelRef
 
 
 @step(rooms=("policy", "data"), retries=1, device=True)
-def merge_adapter(work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig) -> MergeProof:
+def merge_adapter(
+    work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig, chat_template_kwargs: dict[str, Any]
+) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
     chats = read_chats(data.eval, limit=PROOF_PROMPTS)
-    spec = MergeSpec(model=model, ref=ref, prompts=chats, max_new_tokens=PROOF_TOKENS)
+    spec = MergeSpec(model=model, ref=ref, prompts=chats, max_new_tokens=PROOF_TOKENS, chat_template_kwargs=chat_template_kwargs)
     proof = merge_and_prove(spec, work.directory, key=work.key)
     work.artifact("merge", _markdown(proof))
     return proof

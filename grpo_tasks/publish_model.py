@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.paired import compare
+from grpo_tasks.evaluation.paired import compare, deciding_metric
 from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
@@ -32,7 +32,8 @@ def publish_model(
 ) -> Publication:
     """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
     began = time.perf_counter()
-    tests = [compare(final, rival, metric=promotion.metric, alpha=promotion.alpha) for rival in rivals]
+    metric = deciding_metric(promotion, final)
+    tests = [compare(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = find_regressions(final, standard, promotion)

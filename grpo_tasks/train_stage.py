@@ -6,6 +6,7 @@ from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.completion import CompletionConfig
+from schemas.config.data import TaskConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
@@ -31,6 +32,7 @@ def train_stage(
     rewards: RewardsConfig,
     rollout: RolloutConfig,
     seed: int,
+    tasks: dict[str, TaskConfig],
 ) -> StageResult:
     """Train one stage from the model `start`; an interrupted stage resumes from its last checkpoint."""
     directory = StageDir(work.directory)
@@ -46,6 +48,7 @@ def train_stage(
         resources=work.run.resources,
         train=data.train,
         eval=data.eval,
+        tasks=tasks,
     )
     # The shipper reads the spec before the stage starts.
     spec.save(directory.spec)

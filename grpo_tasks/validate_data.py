@@ -1,5 +1,6 @@
 """Step: check every row against every rule; bad rows are quarantined with file, line and rule."""
 
+from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
@@ -22,6 +23,7 @@ def validate_data(
     rollout: RolloutConfig,
 ) -> DataReport:
     """Apply every rule to every row; after writing the report, stop if too many rows are bad or no answer can be right."""
+    check_completion(inputs.completion)
     origin = Origin(work.key, work.directory, 0.0, rows.sources)
     try:
         return validate_rows(

@@ -3,16 +3,15 @@
 The trainer writes these names into the journal; MLflow, the progress bar, the plots, the guards, the reports and the docs read
 them. Each name is a constant here and a literal nowhere else. Names are TRL's where TRL has one.
 
-A name that contains `*` stands for a family with one member per reward function: `member(REWARD_MEAN, "format")` is
-`rewards/format/mean`.
+A name that contains `*` stands for a family with one member per reward function or task: `member(REWARD_MEAN, "format")` is
+`rewards/format/mean`. A reward has the same name in training and in the evaluation.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
 Better = Literal["higher", "lower", "neither"]
-PromotionMetric = Literal["accuracy", "format_rate", "lenient_accuracy", "pass_at_k"]
-"""Evaluation metrics that can decide about the alias `champion`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,10 @@ PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
 PASS_AT_K: Final = "pass_at_k"  # noqa: S105 - no password
 TRUNCATED_RATE = "truncated_rate"
 COMPLETION_LENGTH = "mean_length"
+GREEDY_REWARD = "greedy_reward"
+TASK_ACCURACY = "accuracy/task/*"
+TASK_FORMAT_RATE = "format_rate/task/*"
+TASK_REWARD = "reward/task/*"
 
 TRAINING: tuple[Metric, ...] = (
     Metric(
@@ -252,23 +255,39 @@ EVALUATION: tuple[Metric, ...] = (
         headline=True,
     ),
     Metric(COMPLETION_LENGTH, "mean length of sampled completions", "tokens", column="completion_tokens", headline=True),
+    Metric(
+        REWARD,
+        "mean weighted reward of sampled completions, by the functions of evaluation.rewards",
+        better="higher",
+        column=REWARD,
+        headline=True,
+    ),
+    Metric(GREEDY_REWARD, "mean weighted reward of greedy completions", better="higher", column=REWARD),
+    Metric(REWARD_MEAN, "mean raw score of one reward function or evaluator on sampled completions", better="higher"),
+    Metric(TASK_ACCURACY, "accuracy on the prompts of one task", "share", "higher", column="correct"),
+    Metric(TASK_FORMAT_RATE, "format rate on the prompts of one task", "share", "higher", column="strict_format"),
+    Metric(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD),
 )
 
 HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metric.headline)
 """Evaluation metrics that summary tables show, in this order."""
 CURVES: tuple[str, ...] = tuple(metric.name for metric in TRAINING if metric.compared)
 """Training metrics whose curves `grpo compare` draws."""
-COLUMNS: dict[str, str] = {metric.name: metric.column for metric in EVALUATION}
-"""Evaluation metrics with the column of the evaluation samples that each is the mean of."""
 PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if metric.short}
 """Training metrics of the progress bar with their labels."""
 
-_BY_NAME = {metric.name: metric for metric in TRAINING + EVALUATION}
+PROMOTING: tuple[str, ...] = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY, PASS_AT_K, REWARD, REWARD_MEAN)
+"""Evaluation metrics that can decide about the alias `champion`; the last one for any function of the evaluation."""
+TASK_FAMILIES: dict[str, str] = {ACCURACY: TASK_ACCURACY, FORMAT_RATE: TASK_FORMAT_RATE, REWARD: TASK_REWARD}
+"""Evaluation metrics that are also measured for each task, with their families."""
+
+_BY_NAME = {metric.name: metric for metric in EVALUATION + TRAINING}
+_FIGURES = {metric.name: metric for metric in EVALUATION}
 
 
 def member(family: str, function: str) -> str:
-    """The name of a family's metric for one reward function."""
-    return family.replace("*", function)
+    """The name of a family's metric for one reward function or task. MLflow refuses other characters than these in a name."""
+    return family.replace("*", re.sub(r"[^\w.\- ]", "_", function))
 
 
 def logged(function: str, name: str) -> str:
@@ -280,5 +299,22 @@ def describe(name: str) -> Metric | None:
     """The table's entry for a concrete name, family members included; None for a name that the table does not know."""
     if name in _BY_NAME:
         return _BY_NAME[name]
+    return _BY_NAME.get(_family(name))
+
+
+def describe_figure(name: str) -> Metric | None:
+    """The table's entry for a metric of the evaluation, family members included; None for an unknown name."""
+    return _FIGURES.get(name) or _FIGURES.get(_family(name))
+
+
+def column_of(name: str) -> str:
+    """The column of the evaluation samples that a metric is the mean of. A function's scores have the name of their mean."""
+    found = describe_figure(name)
+    return found.column if found is not None and found.column else name
+
+
+def _family(name: str) -> str:
     head, _, rest = name.partition("/")
-    return _BY_NAME.get(f"{head}/*/{rest.rpartition('/')[2]}")
+    if rest.startswith("task/"):
+        return f"{head}/task/*"
+    return f"{head}/*/{rest.rpartition('/')[2]}"

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import COMPLETION_LENGTH, HEADLINES
+from schemas.metrics import HEADLINES, describe_figure
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -83,10 +83,11 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
     """Print evaluations, one row each."""
     table = Table()
     table.add_column("model")
-    for name in HEADLINES:
+    names = [name for name in HEADLINES if any(name in report.metrics for report in reports)]
+    for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     for report in reports:
-        table.add_row(report.label, *(_figure(report, name) for name in HEADLINES))
+        table.add_row(report.label, *(_figure(report, name) for name in names))
     console.print(table)
     if reports:
         last = reports[-1]
@@ -197,4 +198,5 @@ def _figure(report: EvalReport, name: str) -> str:
     interval = report.metrics.get(name)
     if interval is None:
         return ""
-    return f"{interval.value:.1f}" if name == COMPLETION_LENGTH else f"{interval.value:.1%}"
+    metric = describe_figure(name)
+    return f"{interval.value:.1%}" if metric is not None and metric.unit == "share" else f"{interval.value:.3g}"

@@ -9,10 +9,11 @@ A blank prediction equals nothing, not even a blank ground truth. A listing such
 """
 
 import unicodedata
+from collections.abc import Iterable
 
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.expressions import expressions_equal
-from grpo_tasks.answers.extract import is_blank
+from grpo_tasks.answers.extraction import is_blank
 from grpo_tasks.answers.numerals import parse_number
 from schemas.config.completion import Equality
 
@@ -42,3 +43,8 @@ def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
     if how == "numeric" or (number is not None and expected is not None):
         return number is not None and number == expected
     return prediction == truth or expressions_equal(prediction, truth)
+
+
+def equals_any(prediction: str, truths: Iterable[str], how: Equality) -> bool:
+    """Whether a prediction equals one of several ground truths."""
+    return any(answers_equal(prediction, truth, how) for truth in truths)

@@ -73,7 +73,7 @@ def row_rules(tags: TagsConfig, markers: Sequence[str]) -> list[RowRule]:
 
     `markers` are the tokenizer's own special tokens; they are forbidden in addition to GENERIC_MARKERS.
     """
-    own_tags = [f"<{slash}{tag}>" for tag in (tags.reasoning, tags.answer) for slash in ("", "/")]
+    own_tags = [f"<{slash}{tag}>" for tag in (tags.reasoning, tags.answer) if tag for slash in ("", "/")]
     forbidden = [marker for marker in dict.fromkeys((*GENERIC_MARKERS, *markers)) if marker and marker not in own_tags]
     return [*_turn_rules(), *_content_rules(tags.answer, forbidden), *_answer_rules(own_tags)]
 

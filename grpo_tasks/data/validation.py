@@ -13,6 +13,7 @@ from typing import Protocol
 
 import polars as pl
 
+from grpo_tasks.content.tokenizer import prepare, with_stop_ids
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
@@ -51,8 +52,8 @@ def validate_rows(
         inputs: the settings that decide which rows are valid.
         origin: key, existing folder and sources of the report. Its seconds are those before this call.
         check_truths: called with the accepted rows and the equality; `find_unusable_truths`.
-        model: for the tokenizer and the chat template.
-        rollout: for its stop strings.
+        model: for the tokenizer, its added tokens and the chat template.
+        rollout: for its stop strings and the variables of the chat template.
         warn: called with each warning of the report.
 
     Raises:
@@ -63,8 +64,11 @@ def validate_rows(
 
     began = time.perf_counter()
     counter = load_counter(model)
-    counter.check_stops(rollout)
-    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
+    # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
+    markers = counter.special_tokens
+    prepare(counter.tokenizer, model, rollout)
+    counter.check_stops(with_stop_ids(rollout, counter.tokenizer))
+    verdict = judge(pl.read_parquet(rows), config=inputs, count_tokens=counter.count_column, markers=markers)
     truths = check_truths(verdict.accepted, inputs.completion.equality)
     warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:

@@ -4,10 +4,10 @@
 
 This is the paired permutation test (Fisher 1935; for language models see Dror et al. 2018, aclanthology.org/P18-1128). If neither
 model were better, each prompt's difference would be as likely with the opposite sign. The p-value is the share of all 2^n sign
-assignments whose sum is at least the observed one. They are counted exactly: the values are multiples of 1 / num_samples, so the
-sum is distributed as a convolution of binomials. With one sample per prompt this is the exact McNemar test (1947,
-doi:10.1007/BF02295996). For tens of thousands of prompts 9,999 random sign assignments replace the exact count. Both keep their
-significance level without assuming a distribution. Whether a better model is promoted is decided elsewhere.
+assignments whose sum is at least the observed one. They are counted exactly: rates are multiples of 1 / num_samples, so the sum
+is distributed as a convolution of binomials. With one sample per prompt this is the exact McNemar test (1947,
+doi:10.1007/BF02295996). For most rewards and for tens of thousands of prompts 9,999 random sign assignments replace the exact
+count. Both keep their significance level without assuming a distribution. Whether a better model is promoted is not decided here.
 """
 
 import numpy as np
@@ -15,8 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.evaluation.passk import pass_at_k
-from schemas.errors import DataError
-from schemas.metrics import COLUMNS, PASS_AT_K, PromotionMetric
+from schemas.config.evaluation import PromotionConfig
+from schemas.errors import ConfigError, DataError
+from schemas.metrics import ACCURACY, PASS_AT_K, REWARD, column_of
 from schemas.results.evaluation import EvalReport, PairedTest
 
 FloatArray = NDArray[np.float64]
@@ -29,11 +30,31 @@ _MAX_SUM = 50_000
 """Largest sum of absolute differences, in units of 1 / denominator, that is counted exactly."""
 
 
-def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, alpha: float) -> PairedTest:
-    """Test whether `ours` is better than `theirs` on the sampled completions of the same prompts, greedy ones excluded.
+def deciding_metric(promotion: PromotionConfig, report: EvalReport) -> str:
+    """The metric that decides about promotion: the configured one, else accuracy, else the reward.
 
     Raises:
-        DataError: the two were evaluated on different prompts.
+        ConfigError: the evaluation did not measure it, for example accuracy on rows without ground truth.
+    """
+    if promotion.metric is None:
+        found = next((name for name in (ACCURACY, REWARD) if name in report.metrics), None)
+    else:
+        found = promotion.metric if promotion.metric in report.metrics else None
+    if found is not None:
+        return found
+    what = f"{promotion.metric} cannot" if promotion.metric else "no metric can"
+    why = "no held-out row has a ground truth" if ACCURACY not in report.metrics else "no held-out completion has a value of it"
+    fix = f"promotion.metric: {REWARD}" if REWARD in report.metrics else "evaluation.rewards: [...] and promotion.metric: reward"
+    raise ConfigError(f"{what} decide about promotion: {why}", place="promotion.metric", fix=fix)
+
+
+def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) -> PairedTest:
+    """Test whether `ours` is better than `theirs` on the sampled completions of the same prompts, greedy ones excluded.
+
+    Prompts without a value of either, such as rows without ground truth for accuracy, do not take part.
+
+    Raises:
+        DataError: the two were evaluated on different prompts, or without this metric.
     """
     left, right = prompt_values(pl.read_parquet(ours.samples), metric), prompt_values(pl.read_parquet(theirs.samples), metric)
     if left["prompt_id"].to_list() != right["prompt_id"].to_list():
@@ -44,16 +65,27 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: PromotionMetric, al
             place=str(theirs.samples),
             fix="evaluate both models with the same data and the same evaluation.max_prompts",
         )
-    return paired_test(left["value"].to_numpy(), right["value"].to_numpy(), alpha=alpha, metric=metric, against=theirs.label)
+    both = left.join(right, on="prompt_id", suffix="_theirs", maintain_order="left").drop_nulls()
+    if both.is_empty():
+        raise DataError(
+            f"no held-out prompt has a value of {metric} for both {ours.label} and {theirs.label}",
+            place="promotion.metric",
+            fix="another metric, or held-out rows that it applies to",
+        )
+    values = both["value"].to_numpy(), both["value_theirs"].to_numpy()
+    return paired_test(*values, alpha=alpha, metric=metric, against=theirs.label)
 
 
-def prompt_values(scored: pl.DataFrame, metric: PromotionMetric) -> pl.DataFrame:
-    """Columns prompt_id and value (between 0 and 1), sorted by prompt_id, from a table of scored samples."""
+def prompt_values(scored: pl.DataFrame, metric: str) -> pl.DataFrame:
+    """Columns prompt_id and value, sorted by prompt_id, from a table of scored samples; null where a prompt has no value."""
+    column = pl.col(column_of(metric))
     sampled = scored.filter(pl.col("sample") >= 0).group_by("prompt_id")
-    column = pl.col(COLUMNS[metric])
     if metric == PASS_AT_K:
-        counts = sampled.agg(column.sum().alias("right"), pl.len().alias("n")).sort("prompt_id")
-        values = [pass_at_k(n, np.array([right]), n)[0] for right, n in counts.select("right", "n").iter_rows()]
+        # null + null is 0 in a sum, so the prompts without verdicts are marked by their count
+        counts = sampled.agg(column.sum().alias("right"), column.count().alias("n")).sort("prompt_id")
+        values = [
+            float(pass_at_k(n, np.array([right]), n)[0]) if n else None for right, n in counts.select("right", "n").iter_rows()
+        ]
         return counts.select("prompt_id", pl.Series("value", values, dtype=pl.Float64))
     return sampled.agg(column.mean().cast(pl.Float64).alias("value")).sort("prompt_id")
 

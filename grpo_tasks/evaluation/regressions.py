@@ -11,10 +11,10 @@ from schemas.results.evaluation import EvalReport, Regression
 
 def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionConfig) -> list[Regression]:
     """All checks with their values, passed or not; `theirs` is the champion, or the base model if there is no champion."""
-    checks = [
-        _check(FORMAT_RATE, ours, theirs, limit=_value(theirs, FORMAT_RATE) - promotion.max_format_drop),
-        _check(TRUNCATED_RATE, ours, theirs, limit=_value(theirs, TRUNCATED_RATE) + promotion.max_truncation_growth),
-    ]
+    checks = [_check(TRUNCATED_RATE, ours, theirs, limit=_value(theirs, TRUNCATED_RATE) + promotion.max_truncation_growth)]
+    # Free text has no format.
+    if FORMAT_RATE in ours.metrics and FORMAT_RATE in theirs.metrics:
+        checks.insert(0, _check(FORMAT_RATE, ours, theirs, limit=_value(theirs, FORMAT_RATE) - promotion.max_format_drop))
     if theirs.label == "champion":
         longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
         checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))

@@ -11,10 +11,11 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.score import GREEDY, EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
-from schemas.metrics import describe
+from schemas.metrics import REWARD, describe_figure
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
@@ -34,6 +35,7 @@ def evaluate_samples(
     prompts: Sequence[Prompt],
     completion: CompletionConfig,
     evaluation: EvaluationConfig,
+    rewards: pl.DataFrame | None = None,
 ) -> EvalReport:
     """Score `directory`/samples.parquet in place, write report.md next to it and return the metrics.
 
@@ -45,10 +47,13 @@ def evaluate_samples(
         prompts: the held-out prompts with their ground truth.
         completion: what an answer is, and when it is right.
         evaluation: number of samples, temperature and confidence.
+        rewards: columns with the scores of reward functions, one row per sample in their order; they join the table.
     """
     began = time.monotonic()
     samples = Samples.validate(pl.read_parquet(directory / SAMPLES))
     scored = score_samples(samples, prompts, completion)
+    if rewards is not None:
+        scored = scored.with_columns(rewards)
     metrics = summarise(scored, evaluation)
     # Written aside and renamed: a process that is killed here leaves the old table, not half of a new one.
     part = directory / (SAMPLES + ".part")
@@ -73,22 +78,30 @@ def evaluate_samples(
 
 def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Prompt]) -> str:
     """The evaluation as Markdown: metrics with intervals, then examples of right and wrong completions."""
-    truth = {prompt.prompt_id: prompt.answer or "" for prompt in prompts}
+    truth = {prompt.prompt_id: " or ".join(prompt.truths) for prompt in prompts}
+    judged = scored.filter(pl.col("correct").is_not_null())["prompt_id"].n_unique()
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
         f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "
-        "A completion is strictly right when it has the required format and its answer equals the ground truth.\n"
+        f"{_about_accuracy(judged, report.prompts)}\n"
     )
     metrics = EvaluationMetrics(metrics=report.metrics, pass_at_k=report.pass_at_k)
     return "\n".join([head, metrics_table(metrics), *_examples(scored, truth)]) + "\n"
+
+
+def _about_accuracy(judged: int, prompts: int) -> str:
+    if not judged:
+        return "No answer is compared with a ground truth, so there is no accuracy."
+    right = "A completion is strictly right when it has the required format and its answer equals the ground truth."
+    return right if judged == prompts else f"{right} Accuracy is the mean over the {judged} prompts with a ground truth."
 
 
 def metrics_table(metrics: EvaluationMetrics) -> str:
     """A Markdown table with one row per metric."""
     rows: list[list[str]] = []
     for name, interval in metrics.metrics.items():
-        metric = describe(name)
-        rows.append(_row(name, interval, metric.meaning if metric else "", share=metric is None or metric.unit == "share"))
+        metric = describe_figure(name)
+        rows.append(_row(name, interval, metric.meaning if metric else "", share=metric is not None and metric.unit == "share"))
     for k, interval in metrics.pass_at_k.items():
         rows.append(_row(f"pass@{k}", interval, f"probability that at least one of {k} samples is strictly right", share=True))
     return table(["metric", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
@@ -96,7 +109,7 @@ def metrics_table(metrics: EvaluationMetrics) -> str:
 
 def _row(name: str, interval: Interval, meaning: str, *, share: bool) -> list[str]:
     def show(value: float) -> str:
-        return f"{100 * value:.1f} %" if share else f"{value:.1f}"
+        return f"{100 * value:.1f} %" if share else f"{value:.3g}"
 
     return [name, show(interval.value), f"{show(interval.low)} to {show(interval.high)}", meaning]
 
@@ -108,9 +121,17 @@ def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
     """
     sampled = scored.filter(pl.col("sample") != GREEDY).sort("prompt_id", "sample")
     kinds = {"right": pl.col("correct"), "wrong": ~pl.col("correct"), "truncated": pl.col("truncated")}
+    orders = {kind: sampled.filter(mask) for kind, mask in kinds.items()}
+    if sampled["correct"].null_count() == sampled.height and REWARD in sampled.columns:
+        rewarded = sampled.filter(pl.col(REWARD).is_not_null())
+        orders = {
+            "best rewarded": rewarded.sort(REWARD, descending=True, maintain_order=True),
+            "worst rewarded": rewarded.sort(REWARD, maintain_order=True),
+            "truncated": orders["truncated"],
+        }
     sections: list[str] = []
-    for title, mask in kinds.items():
-        rows = sampled.filter(mask).unique("prompt_id", keep="first", maintain_order=True).head(_EXAMPLES)
+    for title, ordered in orders.items():
+        rows = ordered.unique("prompt_id", keep="first", maintain_order=True).head(_EXAMPLES)
         if rows.is_empty():
             continue
         sections.append(f"## {title.capitalize()} completions\n")
@@ -123,4 +144,5 @@ def _example(row: tuple[str, str], truth: dict[str, str]) -> str:
     shown = completion if len(completion) <= _SHOWN_CHARS else completion[:_SHOWN_CHARS] + " ..."
     # An indented block shows any text literally; a completion may itself contain fences, HTML or headings.
     block = "\n".join("    " + line for line in shown.splitlines()) or "    (empty)"
-    return f"`{prompt_id}`, ground truth `{truth[prompt_id]}`:\n\n{block}\n"
+    known = f", ground truth `{truth[prompt_id]}`" if truth[prompt_id] else ""
+    return f"`{prompt_id}`{known}:\n\n{block}\n"

@@ -1,13 +1,14 @@
-"""Score completions, and summarise the scores as metrics with intervals. Uses no reward function.
+"""Score completions, and summarise the scores as metrics with intervals. Calls no reward function.
 
     samples + prompts -> strict_format, correct, lenient_correct, truncated -> one mean per prompt -> mean with interval
+    columns of rewards, which the step adds (grpo_tasks/rewards/held_out.py) --^
 
-A sample is strictly correct if it has the required format and its answer equals the ground truth. Lenient scoring takes the last
-text that looks like an answer, whatever the format. Format and answer are defined
-in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and nowhere else.
+A sample is strictly correct if it has the required format and its answer equals the ground truth, or one of several. Lenient
+scoring takes the last text that looks like an answer, whatever the format. Accuracy is the mean over prompts with a ground truth.
+Format and answer are defined in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and nowhere else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,28 +16,33 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import Tags, extract_answer
+from grpo_tasks.answers.equality import equals_any
+from grpo_tasks.answers.extract import extract
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
-from schemas.config.completion import CompletionConfig, Equality
-from schemas.config.evaluation import EvaluationConfig
+from grpo_tasks.rollout.spec import GREEDY
+from schemas.config.completion import CompletionConfig
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.metrics import (
     ACCURACY,
-    COLUMNS,
     COMPLETION_LENGTH,
     FORMAT_RATE,
     GREEDY_ACCURACY,
     GREEDY_FORMAT_RATE,
     GREEDY_LENIENT_ACCURACY,
+    GREEDY_REWARD,
     LENIENT_ACCURACY,
     PASS_AT_1,
     PASS_AT_K,
+    REWARD,
+    TASK_FAMILIES,
     TRUNCATED_RATE,
+    column_of,
+    describe_figure,
+    member,
 )
 from schemas.results.evaluation import Interval
 
-GREEDY = -1
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
 
 _RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)
@@ -52,8 +58,13 @@ class Prompt(Protocol):
         ...
 
     @property
-    def answer(self) -> str | None:
-        """Ground truth; None for a row without one."""
+    def truths(self) -> Sequence[str]:
+        """The right answers; empty for a row without ground truth."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Task of the row; empty when the data has a single task."""
         ...
 
 
@@ -65,21 +76,21 @@ class EvaluationMetrics:
     pass_at_k: dict[int, Interval]
 
 
-def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], completion: CompletionConfig) -> pl.DataFrame:
-    """Add the boolean columns of `SCORES` to a samples table, replacing existing ones.
+def score_samples(samples: pl.DataFrame, prompts: Sequence[Prompt], completion: CompletionConfig) -> pl.DataFrame:
+    """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
+
+    Null is a verdict that cannot be given: right or wrong without a ground truth, the format of free text.
 
     Args:
         samples: columns of schemas/tables.py Samples.
         prompts: rows with the ground truth, for every prompt_id of `samples`.
         completion: what an answer is, and when it is right.
     """
-    truth = {prompt.prompt_id: prompt.answer or "" for prompt in prompts}
+    truth = {prompt.prompt_id: prompt.truths for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
-    tags = Tags.of(completion.tags)
     verdicts = [
-        _judge(text, truth[prompt_id], tags, completion.equality)
-        for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
+        _judge(text, truth[prompt_id], completion) for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
     ]
     strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
     return samples.with_columns(
@@ -88,36 +99,62 @@ def score_samples(samples: pl.DataFrame, prompts: Iterable[Prompt], completion: 
         pl.Series("lenient_correct", lenient, dtype=pl.Boolean),
         # From the finish reason, never from the last token: a completion may also end with a stop string.
         (pl.col("finish_reason") == "length").alias("truncated"),
+        pl.col("prompt_id").replace_strict({prompt.prompt_id: prompt.task for prompt in prompts}, default="").alias("task"),
     )
 
 
-def _judge(completion: str, truth: str, tags: Tags, equality: Equality) -> tuple[bool, bool, bool]:
-    found = extract_answer(completion, tags)
-    right = found.strict_format and found.answer is not None and answers_equal(found.answer, truth, equality)
-    lenient = right or (found.lenient_answer is not None and answers_equal(found.lenient_answer, truth, equality))
+def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool | None, bool | None, bool | None]:
+    """Strict format, strictly right, leniently right."""
+    if completion.format == "none":
+        return None, None, None
+    found = extract(text, completion)
+    if not truths or not completion.has_answer:
+        return found.strict_format, None, None
+    right = found.strict_format and found.answer is not None and equals_any(found.answer, truths, completion.equality)
+    lenient = right or (found.lenient_answer is not None and equals_any(found.lenient_answer, truths, completion.equality))
     return found.strict_format, right, lenient
 
 
 def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationMetrics:
     """All metrics of the evaluation with their intervals over prompts, from a scored table.
 
-    Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on.
+    Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on. A
+    metric is the mean over the prompts that have a value; one that no prompt has a value of is left out. With more than one task
+    the metrics of TASK_FAMILIES are given for each task too.
     """
-    sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
     assert_complete(scored, evaluation)
-    confidence = evaluation.confidence
-    metrics = {name: rate_interval(_means(sampled, COLUMNS[name]), confidence=confidence) for name in _RATES}
+    sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
+    functions = [name for name in scored.columns if name == REWARD or PromotionConfig.decides_by(name)]
+    metrics = _intervals(sampled, [*_RATES, TRUNCATED_RATE, COMPLETION_LENGTH, *functions], evaluation)
     if evaluation.greedy:
-        metrics |= {name: rate_interval(_means(greedy, COLUMNS[name]), confidence=confidence) for name in _GREEDY_RATES}
-    right = _means(sampled, "correct") * evaluation.num_samples
-    rungs = {
-        k: rate_interval(pass_at_k(evaluation.num_samples, right.round().astype(np.int64), k), confidence=confidence)
-        for k in ladder(evaluation.num_samples)
-    }
-    metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
-    metrics[TRUNCATED_RATE] = rate_interval(_means(sampled, COLUMNS[TRUNCATED_RATE]), confidence=confidence)
-    metrics[COMPLETION_LENGTH] = mean_interval(_means(sampled, COLUMNS[COMPLETION_LENGTH]), confidence=confidence)
+        metrics |= _intervals(greedy, [*_GREEDY_RATES, GREEDY_REWARD], evaluation)
+    tasks = sorted(set(scored["task"])) if "task" in scored.columns else []
+    for task in tasks if len(tasks) > 1 else []:
+        of_task = _intervals(sampled.filter(pl.col("task") == task), list(TASK_FAMILIES), evaluation)
+        metrics |= {member(TASK_FAMILIES[name], task): interval for name, interval in of_task.items()}
+    rungs = _pass_at(_means(sampled, "correct"), evaluation)
+    if rungs:
+        metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
     return EvaluationMetrics(metrics=metrics, pass_at_k=rungs)
+
+
+def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: EvaluationConfig) -> dict[str, Interval]:
+    """The metrics that any prompt of the table has a value of."""
+    found: dict[str, Interval] = {}
+    for name in names:
+        column, metric = column_of(name), describe_figure(name)
+        values = _means(table, column) if column in table.columns else np.zeros(0)
+        interval = rate_interval if metric is not None and metric.unit == "share" else mean_interval
+        if values.size:
+            found[name] = interval(values, confidence=evaluation.confidence)
+    return found
+
+
+def _pass_at(accuracy: NDArray[np.float64], evaluation: EvaluationConfig) -> dict[int, Interval]:
+    if not accuracy.size:
+        return {}
+    right, num_samples = (accuracy * evaluation.num_samples).round().astype(np.int64), evaluation.num_samples
+    return {k: rate_interval(pass_at_k(num_samples, right, k), confidence=evaluation.confidence) for k in ladder(num_samples)}
 
 
 def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
@@ -130,6 +167,6 @@ def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None
 
 
 def _means(table: pl.DataFrame, column: str) -> NDArray[np.float64]:
-    """The mean of each prompt's samples, prompts sorted by id."""
+    """The mean of each prompt's samples that have a value, prompts sorted by id; prompts without any are left out."""
     means = table.group_by("prompt_id").agg(pl.col(column).mean().cast(pl.Float64)).sort("prompt_id")
-    return means[column].to_numpy()
+    return means[column].drop_nulls().to_numpy()

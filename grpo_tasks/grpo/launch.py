@@ -1,18 +1,20 @@
 """What a trainer needs around it: the ranks of a stage, rollout servers, and the engine that samples."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import pick_device
+from grpo_tasks.policy.load import load_tokenizer, pick_device, save_plain
 from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
@@ -76,8 +78,27 @@ def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmS
     else:
         max_lora_rank = None if merged or spec.model.lora is None else spec.model.lora.r
         served = ServedModel(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
-        with serving(config, served, directory.root) as servers:
-            yield servers
+        if spec.model.added_tokens:
+            # The files of the base have no rows for the added tokens.
+            served = replace(served, model=_widened_base(spec, directory, untie=not cuda))
+        try:
+            with serving(config, served, directory.root) as servers:
+                yield servers
+        finally:
+            shutil.rmtree(_widened_folder(directory), ignore_errors=True)
+
+
+def _widened_folder(directory: StageDir) -> Path:
+    return directory.root / "served-base"
+
+
+def _widened_base(spec: StageSpec, directory: StageDir, *, untie: bool) -> Path:
+    """The base with its added tokens in a folder of the stage, for as long as the servers run."""
+    folder = _widened_folder(directory)
+    tokenizer = load_tokenizer(spec.start, spec.model)
+    base = spec.start.model_copy(update={"adapter": None})
+    save_plain(base, spec.model, tokenizer, folder, token_seed=spec.seed, untie=untie)
+    return folder
 
 
 def rollout_engine(
@@ -100,6 +121,7 @@ def rollout_engine(
             weights=directory.root / "served",
             dtype=spec.model.dtype,
             merged=swaps_merged_weights(config, spec.model, cuda=cuda),
+            untied=bool(spec.model.added_tokens) and not cuda,
         )
     resources = spec.resources
     return LocalEngine(

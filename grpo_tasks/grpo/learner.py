@@ -130,7 +130,7 @@ class Learner:
         out = policy_loss(inputs, self.stage)
         # No division by the number of microbatches: the weights are those of the complete update, so gradients add up.
         self.ranks.accelerator.backward(out.loss)
-        figures.add(inputs, out, scores.entropies, microbatch.sampler_logps, ref_logps)
+        figures.add(inputs, out, scores.entropies, microbatch.sampler_policy_logps, ref_logps)
 
     def _loss_inputs(
         self,
@@ -193,8 +193,11 @@ class Learner:
             self._refuse(figures)
 
     def _check_sampler(self, figures: UpdateFigures) -> None:
-        limit, difference = self.stage.max_sampling_logp_difference, figures.mismatch / figures.tokens
-        if limit is not None and difference > limit:
+        limit = self.stage.max_sampling_logp_difference
+        if limit is None or figures.mismatch is None:
+            return
+        difference = figures.mismatch / figures.tokens
+        if difference > limit:
             raise TrainingError(
                 f"sampler and trainer differ by {difference:.3g} nats a token, more than {limit}",
                 place=f"stage {self.stage.name}",

@@ -72,8 +72,8 @@ class UpdateFigures:
     """None: not measured in this update."""
     clipped_low: float = 0.0
     clipped_high: float = 0.0
-    mismatch: float = 0.0
-    """|log p(sampler) - log p(trainer)|."""
+    mismatch: float | None = 0.0
+    """|log p(sampler) - log p(trainer)|; None: the sampler reports no probabilities that could be compared."""
     mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
     correction: float | None = None
@@ -88,20 +88,23 @@ class UpdateFigures:
         inputs: LossInputs,
         out: LossOutputs,
         entropies: Float[Tensor, "N T"],
-        sampler_logps: Float[Tensor, "N T"],
+        sampler_policy_logps: Float[Tensor, "N T"] | None,
         ref_logps: Float[Tensor, "N T"] | None,
     ) -> None:
         """Add the tokens of a microbatch. `ref_logps` is given whenever the KL is measured, also at beta 0."""
         mask = inputs.mask
-        difference = (inputs.old_logps - sampler_logps)[mask]  # [N, T] -> [M], the tokens that count
         self.loss += out.loss.item()
         self.tokens += int(mask.sum())
         self.entropy += entropies.sum().item()  # 0 on padding
         self.clipped_low += out.clipped_low.item()
         self.clipped_high += out.clipped_high.item()
-        self.mismatch += difference.abs().sum().item()
-        self.mismatch_kl += _k3_sum(difference)
-        self.mismatch_max = max(self.mismatch_max, difference.abs().max().item())
+        if sampler_policy_logps is None or self.mismatch is None:
+            self.mismatch = None
+        else:
+            difference = (inputs.old_logps - sampler_policy_logps)[mask]  # [N, T] -> [M], the tokens that count
+            self.mismatch += difference.abs().sum().item()
+            self.mismatch_kl += _k3_sum(difference)
+            self.mismatch_max = max(self.mismatch_max, difference.abs().max().item())
         if self.kl is not None and inputs.ref_logps is not None:
             self.kl += out.kl_sum.item()
         elif self.kl is not None and ref_logps is not None:
@@ -132,15 +135,15 @@ class UpdateFigures:
             CLIP_LOW: self.clipped_low,
             CLIP_HIGH: self.clipped_high,
             CLIP_REGION: self.clipped_low + self.clipped_high,
-            SAMPLER_DIFFERENCE_MEAN: self.mismatch,
-            SAMPLER_KL: self.mismatch_kl,
         }
+        if self.mismatch is not None:
+            per_token |= {SAMPLER_DIFFERENCE_MEAN: self.mismatch, SAMPLER_KL: self.mismatch_kl}
+            known[SAMPLER_DIFFERENCE_MAX] = self.mismatch_max
+            known[IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         if self.kl is not None:
             per_token[KL] = self.kl
         if self.correction is not None:
             per_token[IMPORTANCE_RATIO_MEAN] = self.correction
-        known[SAMPLER_DIFFERENCE_MAX] = self.mismatch_max
-        known[IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 

@@ -38,6 +38,9 @@ class Microbatch:
     """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
     """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding."""
+    sampler_policy_logps: Float[Tensor, "N T"] | None
+    """log-probabilities (nats) under the sampler's model at the sampling temperature alone, which the trainer's are compared
+    with; None: the sampler does not report them."""
     idle: bool = False
     """Goes through the model only because other ranks have more microbatches; adds nothing to the gradient."""
 
@@ -159,13 +162,16 @@ def _assemble(
     )
     # L tokens, the longest completion of the update, are narrowed to T, the longest of this microbatch: padding is on the right.
     width = tokens.completion_ids.shape[1]
+    mask = tokens.completion_mask
+    compared = [completion.policy_logprobs for completion in completions if completion.policy_logprobs is not None]
     return Microbatch(
         indices=indices,
         tokens=tokens,
         weights=weights[:, :width].to(device),
         advantages=advantages.values[indices, :width].to(device),  # [N, 1] stays [N, 1]
         entropy_weights=entropy_weights[:, :width].to(device),
-        sampler_logps=_padded([completion.logprobs for completion in completions], tokens.completion_mask),
+        sampler_logps=_padded([completion.logprobs for completion in completions], mask),
+        sampler_policy_logps=_padded(compared, mask) if len(compared) == len(completions) else None,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
 from grpo_tasks.grpo.ranks import Ranks
@@ -46,7 +47,7 @@ class Policies:
     """Shard weights, gradients and optimizer state over the ranks."""
     temperature: float = field(init=False)
     _reference: CausalLM | None = field(init=False, default=None)
-    _adapted: list[BaseTunerLayer] = field(init=False)
+    _adapted: list[BaseTunerLayer | AuxiliaryTrainingWrapper] = field(init=False)
     _layout: Layout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,8 @@ class Policies:
             if model is not None and self.sharded:
                 shard(model)
         # Found once: a walk through all modules at every update costs as much as a layer of the small model.
-        self._adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+        self._adapted = [module for module in self.model.modules() if isinstance(module, kinds)]
         if self.spec.model.gradient_checkpointing or not resources.share_prompts or self.sharded:
             self._layout = "plain"
 
@@ -119,7 +121,8 @@ class Policies:
         spec = self.spec
         if not isinstance(self.model, PeftModel):
             base = ModelRef(path=spec.model.path, revision=spec.model.revision)
-            self._reference = load_base(base if spec.stage.reference == "base" else spec.start, spec.model, device=device)
+            ref = base if spec.stage.reference == "base" else spec.start
+            self._reference = load_base(ref, spec.model, device=device, token_seed=spec.seed)
         elif spec.stage.reference == "stage_start" and spec.start.adapter is not None:
             self.model.load_adapter(str(spec.start.adapter), adapter_name=REFERENCE, is_trainable=False)
             self.model.set_adapter("default")

@@ -12,7 +12,7 @@ stage_checks.py checks the sum of a stage.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_tasks.answers.extract import Tags
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, shorten

@@ -7,7 +7,7 @@ samples of the base model                                    -> another
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_tasks.answers.extract import Tags
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import Probe, make_probes
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten

@@ -13,8 +13,8 @@ from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import Tags
 from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.rewards.contract import Row
 from schemas.config.completion import Equality
 

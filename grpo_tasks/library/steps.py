@@ -28,21 +28,25 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import polars as pl
+
+from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.data.validation import validate_rows
-from grpo_tasks.evaluation.report import evaluate_samples
+from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.config.run import JudgeInputs, RunConfig
+from schemas.config.run import JudgeInputs, RunConfig, ScoringInputs
 from schemas.config.stage import StageConfig
 from schemas.paths import resolve
 from schemas.results.base import Result
@@ -70,6 +74,7 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
         DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
     began, folder = time.perf_counter(), _folder(directory)
+    check_completion(config.completion)
     loaded = load_sources(config.data, directory=folder)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
@@ -123,6 +128,7 @@ def train_stage(
         resources=config.resources,
         train=data.train,
         eval=data.eval,
+        tasks=config.data.tasks,
     )
     # The stage is another one if the contents of its model, data or rewards are others, even under the same names.
     contents = [*_model_sha256(start), file_sha256(data.train), file_sha256(data.eval), rewards_sha256(section)]
@@ -134,7 +140,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`).
+        config: its section model (`merged_dtype`, `added_tokens`) and `rollout.chat_template_kwargs`.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
@@ -143,19 +149,29 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         MergeError: the merged or the saved model differs from base + adapter.
     """
     chats = read_chats(data.eval, limit=PROOF_PROMPTS)
-    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS)
+    template = config.rollout.chat_template_kwargs
+    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS, chat_template_kwargs=template)
     return merge_and_prove(spec, _folder(directory), key=_key(spec))
 
 
-def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path, *, label: str = "model") -> EvalReport:
-    """Evaluate a model on the held-out prompts. No reward function is involved.
+def evaluate(
+    config: RunConfig,
+    model: ModelRef,
+    data: DataReport,
+    directory: str | Path,
+    *,
+    label: str = "model",
+    rewards: Mapping[str, Reward] | None = None,
+) -> EvalReport:
+    """Evaluate a model on the held-out prompts. Reward functions run in a process of their own.
 
     Args:
-        config: its sections evaluation, completion, rollout, resources and the seed.
+        config: its sections evaluation, completion, rewards, rollout, resources and the seed.
         model: `base_model(config)`, `StageResult.model` or `MergeProof.model`.
         data: what `load_data` returned.
         directory: gets samples.parquet (every completion with its scores) and report.md.
         label: name of the model in the report.
+        rewards: functions that are reported besides those of the config, by name, as in `train_stage`.
 
     Returns:
         Each metric of schemas/metrics.py EVALUATION with its confidence interval.
@@ -174,10 +190,31 @@ def evaluate(config: RunConfig, model: ModelRef, data: DataReport, directory: st
     spec.save(folder / SPEC)
     run_module("grpo_tasks.rollout", folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
+    scoring = _scoring(config, rewards or {}, folder)
     report = evaluate_samples(
-        folder, key=_key(spec), label=label, model=model, prompts=rows, completion=config.completion, evaluation=evaluation
+        folder,
+        key=_key(spec),
+        label=label,
+        model=model,
+        prompts=rows,
+        completion=config.completion,
+        evaluation=evaluation,
+        rewards=scoring
+        and reward_columns(
+            pl.read_parquet(folder / SAMPLES), rows, scoring, completion=config.completion, per_prompt=evaluation.num_samples
+        ),
     )
     return report.model_copy(update={"seconds": time.perf_counter() - began})
+
+
+def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> ScoringInputs | None:
+    """The reward functions of an evaluation; those that the caller adds are reported and have no weight."""
+    scoring = config.scoring()
+    if not rewards:
+        return scoring
+    section = scoring.rewards if scoring is not None else config.rewards
+    weighted, reported = (scoring.weighted, scoring.reported) if scoring is not None else ([], [])
+    return ScoringInputs(rewards=add_rewards(section, rewards, folder), weighted=weighted, reported=[*reported, *rewards])
 
 
 def generate(
@@ -203,14 +240,15 @@ def generate(
 
     system = config.data.system_prompt
     before = [{"role": "system", "content": system}] if system else []
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.model, config.rollout.chat_template_kwargs)
     prompts = [prompt_ids(tokenizer, [*before, {"role": "user", "content": question}]) for question in questions]
     requests = [
         Request(ids, completion_seed(config.seed, "generate", number) + sample)
         for number, ids in enumerate(prompts)
         for sample in range(num_samples)
     ]
-    engine = LocalEngine(load_policy(model, config.model, device=pick_device(config.resources)), tokenizer)
+    policy = load_policy(model, config.model, device=pick_device(config.resources), token_seed=config.seed)
+    engine = LocalEngine(policy, tokenizer)
     drawn = [done.text for done in engine.generate(requests, Sampling.of(config.rollout, temperature=temperature))]
     return [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
 

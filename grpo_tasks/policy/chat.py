@@ -4,11 +4,27 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from schemas.errors import ModelError
+from schemas.prompts import PLAIN
+
 Message = Mapping[str, str]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat, rendered by the tokenizer's template up to the beginning of the assistant's turn."""
+    """Token ids of a prompt.
+
+    A chat is rendered by the tokenizer's template up to the beginning of the assistant's turn. A plain prompt is tokenised as it
+    stands, with the special tokens that the tokenizer adds to any text, such as BOS.
+
+    Raises:
+        ModelError: the prompt is a chat and the tokenizer has no chat template.
+    """
+    if messages[0]["role"] == PLAIN:
+        return tokenizer(messages[0]["content"])["input_ids"]
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template", place=str(tokenizer.name_or_path), fix="use an instruct model, or plain prompts"
+        )
     # The template writes special tokens such as BOS itself; the tokenizer must not add them a second time.
     text = tokenizer.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

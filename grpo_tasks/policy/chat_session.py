@@ -8,7 +8,9 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
+from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_errors
+from schemas.prompts import PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,10 @@ class ChatSession:
 
     def answer(self, messages: Sequence[dict[str, str]], settings: ChatSettings) -> Iterator[str]:
         """Yield the answer's text piece by piece."""
-        prompt = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(self._model.device)
+        # A model that was trained on plain prompts may have no template; it continues the text.
+        plain = [{"role": PLAIN, "content": messages[-1]["content"]}]
+        ids = torch.tensor([prompt_ids(self._tokenizer, messages if self._tokenizer.chat_template else plain)])
+        prompt = {"input_ids": ids.to(self._model.device), "attention_mask": torch.ones_like(ids).to(self._model.device)}
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
         mode = {"do_sample": False} if settings.greedy else sampling

@@ -2,7 +2,8 @@
 
 Decoding through an unmerged adapter takes 1.3 to 1.5 times as long. Merging the adapter in place and unmerging it again would
 leave a rounding error in the base weights each time. Here only the adapted layers get weights of their own, computed afresh from
-the untouched base at each `sync`. All other weights are shared with the trained model, and no base weight ever changes.
+the untouched base at each `sync`, and so do layers with trained rows of added tokens (token_rows.py). All other weights are
+shared with the trained model, and no base weight ever changes.
 """
 
 import copy
@@ -12,8 +13,11 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from grpo_tasks.policy.token_rows import FoldedRows
 
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model, with or without an adapter on top."""
@@ -43,6 +47,8 @@ class FoldedPolicy:
         self.model: PreTrainedModel
         self._pairs: list[tuple[LoraLinear, nn.Linear]] = []
         """Adapted layers and their counterparts in the copy."""
+        self._rows: dict[int, FoldedRows] = {}
+        """Weights with trained rows, by the id of the base weight; tied layers share one."""
         if isinstance(policy, PeftModel):
             self.model = self._copy_without_adapter(policy.get_base_model())
         else:
@@ -55,21 +61,39 @@ class FoldedPolicy:
         # copy_ keeps the storage, so that views of it (fused_decoder.py) see the new weights.
         for lora, plain in self._pairs:
             plain.weight.copy_(folded_weight(lora))
+        for rows in self._rows.values():
+            rows.sync()
 
     def _copy_without_adapter(self, base: PreTrainedModel) -> PreTrainedModel:
         # deepcopy takes every tensor in `memo` for already copied: the copy has modules of its own and shares all tensors.
         shared = {id(tensor): tensor for tensor in [*base.parameters(), *base.buffers()]}
         twin = copy.deepcopy(base, memo=shared)
         for name, module in list(twin.named_modules()):
+            original: Any = base.get_submodule(name)
+            if isinstance(module, TrainableTokensWrapper):
+                _replace(twin, name, self._with_rows(original, module))
             if not isinstance(module, LoraLinear):
                 continue
-            original: Any = base.get_submodule(name)
             layer: Any = original.base_layer
             # On the meta device: the constructor then allocates no weights, which the next lines replace anyway.
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
             plain.bias = layer.bias  # LoRA does not train biases, so they are shared like all other weights
-            parent, _, leaf = name.rpartition(".")
-            setattr(twin.get_submodule(parent), leaf, plain)
+            _replace(twin, name, plain)
             self._pairs.append((original, plain))
         return twin.eval()
+
+    def _with_rows(self, source: TrainableTokensWrapper, module: TrainableTokensWrapper) -> nn.Module:
+        """The layer of the copy that `module` wraps, with a weight that follows the trained rows of `source`."""
+        base = source.original_module.weight
+        # Where the output layer is tied to the embeddings, both have the same base weight.
+        if id(base) not in self._rows:
+            self._rows[id(base)] = FoldedRows(source)
+        plain: Any = module.original_module
+        plain.weight = self._rows[id(base)].weight
+        return plain
+
+
+def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -3,21 +3,25 @@
 Safetensors only and no remote code: downloaded weights are data and never run as programs.
 """
 
+import copy
 import ctypes
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, token_id
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
+from grpo_tasks.policy.token_rows import row_targets, widen
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
@@ -76,24 +80,44 @@ def load_errors(what: str, place: str) -> Iterator[None]:
         ) from error
 
 
-def load_tokenizer(ref: ModelRef) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base weights: pads on the left, has a pad token and a chat template.
+def load_tokenizer(
+    ref: ModelRef, config: ModelConfig | None = None, template: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base weights: pads on the left and has a pad token.
+
+    Args:
+        ref: names the base weights.
+        config: its added tokens are added to the tokenizer of its own model. Other models, such as a merged one or the champion,
+            have the tokens that they were saved with.
+        template: variables of the chat template, `rollout.chat_template_kwargs`.
 
     Raises:
-        ModelError: it cannot be loaded, or it has no chat template.
+        ModelError: it cannot be loaded.
     """
     with load_errors("the tokenizer", f"model.path: {ref.path}"):
         tokenizer = AutoTokenizer.from_pretrained(resolve(ref.path), revision=ref.revision)
-    if tokenizer.chat_template is None:
-        raise ModelError("the tokenizer has no chat template", place=f"model.path: {ref.path}", fix="use an instruct model")
+    if config is not None and adds_tokens(ref, config):
+        add_tokens(tokenizer, added_tokens(config))
+    set_template_defaults(tokenizer, template or {})
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
+def adds_tokens(ref: ModelRef, config: ModelConfig) -> bool:
+    """True if `model.added_tokens` apply to these base weights: only to those of the config, not to a model made from them."""
+    return bool(config.added_tokens) and ref.path == config.path
+
+
 def load_base(
-    ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None, quantize: bool = False
+    ref: ModelRef,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: str | None = None,
+    quantize: bool = False,
+    token_seed: int = 0,
 ) -> PreTrainedModel:
     """The base model in eval mode, without gradients.
 
@@ -103,6 +127,8 @@ def load_base(
         device: where the model is placed.
         dtype: overrides the config's dtype.
         quantize: apply the config's quantization.
+        token_seed: of the initial embeddings of added tokens; the seed of the run. An adapter brings its own, so it has no
+            influence on base + adapter.
 
     Raises:
         ModelError: the weights cannot be loaded.
@@ -116,6 +142,10 @@ def load_base(
             use_safetensors=True,
             **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
         )
+    if adds_tokens(ref, config):
+        tokenizer = load_tokenizer(ModelRef(path=ref.path, revision=ref.revision))
+        new_ids = add_tokens(tokenizer, added_tokens(config))
+        widen(model, len(tokenizer), new_ids, seed=token_seed)
     if not getattr(model, "is_quantized", False):
         # A quantized model is loaded straight to its device and cannot be moved.
         model = model.to(device)
@@ -133,20 +163,22 @@ def _quantized(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": kind, "device_map": {"": device}}
 
 
-def load_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None) -> CausalLM:
+def load_policy(
+    ref: ModelRef, config: ModelConfig, *, device: torch.device, dtype: str | None = None, token_seed: int = 0
+) -> CausalLM:
     """The base model, with the reference's adapter on top if it has one; for sampling and comparing, not for training.
 
     Raises:
         ModelError: the weights or the adapter cannot be loaded.
     """
-    base = load_base(ref, config, device=device, dtype=dtype)
+    base = load_base(ref, config, device=device, dtype=dtype, token_seed=token_seed)
     if ref.adapter is None:
         return base
     with load_errors("the adapter", str(ref.adapter)):
         return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
 
 
-def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int) -> CausalLM:
+def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int, token_seed: int = 0) -> CausalLM:
     """The policy that a stage trains. It continues the adapter of the previous stage; a first stage gets a new adapter.
 
     With `config.lora` null all weights are trained. Trainable weights are float32 whatever the base's precision: many updates are
@@ -157,11 +189,12 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
         config: the adapter's shape, precision and checkpointing.
         device: where the model is placed.
         seed: of a new adapter's weights.
+        token_seed: see `load_base`.
 
     Raises:
         ModelError: the weights or the adapter cannot be loaded.
     """
-    base = load_base(ref, config, device=device, quantize=True)
+    base = load_base(ref, config, device=device, quantize=True, token_seed=token_seed)
     if config.lora is None:
         model = base.float().requires_grad_(True)
     elif ref.adapter is not None:
@@ -169,7 +202,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
             model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
     else:
         torch.manual_seed(seed)
-        model = get_peft_model(base, _peft_config(config))
+        model = get_peft_model(base, _peft_config(config, base, _trained_ids(ref, config)))
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # Below an adapter the embeddings are frozen; without this no input of a checkpointed layer would require gradients.
@@ -206,7 +239,9 @@ def save_trained(
         weights: the weights from `trained_weights`; None takes those of the model.
     """
     if isinstance(model, PeftModel):
-        model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights)
+        # peft would add all embeddings of a model with more tokens than its files; the trained rows are in the adapter.
+        embeddings = False if trains_rows(model) else "auto"
+        model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights, save_embedding_layers=embeddings)
         _order_modules(directory / "adapter_config.json")
     else:
         model.save_pretrained(str(directory), state_dict=weights)
@@ -224,9 +259,31 @@ def _order_modules(file: Path) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _peft_config(config: ModelConfig) -> LoraConfig:
+def trains_rows(model: PeftModel) -> bool:
+    """True if the adapter has trained rows of added tokens."""
+    config: Any = model.peft_config["default"]
+    return config.trainable_token_indices is not None
+
+
+def _trained_ids(ref: ModelRef, config: ModelConfig) -> list[int]:
+    """The ids of the added tokens. Those that the tokenizer had before are trained as well: somebody named them."""
+    if not config.added_tokens:
+        return []
+    tokenizer = load_tokenizer(ref, config)
+    return [token_id(tokenizer, token.token) for token in added_tokens(config)]
+
+
+def _peft_config(config: ModelConfig, base: PreTrainedModel, trained_ids: list[int]) -> LoraConfig:
     lora = config.lora
     assert lora is not None
+    rows = row_targets(base, trained_ids)
+    taken = sorted(name for name in rows or () if name.rpartition(".")[2] in lora.target_modules)
+    if taken:
+        raise ModelError(
+            f"{taken[0]} cannot have low-rank matrices and trained rows at once",
+            place="model.lora.target_modules",
+            fix="leave it out, or remove model.added_tokens",
+        )
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -234,4 +291,49 @@ def _peft_config(config: ModelConfig) -> LoraConfig:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules,
         use_rslora=lora.use_rslora,
+        trainable_token_indices=rows,
     )
+
+
+def save_for_server(model: PreTrainedModel, directory: Path, *, untie: bool) -> None:
+    """Write a model without an adapter for a rollout server.
+
+    Args:
+        model: the model; unchanged.
+        directory: the folder to write to.
+        untie: store the output layer apart from the embeddings it is tied to. vLLM on a CPU multiplies with a packed copy of the
+            output layer, and reloads that copy only if the layer has a weight of its own in the files.
+    """
+    if not (untie and model.config.tie_word_embeddings):
+        model.save_pretrained(str(directory))
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    config, head = copy.deepcopy(model.config), model.get_output_embeddings()
+    config.tie_word_embeddings, config.architectures, config.dtype = False, [type(model).__name__], model.dtype
+    config.save_pretrained(str(directory))
+    model.generation_config.save_pretrained(str(directory))
+    # Of tied weights, state_dict lists both names; safetensors stores each of them only if they share no memory.
+    names = {id(module): name for name, module in model.named_modules()}
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    weights[f"{names[id(head)]}.weight"] = head.weight.detach().clone()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_plain(
+    ref: ModelRef,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    token_seed: int,
+    untie: bool = False,
+) -> None:
+    """Write the model that a server starts with: complete with its added tokens and with its adapter merged.
+
+    Raises:
+        ModelError: the weights or the adapter cannot be loaded.
+    """
+    policy = load_policy(ref, config, device=torch.device("cpu"), token_seed=token_seed)
+    model = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
+    save_for_server(model, directory, untie=untie)
+    tokenizer.save_pretrained(str(directory))

@@ -27,6 +27,7 @@ from grpo_tasks.policy.batch import TokenBatch, position_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.sharded import forward_pass
 from grpo_tasks.policy.shared_prompt_attention import PromptGroups, TrainedPrompt, shared_prompt_attention
+from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
 Layout = Literal["merged", "repeated", "plain"]
 
@@ -179,7 +180,7 @@ def score_tokens(
 
     def score(chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"]) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
         # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
-        logits = head(chunk).float()  # [m, V]
+        logits = logits_of(head, chunk).float()  # [m, V]
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         # A [m, V] tensor takes as much memory as the logits themselves, so the lines below make as few as possible.
@@ -192,7 +193,7 @@ def score_tokens(
                 entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
-    rows = max(1, chunk_elements // cast(nn.Linear, head).weight.shape[0])  # the weight is [V, H]
+    rows = max(1, chunk_elements // cast(nn.Linear, plain_layer(head)).weight.shape[0])  # the weight is [V, H]
     if len(targets) <= rows:
         return score(hidden, targets)
     # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass.

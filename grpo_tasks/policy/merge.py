@@ -46,7 +46,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
     Raises:
         MergeError: the merged or the reloaded model differs from base + adapter.
     """
-    tokenizer = load_tokenizer(spec.ref)
+    tokenizer = load_tokenizer(spec.ref, spec.model, spec.chat_template_kwargs)
     policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
     before = _greedy(policy, tokenizer, spec)
     merged = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy

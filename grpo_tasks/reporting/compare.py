@@ -15,10 +15,23 @@ import polars as pl
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.tracking.past_runs import PastRun
 from grpo_tasks.tracking.plots import COLOURS, new_panels, save_figure, style_axes
-from schemas.metrics import ACCURACY, COLUMNS, CURVES, FORMAT_RATE, LENIENT_ACCURACY, TRUNCATED_RATE
+from schemas.config.evaluation import PromotionConfig
+from schemas.metrics import (
+    ACCURACY,
+    CURVES,
+    FORMAT_RATE,
+    LENIENT_ACCURACY,
+    REWARD,
+    TASK_FAMILIES,
+    TRUNCATED_RATE,
+    column_of,
+    describe_figure,
+    member,
+)
 
-FIGURES = (FORMAT_RATE, ACCURACY, LENIENT_ACCURACY, TRUNCATED_RATE)
-"""Compared metrics; each is the mean of one column of the sampled completions."""
+FIGURES = (FORMAT_RATE, ACCURACY, LENIENT_ACCURACY, TRUNCATED_RATE, REWARD)
+"""Compared metrics; each is the mean of one column of the sampled completions. The means of the functions that both runs measured
+follow, and the figures of each task where both runs have several."""
 CONFIDENCE = 0.95
 RESAMPLES = 4_000
 FIRST_COLOUR, SECOND_COLOUR = COLOURS[:2]
@@ -36,6 +49,8 @@ class Difference:
     difference: float
     low: float
     high: float
+    share: bool = True
+    """Whether it is a share, which is shown in percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +83,53 @@ def compare_runs(first: PastRun, second: PastRun) -> Comparison:
     """Compute the comparison. The same runs give the same result: the bootstrap has a fixed seed."""
     names = sorted(first.settings.keys() | second.settings.keys())
     pairs = [(name, first.settings.get(name, "-"), second.settings.get(name, "-")) for name in names]
-    left, right = _by_prompt(first.samples), _by_prompt(second.samples)
-    both = left.join(right, on="prompt_id", suffix="_second").sort("prompt_id")
+    left, right = first.samples, second.samples
+    common = set(left["prompt_id"]) & set(right["prompt_id"])
     return Comparison(
         first,
         second,
         [pair for pair in pairs if pair[1] != pair[2]],
-        both.height,
-        [_difference(name, both) for name in FIGURES] if both.height else [],
+        len(common),
+        _differences(left, right) if common else [],
         _disagreements(first, second),
     )
 
 
-def _by_prompt(samples: pl.DataFrame) -> pl.DataFrame:
-    """One row per prompt with the mean of each metric; greedy completions (sample -1) do not count."""
-    sampled = samples.filter(pl.col("sample") >= 0)
-    return sampled.group_by("prompt_id").agg(pl.col(COLUMNS[name]).mean().alias(name) for name in FIGURES)
+def _differences(first: pl.DataFrame, second: pl.DataFrame) -> list[Difference]:
+    """The figures that both runs measured, over all prompts and then for each task."""
+    functions = sorted(name for name in first.columns if PromotionConfig.decides_by(name))
+    found = [_difference(name, column_of(name), first, second) for name in (*FIGURES, *functions)]
+    both_have_tasks = "task" in first.columns and "task" in second.columns
+    tasks = sorted({*first["task"], *second["task"]}) if both_have_tasks else []
+    for task in tasks if len(tasks) > 1 else []:
+        left, right = (samples.filter(pl.col("task") == task) for samples in (first, second))
+        found += [_difference(member(family, task), column_of(name), left, right) for name, family in TASK_FAMILIES.items()]
+    return [one for one in found if one is not None]
 
 
-def _difference(name: str, both: pl.DataFrame) -> Difference:
-    """Mean difference over prompts, with a percentile bootstrap interval over prompts."""
-    first, second = both[name].to_numpy(), both[f"{name}_second"].to_numpy()
-    change = second - first
+def _difference(name: str, column: str, first: pl.DataFrame, second: pl.DataFrame) -> Difference | None:
+    """Mean difference over prompts, with a percentile bootstrap interval over prompts; None where no prompt has both values."""
+    if column not in first.columns or column not in second.columns:
+        return None
+    both = _by_prompt(first, column).join(_by_prompt(second, column), on="prompt_id", suffix="_second").drop_nulls()
+    if both.is_empty():
+        return None
+    both = both.sort("prompt_id")
+    values, others = both["value"].to_numpy(), both["value_second"].to_numpy()
+    change = others - values
     rng = np.random.default_rng(_SEED)
     # [resample, prompt] -> mean over prompts -> [resample]
     means = change[rng.integers(0, len(change), (RESAMPLES, len(change)))].mean(axis=1)
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Difference(name, float(first.mean()), float(second.mean()), float(change.mean()), float(low), float(high))
+    metric = describe_figure(name)
+    share = metric is not None and metric.unit == "share"
+    return Difference(name, float(values.mean()), float(others.mean()), float(change.mean()), float(low), float(high), share)
+
+
+def _by_prompt(samples: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Columns prompt_id and value, the mean of the sampled completions; greedy ones (sample -1) do not count."""
+    sampled = samples.filter(pl.col("sample") >= 0)
+    return sampled.group_by("prompt_id").agg(pl.col(column).mean().cast(pl.Float64).alias("value"))
 
 
 def _disagreements(first: PastRun, second: PastRun) -> list[Disagreement]:

@@ -6,6 +6,7 @@ It reads the results and the folders of the steps only. What this module does no
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import yaml
@@ -17,7 +18,18 @@ from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
-from schemas.metrics import ENERGY, GPU_MEMORY, HEADLINES, KL, NUM_TOKENS, PROGRESS, REWARD, REWARD_STD, describe
+from schemas.metrics import (
+    ENERGY,
+    GPU_MEMORY,
+    HEADLINES,
+    KL,
+    NUM_TOKENS,
+    PROGRESS,
+    REWARD,
+    REWARD_STD,
+    TASK_FAMILIES,
+    describe_figure,
+)
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -26,8 +38,7 @@ from schemas.results.publication import PublishedFacts
 
 STAGE_METRICS = tuple((name, PROGRESS[name]) for name in (REWARD, REWARD_STD, KL))
 """Metrics of a stage in the report, with the headings of their columns."""
-_SHARES = {name for name in HEADLINES if (metric := describe(name)) is not None and metric.unit == "share"}
-"""Headline metrics that are shown in percent."""
+_TASK_PREFIXES = tuple(family.removesuffix("*") for family in TASK_FAMILIES.values())
 _MAX_REJECTED = 20
 _MAX_SAMPLES = 4
 
@@ -66,9 +77,10 @@ class Pair:
     question: str
     answer: str
     before: str
-    before_right: bool
+    before_verdict: str
     after: str
-    after_right: bool
+    after_verdict: str
+    """right, wrong, or the reward where the row has no ground truth."""
 
 
 def write_html(run: RunResults, directory: Path) -> Path:
@@ -87,8 +99,8 @@ def write_html(run: RunResults, directory: Path) -> Path:
         commit=describe_environment().git_commit or "unknown",
         decision=run.decision,
         evaluations=run.evaluations,
-        figures=HEADLINES,
-        shares=_SHARES,
+        figures=figures_of(run.evaluations),
+        shares=shares_of(run.evaluations),
         stage_metrics=STAGE_METRICS,
         stages=run.stages,
         events=[event for stage in run.stages for event in events_of(stage)],
@@ -109,8 +121,9 @@ def write_html(run: RunResults, directory: Path) -> Path:
 def markdown(run: RunResults) -> str:
     """The main figures for the Prefect UI; the HTML page in MLflow has the rest."""
     decision = run.decision
-    figures = [name.replace("_", " ") for name in HEADLINES]
-    models = [[report.label, *(_shown(report, name) for name in HEADLINES)] for report in run.evaluations]
+    names = figures_of(run.evaluations)
+    figures = [name.replace("_", " ") for name in names]
+    models = [[report.label, *(_shown(report, name) for name in names)] for report in run.evaluations]
     costs = ["seconds", "tokens", "GPU hours", "energy (Wh)"]
     sections = [
         f"# {run.config.name}",
@@ -137,7 +150,20 @@ def _shown(report: EvalReport, name: str) -> str:
     found = report.metrics.get(name)
     if found is None:
         return ""
-    return percent(found.value) if name in _SHARES else f"{found.value:.1f}"
+    metric = describe_figure(name)
+    return percent(found.value) if metric is not None and metric.unit == "share" else f"{found.value:.3g}"
+
+
+def figures_of(evaluations: Sequence[EvalReport]) -> list[str]:
+    """The columns of the table of evaluations: the headlines that were measured, then those of each task."""
+    measured = list(dict.fromkeys(name for report in evaluations for name in report.metrics))
+    return [name for name in HEADLINES if name in measured] + [name for name in measured if name.startswith(_TASK_PREFIXES)]
+
+
+def shares_of(evaluations: Sequence[EvalReport]) -> set[str]:
+    """The columns that are shown in percent."""
+    found = {name: describe_figure(name) for name in figures_of(evaluations)}
+    return {name for name, metric in found.items() if metric is not None and metric.unit == "share"}
 
 
 _MEASURED = ("tokens", "gpu_hours", "energy_wh")
@@ -192,31 +218,48 @@ def samples_of(run: RunResults) -> dict[str, list[Pair]]:
     }
     before, after = (_first(by_label[label]) for label in ("base", "merged"))
     both = before.join(after, on="prompt_id", suffix="_after").sort("prompt_id")
-    kinds = {
-        "Fixed: wrong before, right after": ~pl.col("correct") & pl.col("correct_after"),
-        "Broken: right before, wrong after": pl.col("correct") & ~pl.col("correct_after"),
-        "Still wrong": ~pl.col("correct") & ~pl.col("correct_after"),
-    }
     return {
-        kind: [_pair(row, truth) for row in both.filter(mask).head(_MAX_SAMPLES).iter_rows(named=True)]
-        for kind, mask in kinds.items()
+        kind: [_pair(row, truth) for row in rows.head(_MAX_SAMPLES).iter_rows(named=True)] for kind, rows in _kinds(both).items()
+    }
+
+
+def _kinds(both: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    """The prompts by what training changed: right or wrong, or the reward where no row has a ground truth."""
+    if both["correct"].null_count() < both.height or both[REWARD].null_count() == both.height:
+        right, after = pl.col("correct"), pl.col("correct_after")
+        return {
+            "Fixed: wrong before, right after": both.filter(~right & after),
+            "Broken: right before, wrong after": both.filter(right & ~after),
+            "Still wrong": both.filter(~right & ~after),
+        }
+    change = pl.col(f"{REWARD}_after") - pl.col(REWARD)
+    return {
+        "Higher reward than before": both.filter(change > 0).sort(change, descending=True, maintain_order=True),
+        "Lower reward than before": both.filter(change < 0).sort(change, maintain_order=True),
     }
 
 
 def _first(report: EvalReport) -> pl.DataFrame:
     rows = pl.read_parquet(report.samples).filter(pl.col("sample") == 0)
-    return rows.select("prompt_id", "completion", "correct")
+    reward = pl.col(REWARD) if REWARD in rows.columns else pl.lit(None, dtype=pl.Float64).alias(REWARD)
+    return rows.select("prompt_id", "completion", "correct", reward)
 
 
-def _pair(row: dict[str, object], truth: dict[str, tuple[str, str]]) -> Pair:
+def _pair(row: dict[str, Any], truth: dict[str, tuple[str, str | None]]) -> Pair:
     prompt_id = str(row["prompt_id"])
     question, answer = truth[prompt_id]
     return Pair(
         prompt_id,
         question,
-        answer,
+        answer or "",
         str(row["completion"]),
-        bool(row["correct"]),
+        _verdict(row["correct"], row[REWARD]),
         str(row["completion_after"]),
-        bool(row["correct_after"]),
+        _verdict(row["correct_after"], row[f"{REWARD}_after"]),
     )
+
+
+def _verdict(correct: bool | None, reward: float | None) -> str:
+    if correct is None:
+        return "not judged" if reward is None else f"reward {reward:.3g}"
+    return "right" if correct else "wrong"

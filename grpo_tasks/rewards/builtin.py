@@ -1,14 +1,15 @@
 """The built-in reward functions: plain functions with TRL's signature, linear in the text. The configuration holds their weights.
 
     format              1 when the whole completion keeps the strict format, else 0
-    incremental_format  0.25 for each tag in order, minus 0.001 per character after the closing answer tag, at least 0
-    correctness         1 when the answer equals the ground truth, else 0
+    incremental_format  an equal share for each tag in order, minus 0.001 per character after the closing answer tag, at least 0
+    correctness         1 when the answer equals a ground truth, else 0; none for a row without ground truth
     length              1 inside a range of lengths, falling to 0 outside it
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, the mean of four signs of tidiness
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
-A worthless completion (answers/extract.py: its answer is empty or a tag is repeated) earns 0, and -1 from `style`.
+Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
+a format. A worthless completion (its answer is empty or a tag is repeated) earns 0, and -1 from `style`.
 """
 
 # ruff: noqa: ARG001 - by TRL's contract every function receives more arguments than it uses
@@ -16,9 +17,10 @@ A worthless completion (answers/extract.py: its answer is empty or a tag is repe
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.extract import Extraction, Tags, extract_answer
-from schemas.config.completion import Equality
+from grpo_tasks.answers.equality import equals_any
+from grpo_tasks.answers.extract import extract
+from grpo_tasks.answers.extraction import Extraction
+from schemas.config.completion import CompletionConfig
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages; the last one is the assistant's."""
@@ -26,8 +28,6 @@ Completion = str | Sequence[Mapping[str, str]]
 FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
 """Best score of the functions whose best score is not 1."""
 
-TAG_CREDIT = 0.25
-"""Score of one tag in order."""
 TRAILING_PENALTY = 0.001
 """Deduction for one character after the closing answer tag."""
 SHORT_ANSWER_CHARS = 100
@@ -47,30 +47,34 @@ def completion_text(completion: Completion) -> str:
     return (completion[-1].get("content") or "") if completion else ""
 
 
-def format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
-    """1.0 for exactly one reasoning block followed by one answer block and nothing else, 0.0 otherwise."""
-    return [float(found.strict_format) for found in _extractions(completions, tags)]
+def format(prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object) -> list[float]:
+    """1.0 for a completion in the strict format, 0.0 otherwise. For tags: a reasoning block, an answer block, no more."""
+    return [float(found.strict_format) for found in _extractions(completions, completion)]
 
 
-def incremental_format(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
+def incremental_format(
+    prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object
+) -> list[float]:
     """0 .. 1, rising with every tag in order, so that a base model that knows only some of the tags already sees a difference."""
-    return [_tag_score(found) for found in _extractions(completions, tags)]
+    credit = 0.25 if completion.tags.reasoning is not None else 0.5
+    return [_tag_score(found, credit) for found in _extractions(completions, completion)]
 
 
 def correctness(
     prompts: object,
     completions: Sequence[Completion],
     *,
-    answer: Sequence[str],
-    tags: Tags,
-    equality: Equality,
+    answer: Sequence[str | None],
+    answers: Sequence[Sequence[str] | None] | None = None,
+    completion: CompletionConfig,
     **columns: object,
-) -> list[float]:
-    """1.0 when the answer block (the only one, outside the reasoning) holds the right answer, 0.0 otherwise."""
-    found = _extractions(completions, tags)
+) -> list[float | None]:
+    """1.0 when the answer by the strict rules equals the ground truth, or one of several; None for a row without ground truth."""
+    found = _extractions(completions, completion)
+    truths = [_truths(one, several) for one, several in zip(answer, answers or [None] * len(answer), strict=True)]
     return [
-        float(one.answer is not None and answers_equal(one.answer, truth, equality))
-        for one, truth in zip(found, answer, strict=True)
+        None if not truth else float(one.answer is not None and equals_any(one.answer, truth, completion.equality))
+        for one, truth in zip(found, truths, strict=True)
     ]
 
 
@@ -79,7 +83,7 @@ def length(
     completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]] | None = None,
     *,
-    tags: Tags,
+    completion: CompletionConfig,
     min_length: int = 10,
     max_length: int = 1_000,
     unit: Literal["characters", "tokens"] = "characters",
@@ -91,11 +95,11 @@ def length(
         prompts: not used.
         completions: N completions.
         completion_ids: N lists of token ids; required for the unit tokens.
-        tags: names of the blocks.
+        completion: what the reasoning is.
         min_length: shortest length with the full score.
         max_length: longest length with the full score.
-        unit: characters of the reasoning (of the completion unless it has exactly one reasoning block), or tokens of the
-            completion.
+        unit: characters of the reasoning (of the completion unless it has exactly one reasoning block, or text before the
+            answer where the format has no such block), or tokens of the completion.
         columns: not used.
 
     Raises:
@@ -105,15 +109,15 @@ def length(
         raise ValueError(
             f"length requires 0 < min_length <= max_length, unit characters or tokens; got {min_length}, {max_length}, {unit}"
         )
-    found = _extractions(completions, tags)
+    found = _extractions(completions, completion)
     if unit == "tokens":
         if completion_ids is None:
             raise ValueError("length with the unit tokens requires completion_ids")
         sizes = [len(ids) for ids in completion_ids]
     else:
         sizes = [
-            len((completion_text(completion) if one.reasoning is None else one.reasoning).strip())
-            for one, completion in zip(found, completions, strict=True)
+            len((completion_text(given) if one.reasoning is None else one.reasoning).strip())
+            for one, given in zip(found, completions, strict=True)
         ]
     return [0.0 if one.worthless else _range_score(size, min_length, max_length) for one, size in zip(found, sizes, strict=True)]
 
@@ -125,10 +129,10 @@ def repetition(prompts: object, completions: Sequence[Completion], *, ngram: int
     return [-_repeated_share(completion_text(completion), ngram) for completion in completions]
 
 
-def style(prompts: object, completions: Sequence[Completion], *, tags: Tags, **columns: object) -> list[float]:
+def style(prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object) -> list[float]:
     """Mean of four signs (1 or -1): nothing after the answer, short answer, reasoning longer than the answer, printable text."""
-    texts = [completion_text(completion) for completion in completions]
-    return [_style_score(text, extract_answer(text, tags)) for text in texts]
+    texts = [completion_text(given) for given in completions]
+    return [_style_score(text, extract(text, completion)) for text in texts]
 
 
 def soft_overlong(
@@ -150,21 +154,25 @@ def soft_overlong(
     return [max(-1.0, min(0.0, (free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
 
 
-BUILTIN: dict[str, Callable[..., list[float]]] = {
+BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     function.__name__: function
     for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
 }
 """The functions by their name in the configuration."""
 
 
-def _extractions(completions: Iterable[Completion], tags: Tags) -> list[Extraction]:
-    return [extract_answer(completion_text(completion), tags) for completion in completions]
+def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:
+    return [extract(completion_text(given), completion) for given in completions]
 
 
-def _tag_score(found: Extraction) -> float:
+def _truths(answer: str | None, answers: Sequence[str] | None) -> Sequence[str]:
+    return answers or (() if answer is None else (answer,))
+
+
+def _tag_score(found: Extraction, credit: float) -> float:
     if found.worthless:
         return 0.0
-    score = TAG_CREDIT * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars
+    score = credit * found.ordered_tags - TRAILING_PENALTY * found.trailing_chars
     return max(0.0, score)
 
 

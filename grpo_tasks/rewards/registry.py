@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.answers.extract import Tags
 from grpo_tasks.rewards.builtin import BUILTIN
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
@@ -22,7 +21,7 @@ from schemas.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
 
-_GIVEN = {"prompts", "completions", "completion_ids", "answer", "tags", "equality", "columns"}
+_GIVEN = {"prompts", "completions", "completion_ids", "answer", "answers", "completion", "columns"}
 
 
 def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, completion: CompletionConfig) -> RewardFunction:
@@ -32,7 +31,7 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         name: name of the entry, for error messages.
         reward: its resolved settings (`function` is set).
         rewards: where modules of own functions lie.
-        completion: tags and equality, which built-in functions receive as keyword arguments.
+        completion: what an answer is, which built-in functions receive as keyword argument.
 
     Raises:
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
@@ -42,8 +41,7 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         function = BUILTIN[reward.function]
         known = inspect.signature(function).parameters.keys()
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
-        given = {"tags": Tags.of(completion.tags), "equality": completion.equality}
-        bound = {key: value for key, value in given.items() if key in known} | reward.params
+        bound = ({"completion": completion} if "completion" in known else {}) | reward.params
         # A data column that happens to be named max_length must not set the parameter of that name.
         return _bind(function, bound, known - _GIVEN)
     return _bind(_import(reward.function or name, rewards.module_dirs(), place=place), dict(reward.params), frozenset())

@@ -21,11 +21,16 @@ class Completion:
     token_ids: list[int]
     """All sampled tokens, including the one that ended the completion (end of turn, end of a stop string)."""
     logprobs: list[float]
-    """Log-probability (nats) of each token under the distribution it was drawn from, after temperature, top_k and top_p."""
+    """Log-probability (nats) of each token under the distribution it was drawn from: after repetition_penalty, temperature,
+    top_k, top_p and min_p. The correction for the sampler divides by this probability, as TRL's does."""
     text: str
     """The decoded tokens without special tokens, except those that are part of a stop string. The stop string itself is included
     only with `include_stop_str_in_output`."""
     finish_reason: Literal["stop", "length"]
+    policy_logprobs: list[float] | None = None
+    """Log-probability (nats) of each token under the sampler's model at the sampling temperature alone. The trainer computes the
+    same, so any difference is a mismatch between the two; `logprobs` would differ by design whenever top_k, top_p, min_p or
+    repetition_penalty change the distribution. None: the engine does not report it."""
 
     @property
     def truncated(self) -> bool:
@@ -40,26 +45,38 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
     max_completion_length: int
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
-    stop_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int | str]
+    """Tokens by id or by text."""
     max_batch_size: int
 
     @classmethod
     def of(cls, rollout: RolloutConfig, *, temperature: float | None = None) -> "Sampling":
-        """The settings of the config; `temperature` overrides the configured one, and 0 also disables top_p and top_k."""
+        """The settings of the config; `temperature` overrides the configured one, and 0 also disables top_p, top_k and min_p."""
         greedy = temperature == 0.0
         return cls(
             temperature=rollout.temperature if temperature is None else temperature,
             top_p=1.0 if greedy else rollout.top_p,
             top_k=0 if greedy else rollout.top_k,
+            # The likeliest token is never excluded by these three. The penalty may make another one the likeliest.
+            min_p=0.0 if greedy else rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
             max_completion_length=rollout.max_completion_length,
             stop=tuple(rollout.stop),
             include_stop_str_in_output=rollout.include_stop_str_in_output,
             stop_token_ids=frozenset(rollout.stop_token_ids),
             max_batch_size=rollout.max_batch_size,
         )
+
+    @property
+    def changes_distribution(self) -> bool:
+        """True if tokens are drawn from another distribution than the model's at this temperature."""
+        truncated = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return truncated or self.repetition_penalty != 1.0 or self.temperature == 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
@@ -26,7 +26,7 @@ from grpo_tasks.policy.shared_prompt_attention import DecodedPrompt, Unsupported
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.token_sampling import sample_tokens, uniform_numbers
+from grpo_tasks.rollout.token_sampling import Drawn, sample_tokens, uniform_numbers
 
 
 class LocalEngine:
@@ -75,7 +75,7 @@ class LocalEngine:
         was_training = self._model.training
         if was_training:
             self._model.eval()
-        stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
+        stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
         done: dict[int, Completion] = {}
         for indices in _batches(requests, sampling.max_batch_size):
             done.update(zip(indices, self._decode([requests[index] for index in indices], sampling, stop), strict=True))
@@ -221,6 +221,7 @@ class _DecodingLoop:
         self.alive = list(range(len(requests)))
         self.ids: list[list[int]] = [[] for _ in requests]
         self.logps: list[list[float]] = [[] for _ in requests]
+        self.policy_logps: list[list[float]] = [[] for _ in requests]
         self.ended = [False] * len(requests)
         # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
         self.uniform_numbers = uniform_numbers(
@@ -230,6 +231,7 @@ class _DecodingLoop:
         self.state = make_state(model, prompts, encode_context(model, prompts), sampling.max_completion_length)
         # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
         self.logits = self.state.forward(prompts.last_ids[prompts.prompt_of])
+        self.seen = self._prompt_tokens(requests) if sampling.repetition_penalty != 1.0 else None
 
     def run(self) -> list[Completion]:
         for step in range(self.sampling.max_completion_length):
@@ -238,20 +240,28 @@ class _DecodingLoop:
                 break
             self.logits = self.state.forward(tokens)
         return [
-            Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length")
-            for ids, logps, ended in zip(self.ids, self.logps, self.ended, strict=True)
+            Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length", policy_logps)
+            for ids, logps, policy_logps, ended in zip(self.ids, self.logps, self.policy_logps, self.ended, strict=True)
         ]
+
+    def _prompt_tokens(self, requests: Sequence[Request]) -> Bool[Tensor, "N V"]:
+        """The tokens that each row has seen before its first new one, as repetition_penalty counts them."""
+        seen = torch.zeros(self.logits.shape, dtype=torch.bool, device=self.logits.device)
+        for row, request in enumerate(requests):
+            seen[row, torch.tensor(list(request.prompt_ids), device=seen.device)] = True
+        return seen
 
     def _next_tokens(self, step: int) -> Int[Tensor, " R"]:
         """Sample and record a token for every row, and drop the rows that have ended; returns the tokens of the others."""
         uniform = self.uniform_numbers[:, step]  # [requests]
         if len(self.alive) < len(self.ids):
             uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
-        tokens, logps = sample_tokens(self.logits, uniform, self.sampling)
+        sampled = sample_tokens(self.logits, uniform, self.sampling, self.seen)
+        tokens = sampled.tokens
         drawn = tokens.tolist()  # one transfer from the device per step, not one per row
-        for request, token, logp in zip(self.alive, drawn, logps.tolist(), strict=True):
-            self.ids[request].append(token)
-            self.logps[request].append(logp)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], value=True)
+        self._record(drawn, sampled)
         if self.sampling.stop:
             ended = [self.stop.ended(self.ids[request]) for request in self.alive]
         else:
@@ -267,7 +277,16 @@ class _DecodingLoop:
         self.alive = [self.alive[row] for row in staying]
         if staying:
             self.state.keep_rows(keep)
+            self.seen = None if self.seen is None else self.seen[keep]
         return tokens[keep]
+
+    def _record(self, drawn: Sequence[int], sampled: Drawn) -> None:
+        logps = sampled.logps.tolist()
+        policy_logps = logps if sampled.policy_logps is sampled.logps else sampled.policy_logps.tolist()
+        for request, token, logp, policy_logp in zip(self.alive, drawn, logps, policy_logps, strict=True):
+            self.ids[request].append(token)
+            self.logps[request].append(logp)
+            self.policy_logps[request].append(policy_logp)
 
 
 def _unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:

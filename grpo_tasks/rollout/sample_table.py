@@ -1,6 +1,7 @@
 """Sample completions of one model for a list of prompts into a table, for the reward lab and the evaluation."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
+from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
+from schemas.results.model import ModelRef
 
 
 def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
@@ -33,7 +35,7 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
         ModelError: the model cannot be loaded.
         RolloutError: a server fails.
     """
-    tokenizer = load_tokenizer(spec.ref)
+    tokenizer = load_tokenizer(spec.ref, spec.model, spec.rollout.chat_template_kwargs)
     with _engine(spec, tokenizer, directory) as engine:
         return _sampled(spec, tokenizer, engine)
 
@@ -42,7 +44,10 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
 def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
     device, config, adapter = pick_device(spec.resources), spec.rollout.vllm, spec.ref.adapter
     if spec.rollout.engine == "local":
-        yield LocalEngine(load_policy(spec.ref, spec.model, device=device), tokenizer)
+        yield LocalEngine(load_policy(spec.ref, spec.model, device=device, token_seed=spec.seed), tokenizer)
+    elif adds_tokens(spec.ref, spec.model):
+        with _widened(spec, tokenizer, directory) as sampler:
+            yield sampler
     elif config.base_urls and spec.ref.path == spec.model.path:
         with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None)) as sampler:
             yield sampler
@@ -51,6 +56,20 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
         served = ServedModel(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
         with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
             yield sampler
+
+
+@contextmanager
+def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
+    """A server for a model with added tokens, whose rows no adapter on vLLM can carry: it gets all weights, merged."""
+    folder, cuda = directory / "served", pick_device(spec.resources).type == "cuda"
+    save_plain(spec.ref, spec.model, tokenizer, folder, token_seed=spec.seed)
+    served = ServedModel(folder, spec.model.dtype, None, cuda)
+    merged = spec.model_copy(update={"ref": ModelRef(path=str(folder))})
+    try:
+        with serving(spec.rollout.vllm, served, directory) as servers, _sampler(merged, tokenizer, servers) as sampler:
+            yield sampler
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.tokenizer import stop_token_ids
 from grpo_tasks.data.chat_tokens import contains_special, special_tokens
 from grpo_tasks.policy.chat import completion_text
 from grpo_tasks.rollout.engine import Sampling
@@ -29,6 +30,15 @@ class StopRule:
         known = special_tokens(self.tokenizer)
         read = any(contains_special(stop, known.values()) for stop in self.sampling.stop)
         object.__setattr__(self, "special_ids", frozenset(known) if read else frozenset())
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int], sampling: Sampling) -> "StopRule":
+        """The rule of a sampling; `end_ids` are the tokens that end a turn.
+
+        Raises:
+            ConfigError: stop_token_ids names a token that the tokenizer does not have.
+        """
+        return cls(tokenizer, end_ids | stop_token_ids(tokenizer, sampling.stop_token_ids), sampling)
 
     @property
     def reads_special_tokens(self) -> bool:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import cycle, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import save_trained, trained_weights
+from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
@@ -84,7 +84,7 @@ class VllmSampler:
         Raises:
             RolloutError: a server refuses a request, or died more often than `max_restarts`.
         """
-        stop = StopRule(self._tokenizer, self._end_ids | sampling.stop_token_ids, sampling)
+        stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
         return [self._completion(answer, stop) for answer in self._with_restarts(lambda: self._answers(requests, stop))]
 
     def sleep(self) -> None:
@@ -123,6 +123,8 @@ class VllmSampler:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
             "seed": _seed(group[0]),
             "logprobs": 0,
             "return_token_ids": True,
@@ -147,7 +149,10 @@ class VllmSampler:
         ids, logps = list(answer["token_ids"]), [float(value) for value in answer["logprobs"]["token_logprobs"]]
         if len(ids) != len(logps):
             raise RolloutError(f"the server returned {len(ids)} tokens and {len(logps)} log-probabilities", place="rollout.vllm")
-        return Completion(ids, logps, stop.text(ids), "length" if answer["finish_reason"] == "length" else "stop")
+        # The server reports one distribution only, the one it draws from (`--logprobs-mode processed_logprobs`).
+        policy_logps = None if stop.sampling.changes_distribution else logps
+        reason: Literal["stop", "length"] = "length" if answer["finish_reason"] == "length" else "stop"
+        return Completion(ids, logps, stop.text(ids), reason, policy_logps)
 
     def _model(self, server: VllmServer) -> str:
         return server.base if self._name is None or self._merged else self._name
@@ -229,6 +234,7 @@ class VllmEngine(VllmSampler):
         weights: folder through which weights are handed to the servers.
         dtype: precision of the servers, for the probe.
         merged: hand over complete merged weights instead of the adapter.
+        untied: the servers were started with an output layer of its own, where the policy's is tied to the embeddings.
     """
 
     def __init__(
@@ -241,13 +247,14 @@ class VllmEngine(VllmSampler):
         weights: Path,
         dtype: str,
         merged: bool,
+        untied: bool = False,
     ) -> None:
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
-        self._weights = weights
+        self._weights, self._untied = weights, untied
         self._expected_logps = torch.empty(0)
-        embedding: Any = policy.get_input_embeddings()
-        if merged and policy.device.type == "cpu" and policy.config.tie_word_embeddings and embedding.weight.requires_grad:
+        trained = not untied and merged and _trains_embeddings(policy)
+        if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
             # vLLM's CPU output layer multiplies with a packed copy of the embeddings, which a reload does not update.
             raise RolloutError(
                 "vLLM on a CPU cannot reload trained embeddings that are tied to the output layer",
@@ -272,7 +279,7 @@ class VllmEngine(VllmSampler):
             save_trained(self._policy, self._tokenizer, self._folder, trained_weights(self._policy))
         else:
             self._folded.sync()
-            self._folded.model.save_pretrained(str(self._folder))
+            save_for_server(self._folded.model, self._folder, untie=self._untied)
         self._expected_logps = self._probe_logps()
         # Last, because a server that wakes up takes the GPU memory that the lines above need.
         self._wake_up()
@@ -343,6 +350,11 @@ class VllmEngine(VllmSampler):
                     place=server.address,
                     fix="restart the server with the same base weights and precision as the trainer",
                 )
+
+
+def _trains_embeddings(policy: CausalLM) -> bool:
+    embedding: Any = policy.get_input_embeddings()
+    return any(parameter.requires_grad for parameter in embedding.parameters())
 
 
 def _groups(requests: Sequence[Request]) -> list[list[Request]]:

@@ -185,8 +185,9 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     Without an adapter there is no choice. `sync: auto` uses merged weights on a CPU, where models are small and decoding through
     an adapter takes 2 to 6 times as long. Existing servers keep their base model, because others may use it.
     """
-    if model.lora is None or config.sync != "auto":
-        return model.lora is None or config.sync == "merged"
+    if model.lora is None or model.added_tokens or config.sync != "auto":
+        # vLLM's adapters have no trained rows of added tokens.
+        return model.lora is None or bool(model.added_tokens) or config.sync == "merged"
     return not cuda and not config.base_urls and model.quantization == "none"
 
 
@@ -195,7 +196,7 @@ def command(config: VllmConfig, served: ServedModel, python: Path, port: int) ->
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
     flags += ["--middleware", "same_origin.SameOrigin"]
     # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
-    # processed_logprobs are those of the distribution that tokens are drawn from, after temperature, top_k and top_p.
+    # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
     if config.sleep and served.cuda:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import save_trained, trained_weights
+from grpo_tasks.policy.load import save_trained, trained_weights, trains_rows
 from grpo_tasks.policy.sharded import gather_shards, shard_like
 from schemas.errors import TrainingError
 
@@ -149,7 +149,10 @@ def _load_weights(model: CausalLM, folder: Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(path))
-    present = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else model.state_dict()
+    if isinstance(model, PeftModel):
+        present = get_peft_model_state_dict(model, save_embedding_layers=False if trains_rows(model) else "auto")
+    else:
+        present = model.state_dict()
     for name, tensor in present.items():
         # Tied weights have two names in the model and are stored under one.
         if name in weights:

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from grpo_tasks.processes.entry import LOG, RESULT, SPEC
 from schemas.config.completion import CompletionConfig
+from schemas.config.data import TaskConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
@@ -44,6 +45,8 @@ class StageSpec(Result):
     """Accepted training rows (schemas/tables.py Prompts)."""
     eval: Path | None = None
     """Accepted held-out rows."""
+    tasks: dict[str, TaskConfig] = Field(default_factory=dict)
+    """data.tasks of the config: mixing weights, and the reward functions of each task."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def grpo_config(spec: StageSpec, output: Path, device: torch.device) -> GRPOConf
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
+        "min_p": rollout.min_p or None,
+        "repetition_penalty": rollout.repetition_penalty,
         "gradient_checkpointing": spec.model.gradient_checkpointing,
         "logging_steps": 1,
         "report_to": "none",

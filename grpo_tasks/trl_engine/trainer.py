@@ -36,17 +36,19 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
         ConfigError: the stage has settings that TRL does not support.
         TrainingError: a guard stops the stage.
     """
-    device, tokenizer = pick_device(spec.resources), load_tokenizer(spec.start)
+    device = pick_device(spec.resources)
+    tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
     arguments = grpo_config(spec, directory.checkpoints, device)
     rows = read_prompts(spec.train)
-    model = trainable_policy(spec.start, spec.model, device=device, seed=completion_seed(spec.seed, spec.stage.name))
+    seed = completion_seed(spec.seed, spec.stage.name)
+    model = trainable_policy(spec.start, spec.model, device=device, seed=seed, token_seed=spec.seed)
     last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
     journal, events = Journal(directory.journal), Events(directory.events)
     trainer = _SuiteTrainer(
         model=model,
         reward_funcs=[_named(name) for name in suite.names],
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": list(row.messages), "row": index} for index, row in enumerate(rows)]),
+        train_dataset=Dataset.from_list([{"prompt": _prompt(row), "row": index} for index, row in enumerate(rows)]),
         processing_class=tokenizer,
     )
     trainer.suite, trainer.rows = suite, rows
@@ -83,7 +85,7 @@ class _SuiteTrainer(GRPOTrainer):
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         rows = [self.rows[example["row"]] for example in inputs]
-        texts = [completion[0]["content"] for completion in completions]
+        texts = [given if isinstance(given, str) else given[0]["content"] for given in completions]
         self.suite.worker.max_steps = self.state.max_steps
         scores = self.suite.score(batch_of(rows, texts, completion_ids_list, step=self.state.global_step + 1))
         self.suite.adapt(scores)
@@ -145,6 +147,11 @@ class _Recorder(TrainerCallback):
                 **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
             }
         )
+
+
+def _prompt(row: PromptRow) -> str | list[dict[str, str]]:
+    """A prompt in TRL's standard or conversational format."""
+    return row.messages[0]["content"] if row.plain else [dict(message) for message in row.messages]
 
 
 def _named(name: str) -> Any:

@@ -1,12 +1,14 @@
 """Section `completion`: what an answer is, where it stands in a completion, and when it is right."""
 
-from typing import Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
-from schemas.config.types import TagName
+from schemas.config.types import FreeSettings, TagName
 
+CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
+"""What a completion looks like (grpo_tasks/answers/extract.py)."""
 Equality = Literal["exact", "numeric", "math", "choice"]
 """How an answer is compared with the ground truth (grpo_tasks/answers/equality.py)."""
 
@@ -14,8 +16,9 @@ Equality = Literal["exact", "numeric", "math", "choice"]
 class TagsConfig(Section):
     """Tag names of the two blocks that make up a completion in the strict format."""
 
-    reasoning: TagName = "reasoning"
-    """Tag around the reasoning: <reasoning>...</reasoning>."""
+    reasoning: TagName | None = "reasoning"
+    """Tag around the reasoning: <reasoning>...</reasoning>. Empty: there is no such tag, and the text before the answer block is
+    the reasoning."""
     answer: TagName = "answer"
     """Tag around the final answer: <answer>...</answer>."""
 
@@ -29,8 +32,67 @@ class TagsConfig(Section):
 class CompletionConfig(Section):
     """What evaluation, built-in rewards and the reward lab take for the answer of a completion, and when they call it right."""
 
+    GROUPS: ClassVar = {
+        "json_and_regex": (
+            "answer_key",
+            "required",
+            "json_schema",
+            "pattern",
+        ),
+    }
+
+    format: CompletionFormat = "tags"
+    r"""What a completion looks like, and where its answer stands. tags: a reasoning and an answer block. json: a JSON object.
+    regex: text that `pattern` matches. boxed: text with a \boxed{...}. none: free text without an answer."""
     tags: TagsConfig = Field(default_factory=TagsConfig)
-    """Tag names of the two blocks."""
+    """Tag names of the two blocks, for the format tags."""
+    answer_key: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Format json: the key whose value is the answer. Empty: the object has no single answer, so accuracy is not measured."""
+    required: list[str] = Field(default_factory=list)
+    """Format json: keys that the object must have."""
+    json_schema: FreeSettings | None = None
+    """Format json: a JSON Schema (draft 2020-12) that the object must fit. It may refer to nothing
+    outside itself, and its patterns have the syntax of RE2."""
+    pattern: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Format regex: regular expression whose first group is the answer, for example `#### (.+)`. The last match counts. The
+    syntax is that of RE2, which takes linear time: no look-around, no back-references."""
     equality: Equality = "numeric"
     """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
     verify), or as the letter of a multiple choice."""
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether completions of this format have an answer that can equal a ground truth."""
+        return self.format != "none" and (self.format != "json" or self.answer_key is not None)
+
+    def refusal(self, function: str) -> str:
+        """Why a built-in reward function makes no sense for this format, with the fix; empty when it does."""
+        if function in ("correctness", "format") and self.format == "none":
+            return "free text has no format and no answer; fix: another completion.format, or a reward function of your own"
+        if function == "correctness" and not self.has_answer:
+            return "the JSON object has no answer to compare; fix: completion.answer_key: KEY"
+        if function == "incremental_format" and self.format != "tags":
+            return (
+                f"completion.format: {self.format} has no tags to count; fix: {_INSTEAD[self.format]}, or completion.format: tags"
+            )
+        if function == "style" and self.format in ("json", "none"):
+            return f"completion.format: {self.format} has no reasoning and answer to look at; fix: leave it out, or length"
+        return ""
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        fields = {"json": ("answer_key", "required", "json_schema"), "regex": ("pattern",)}
+        for format_, names in fields.items():
+            given = [name for name in names if getattr(self, name)]
+            if given and self.format != format_:
+                raise ValueError(
+                    f"{given[0]} belongs to completion.format: {format_}, and the format is {self.format}; "
+                    f"fix: format: {format_}, or leave {given[0]} out"
+                )
+        if self.format == "regex" and not self.pattern:
+            raise ValueError("format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'")
+        return self
+
+
+_INSTEAD = {"json": "format", "regex": "format", "boxed": "format", "none": "length"}
+"""A built-in reward function to use in the place of `incremental_format`."""

@@ -1,11 +1,57 @@
 """Sections `data` and `validation`: where rows come from, and which of them are rejected."""
 
-from typing import ClassVar, Literal
+import codecs
+from collections.abc import Mapping
+from string import Formatter
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
-from schemas.config.types import MOST_ROWS, MOST_TOKENS, Address, Fraction
+from schemas.config.types import MOST_ROWS, MOST_TOKENS, Address, Fraction, Name
+
+TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+"""It is part of metric names, so it holds only what MLflow accepts there."""
+PromptFormat = Literal["conversational", "standard"]
+"""TRL's two forms of a prompt: chat messages, or one string."""
+
+
+def _delimiter(given: str) -> str:
+    mark = {"\\t": "\t", "tab": "\t", "semicolon": ";", "comma": ","}.get(given, given)
+    if len(mark) != 1 or mark in '"\r\n' or mark.isalnum():
+        raise ValueError('a delimiter is one character other than a letter, digit or quote; fix: delimiter: ";"')
+    return mark
+
+
+def _encoding(given: str) -> str:
+    try:
+        return codecs.lookup(given).name
+    except LookupError as error:
+        raise ValueError(f"no encoding is called {given}; fix: utf-8, utf-16, cp1252 or latin-1") from error
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a template such as `{Body} {Question}` names; `{{` and `}}` stand for braces.
+
+    Raises:
+        ValueError: the template is malformed, names no column, or has more than a name in its braces.
+    """
+    fix = 'fix: name columns in braces, for example "{Body} {Question}", and double other braces'
+    try:
+        fields = [(name, form, change) for _, name, form, change in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"the template is malformed: {error}; {fix}") from error
+    if not fields or any(not name or form or change for name, form, change in fields):
+        raise ValueError(f"the template needs column names in its braces, and nothing else; {fix}")
+    return [name for name, _, _ in fields]
+
+
+def _template(given: str) -> str:
+    template_columns(given)
+    return given
+
+
+Template = Annotated[str, AfterValidator(_template)]
 
 
 class DataSource(Section):
@@ -18,12 +64,17 @@ class DataSource(Section):
             "split",
             "revision",
             "max_rows",
+            "delimiter",
+            "encoding",
+            "question",
+            "answer_pattern",
+            "rename",
         ),
     }
 
     path: Address
-    """JSONL, CSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE for a file
-    that ships with this project."""
+    """JSONL, JSON, CSV, TSV or Parquet file (relative to the working directory), a hub id such as openai/gsm8k, or embedded:FILE
+    for a file that ships with this project."""
     format: Literal["auto", "jsonl", "csv", "parquet", "hub"] = "auto"
     """File format. auto goes by the file name's extension; a name without one that is not on this disk is a hub id."""
     name: str | None = None
@@ -34,6 +85,36 @@ class DataSource(Section):
     """Revision of a hub data set (branch, tag or commit)."""
     max_rows: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Read only the first N rows. Empty: all."""
+    task: TaskName | None = None
+    """Task of the rows of this source. Empty: data.task_column names it, or the data has a single task."""
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    r"""Character between the cells of a CSV file, for example `;` or `\t`. Empty: comma, semicolon, tab or bar, by the header."""
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    """Encoding of a text file, for example cp1252. Empty: found out, and named in the validation report."""
+    question: Template | None = None
+    """Template of the question for this source. Empty: data.question."""
+    answer_pattern: str | None = None
+    """Pattern of the ground truth for this source. Empty: data.answer_pattern."""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """New names of columns of this source, {old: new}, in addition to data.rename."""
+
+
+class TaskConfig(Section):
+    """One task of a data set with several."""
+
+    weight: float = Field(1.0, gt=0.0, le=1e6)
+    """Share of the task in the prompts of an update, relative to the weights of the other tasks."""
+    rewards: list[Name] | None = None
+    """Reward functions that apply to rows of the task. A stage calls those of them that it lists; its other functions count as
+    None for these rows. Empty: all functions of the stage."""
+    answers: Literal["required", "optional"] = "required"
+    """Whether a row of the task needs a ground truth."""
+
+
+def applies(tasks: Mapping[str, TaskConfig], task: str, reward: str) -> bool:
+    """Whether a reward function applies to rows of a task."""
+    allowed = tasks[task].rewards if task in tasks else None
+    return allowed is None or reward in allowed
 
 
 class DataConfig(Section):
@@ -46,6 +127,12 @@ class DataConfig(Section):
             "prompt_column",
             "answer_column",
             "answer_pattern",
+            "question",
+            "rename",
+            "format",
+            "duplicates",
+            "task_column",
+            "tasks",
         ),
     }
 
@@ -58,14 +145,48 @@ class DataConfig(Section):
     question_column: str = "question"
     """Column with the bare question. Used when there is no prompt column."""
     prompt_column: str = "prompt"
-    """Column with chat messages (a list of {role, content})."""
-    answer_column: str = "answer"
-    """Column with the ground truth."""
+    """Column with chat messages (a list of {role, content}), or with strings in TRL's standard format."""
+    answer_column: str | None = "answer"
+    """Column with the ground truth: text, a number, true or false, a date, or a list of several right answers. null: the task has
+    no ground truth."""
     answer_pattern: str | None = None
     r"""Regular expression whose first group is the ground truth inside the answer column, for example `#### (.+)`. The last match
     counts. The syntax is that of Rust, which takes linear time: no look-around, no back-references."""
     system_prompt: str | None = None
     """System message that is put before every question, and before chat messages that have none."""
+    question: Template | None = None
+    """Template that joins columns into the question, for example `{Body} {Question}`. Empty: question_column."""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """New names of columns, {old: new}. Applied before all other settings; a column that a source does not have is skipped."""
+    format: Literal["auto", "conversational", "standard"] = "auto"
+    """Form of the prompts. conversational: chat messages; a string becomes a user message. standard: strings, which the model
+    continues without a chat template. auto: by what the prompt column holds; a question is always a user message."""
+    duplicates: Literal["drop", "quarantine", "keep"] = "drop"
+    """What happens to a row whose prompt and answer occurred before in the same split. drop: it is left out and counted.
+    quarantine: it counts towards max_invalid_fraction. keep: it is used again."""
+    task_column: str | None = None
+    """Column with the name of the row's task. Empty: the task of the source, if any."""
+    tasks: dict[TaskName, TaskConfig] = Field(default_factory=dict)
+    """Settings of single tasks, by name. Empty: each row has the same chance, and every reward function applies to every row."""
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.format == "standard" and self.system_prompt is not None:
+            raise ValueError(
+                "a prompt in the standard format has no system message; fix: format: conversational, or remove system_prompt"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        if self.tasks and self.task_column is None and not any(source.task for source in [*self.train, *self.eval]):
+            raise ValueError("tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source")
+        return self
+
+    def rewards_of(self, task: str) -> set[str] | None:
+        """Names of the reward functions that apply to rows of a task; None: all of the stage."""
+        allowed = self.tasks[task].rewards if task in self.tasks else None
+        return None if allowed is None else set(allowed)
 
 
 class ValidationConfig(Section):

@@ -2,11 +2,11 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from schemas.config.section import Section
-from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction
-from schemas.metrics import ACCURACY, PromotionMetric
+from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
+from schemas.metrics import ACCURACY, LENIENT_ACCURACY, PASS_AT_K, PROMOTING, REWARD_MEAN
 
 
 class EvaluationConfig(Section):
@@ -18,6 +18,8 @@ class EvaluationConfig(Section):
             "greedy",
             "stages",
             "confidence",
+            "rewards",
+            "evaluators",
         ),
     }
 
@@ -35,13 +37,21 @@ class EvaluationConfig(Section):
     """Also evaluate after each stage, not only the base and the merged model."""
     confidence: float = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
+    rewards: list[Name] | None = None
+    """Reward functions whose weighted sum and single means are measured on the held-out completions. Empty: those of the last
+    stage. []: none. Adaptive weights count as configured."""
+    evaluators: dict[Name, str] = Field(default_factory=dict)
+    """Further functions with the signature of a reward, by name: package.module:function or a built-in one. Their means are
+    reported and can decide about promotion. They do not count in the reward."""
 
 
 class PromotionConfig(Section):
     """When the new model becomes the champion."""
 
-    metric: PromotionMetric = ACCURACY
-    """Evaluation metric that decides, in a paired test over the same prompts."""
+    metric: str | None = None
+    """Evaluation metric that decides, in a paired test over the same prompts: accuracy, format_rate, lenient_accuracy, pass_at_k,
+    reward, or rewards/NAME/mean of one reward function or evaluator. Empty: accuracy, or reward when no held-out row has a ground
+    truth."""
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
     """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both,
     so the probability of promoting a model that is not better is at most alpha."""
@@ -52,3 +62,22 @@ class PromotionConfig(Section):
     max_length_growth: float = Field(0.5, ge=0.0)
     """Largest growth of the mean completion length against the champion, as a share of the champion's. The base is not compared,
     because learning to reason makes completions longer."""
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str | None) -> str | None:
+        if metric is not None and metric not in PROMOTING and not cls.decides_by(metric):
+            raise ValueError(f"{metric} cannot decide; fix: one of {', '.join(PROMOTING)} (* stands for the function)")
+        return metric
+
+    @property
+    def needs_truth(self) -> bool:
+        """Whether the metric compares answers with ground truths."""
+        return self.metric in (ACCURACY, LENIENT_ACCURACY, PASS_AT_K)
+
+    @staticmethod
+    def decides_by(metric: str) -> str:
+        """The function whose mean a metric is; empty for any other metric."""
+        before, _, after = REWARD_MEAN.partition("*")
+        fits = metric.startswith(before) and metric.endswith(after) and len(metric) > len(before + after)
+        return metric[len(before) : -len(after)] if fits else ""

@@ -1,8 +1,8 @@
 """Section `model`: the base model and its adapter."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import Address
@@ -31,6 +31,20 @@ class LoraConfig(Section):
     """Scale by lora_alpha / sqrt(r) instead (rank-stabilised LoRA, arXiv:2312.03732)."""
 
 
+TokenText = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"\S")]
+"""Text of a token: not empty, and not only whitespace."""
+
+
+class AddedToken(Section):
+    """A token that the model's tokenizer gets in addition to its own."""
+
+    token: TokenText
+    """Its text, for example <search>."""
+    special: bool = False
+    """Special tokens are left out of the text that rewards and evaluation see, like an end-of-turn token. A stop string that
+    contains one keeps it."""
+
+
 class ModelConfig(Section):
     """The base model."""
 
@@ -41,6 +55,7 @@ class ModelConfig(Section):
             "attn_implementation",
             "quantization",
             "gradient_checkpointing",
+            "added_tokens",
         ),
     }
 
@@ -62,6 +77,18 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass. Uses less memory and is about a third slower."""
     lora: LoraConfig | None = Field(default_factory=LoraConfig, title="LoRA")
     """Adapter settings. null trains all weights (full fine-tuning)."""
+
+    added_tokens: list[TokenText | AddedToken] = Field(default_factory=list)
+    """Tokens that the tokenizer gets in addition to its own: strings, or {token: <search>, special: true}. Their embeddings start
+    near the mean of the others and are trained, with an adapter as well. The merged model is published with them."""
+
+    @model_validator(mode="after")
+    def _check_added_tokens(self) -> Self:
+        texts = [given if isinstance(given, str) else given.token for given in self.added_tokens]
+        for text in texts:
+            if texts.count(text) > 1:
+                raise ValueError(f"added_tokens names {text!r} twice; fix: name each token once")
+        return self
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:

@@ -1,6 +1,7 @@
 """Section `rollout`: how completions are sampled, in this process or by vLLM servers."""
 
-from typing import Annotated, ClassVar, Literal, Self
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -11,6 +12,13 @@ from schemas.secret import has_password
 VLLM_MAX_TEMPERATURE = 2.0
 OWN_FLAGS = ("--host", "--port", "--api-key")
 """Flags that a server started here sets itself."""
+
+
+OWN_TEMPLATE_ARGUMENTS = (
+    "messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template", "return_dict",
+    "return_tensors",
+)  # fmt: skip
+"""What the pipeline itself passes to a chat template, and options of the call that are no variables of the template."""
 
 
 class VllmConfig(Section):
@@ -99,6 +107,9 @@ class RolloutConfig(Section):
         "sampling_details": (
             "top_p",
             "top_k",
+            "min_p",
+            "repetition_penalty",
+            "chat_template_kwargs",
             "stop",
             "include_stop_str_in_output",
             "stop_token_ids",
@@ -118,16 +129,41 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the smallest set of tokens with at least this probability. 1: from all tokens."""
     top_k: int = Field(0, ge=0, le=MOST_TOKENS)
     """Sample from the k likeliest tokens. 0: from all tokens."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Sample only from tokens that are at least this share as likely as the likeliest one (arXiv:2407.01082). 0: from all
+    tokens."""
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    """Above 1, tokens that the prompt or the completion already contains become less likely (arXiv:1909.05858). It applies to
+    greedy decoding too. 1: off."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, for example {enable_thinking: false}. They apply wherever the run renders a prompt.
+    The template of the merged model keeps them as defaults."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, for example </answer>. A stop string may contain a special token; the text then keeps that
     token."""
     include_stop_str_in_output: bool = True
     """Keep the stop string in the text that rewards and evaluation see. Off: the text ends before it. Either way its tokens
     belong to the completion and are trained on."""
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
-    """Token ids that end a completion, in addition to the end tokens of the tokenizer and of the generation config."""
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, StringConstraints(min_length=1)]] = Field(
+        default_factory=list
+    )
+    """Tokens that end a completion, by id or by text, in addition to the end tokens of the tokenizer and of the generation
+    config."""
     max_batch_size: int = Field(256, ge=1, le=MOST_COMPLETIONS)
     """Largest number of completions that are decoded at once. A higher value costs memory."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        for name in self.chat_template_kwargs:
+            if name in OWN_TEMPLATE_ARGUMENTS:
+                raise ValueError(f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out")
+            if not name.isidentifier() or not name.isascii():
+                raise ValueError(f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _")
+        try:
+            json.dumps(self.chat_template_kwargs)
+        except TypeError as error:
+            raise ValueError(f"chat_template_kwargs: {error}; fix: strings, numbers, booleans, lists and mappings") from error
+        return self
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:

@@ -29,11 +29,12 @@ from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
-from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardsConfig
+from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
 from schemas.config.stage import StageConfig
 from schemas.config.types import Name
+from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
 RESERVED_NAMES = ("base", "merged", "champion")
@@ -92,6 +93,64 @@ class RunConfig(Section):
                 self._check_reward(f"stages.{index}.rewards", reward)
         return self
 
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        for task in self.data.tasks:
+            allowed = self.data.rewards_of(task)
+            if allowed is None:
+                continue
+            used = sorted({reward for stage in self.stages for reward in stage.rewards})
+            for reward in sorted(allowed - set(used)):
+                raise ValueError(f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}")
+            for index, stage in enumerate(self.stages):
+                if allowed.isdisjoint(stage.rewards):
+                    raise ValueError(
+                        f"no reward of stages.{index} applies to the task {task}; "
+                        f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> Self:
+        for reward in self.evaluation.rewards or []:
+            self._check_reward("evaluation.rewards", reward)
+        for name, function in self.evaluation.evaluators.items():
+            place = f"evaluation.evaluators.{name}"
+            if ":" not in function and function not in BUILTIN_REWARDS:
+                raise ValueError(f"{place}: {function} is not built in; fix: package.module:function")
+            if name in self._evaluation_rewards:
+                raise ValueError(f"{place} has the name of a reward of the evaluation; fix: choose another name")
+            if refusal := self.completion.refusal(function):
+                raise ValueError(f"{place}: {refusal}")
+        known = {*self._evaluation_rewards, *self.evaluation.evaluators}
+        metric = self.promotion.metric or ""
+        function = self.promotion.decides_by(metric)
+        if function and function not in known:
+            raise ValueError(
+                f"promotion.metric: the evaluation does not measure {function}; fix: evaluation.rewards: [{function}]"
+            )
+        if metric == REWARD and not self._evaluation_rewards:
+            raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
+        if self.promotion.needs_truth and not self.completion.has_answer:
+            fix = "set completion.answer_key: KEY" if self.completion.format == "json" else "set promotion.metric: reward"
+            raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")
+        return self
+
+    @property
+    def _evaluation_rewards(self) -> list[str]:
+        return self.stages[-1].rewards if self.evaluation.rewards is None else self.evaluation.rewards
+
+    def scoring(self) -> "ScoringInputs | None":
+        """The functions that score held-out completions, and no other; None when there are none."""
+        rewards, evaluators = self._evaluation_rewards, self.evaluation.evaluators
+        if not rewards and not evaluators:
+            return None
+        used = {name: resolved for name in rewards if (resolved := self.rewards.resolve(name)) is not None}
+        functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
+        functions |= {name: RewardConfig(function=function, weight=0.0) for name, function in evaluators.items()}
+        section = self.rewards.model_copy(update={"functions": functions})
+        return ScoringInputs(rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators))
+
     def _check_reward(self, place: str, reward: str) -> None:
         resolved = self.rewards.resolve(reward)
         if resolved is None:
@@ -100,6 +159,8 @@ class RunConfig(Section):
                 f"{place} names {reward}, which is neither built in nor under rewards.functions; "
                 f"fix: one of {', '.join(known)}, or add it with function: package.module:function"
             )
+        if refusal := self.completion.refusal(resolved.function or ""):
+            raise ValueError(f"{place} names {reward}: {refusal}")
         if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
             limit = self.rollout.max_completion_length
             raise ValueError(
@@ -112,6 +173,28 @@ class RunConfig(Section):
         for place in secrets_in(self.model_dump()):
             raise ValueError(
                 f"{place} contains a password, token or key, and a config is recorded; fix: read it from the environment"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_added_tokens(self) -> Self:
+        vllm, model = self.rollout.vllm, self.model
+        if not model.added_tokens:
+            return self
+        if self.resources.fsdp and model.lora is not None:
+            raise ValueError("the trained rows of model.added_tokens cannot be sharded; fix: resources.fsdp: false")
+        if "vllm" not in (self.rollout.engine, self.evaluation.engine):
+            return self
+        if vllm.base_urls:
+            raise ValueError(
+                "a running server has no rows for model.added_tokens; fix: remove rollout.vllm.base_urls, and the run starts one"
+            )
+        if vllm.sync == "adapter":
+            raise ValueError("vLLM's adapters cannot carry the rows of model.added_tokens; fix: rollout.vllm.sync: auto")
+        if model.quantization != "none" and self.rollout.engine == "vllm":
+            raise ValueError(
+                "vLLM gets the rows of model.added_tokens with merged weights, and 4-bit weights cannot be merged for it; "
+                "fix: rollout.engine: local, or model.quantization: none"
             )
         return self
 
@@ -188,6 +271,17 @@ class JudgeInputs(Section):
     """For the tag names, which no ground truth may contain, and for the equality, which every ground truth has to fit."""
     seed: int
     """Seed of the split."""
+
+
+class ScoringInputs(Section):
+    """The settings that the rewards of an evaluation depend on."""
+
+    rewards: RewardsConfig
+    """The functions that are used, with their weights."""
+    weighted: list[str]
+    """Functions whose weighted sum is the reward."""
+    reported: list[str]
+    """Functions that are only reported."""
 
 
 class LabInputs(Section):

@@ -1,7 +1,9 @@
 """References to models, and the results of training and merging."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from schemas.config.model import ModelConfig
 from schemas.results.base import Result, StepResult
@@ -48,6 +50,8 @@ class MergeSpec(Result):
     prompts: list[list[dict[str, str]]]
     """Held-out chats for the proof."""
     max_new_tokens: int
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Defaults that the chat template of the merged model gets."""
 
 
 class MergeFigures(Result):

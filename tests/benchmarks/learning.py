@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from grpo_tasks.answers.extract import Tags
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.data.normalise import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
@@ -46,7 +46,7 @@ def ours(seed: int, updates: int) -> list[float]:
         root, rows = Path(folder), []
         for line, (chat, answer) in enumerate(chats()):
             row = {"prompt_id": prompt_id(chat, answer), "source": "demo", "line": line, "prompt": chat, "answer": answer}
-            rows.append(row | {"prompt_tokens": 90, "extra": "{}"})
+            rows.append(row | {"prompt_tokens": 90, "extra": "{}", "answers": None, "task": ""})
         pl.DataFrame(rows).write_parquet(root / "train.parquet")
         directory = StageDir(root / "stage")
         directory.root.mkdir()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.flows.place import Place
 from tests.flows.test_demo import assert_learnt
-from tests.rollout.test_vllm import PYTHON
+from tests.rollout.servers import PYTHON
 
 pytestmark = [
     pytest.mark.xdist_group("vllm"),

@@ -8,12 +8,15 @@ import time
 import psutil
 import pytest
 
+from grpo_tasks.rollout.sample_table import sample_table
+from grpo_tasks.rollout.spec import GREEDY, SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine
+from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
-from tests.rollout.test_vllm import PYTHON
+from tests.rollout.servers import PYTHON
 
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
@@ -27,6 +30,24 @@ def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, s
     directory = stages.write(rollout=rollout(**settings), max_steps=4, learning_rate=1e-2, beta=0.01)
     trained(directory)
     assert journal(directory)[-1]["kl"] > 0
+    assert not vllm_processes()
+
+
+def test_a_server_samples_tokens_that_were_added_from_their_trained_rows(stages):
+    """The embeddings of the demo model are tied to its output layer, whose packed copy vLLM on a CPU would not reload."""
+    model = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
+    directory = stages.write(rollout=rollout() | {"temperature": 2.0}, max_steps=3, learning_rate=3e-2, model=model)
+    result = trained(directory)
+    assert not (directory.root / "served-base").exists()
+    # A server evaluates the same model as the local engine.
+    spec, tables = StageSpec.load(directory.spec), []
+    for engine in ("local", "vllm"):
+        sampled = SampleSpec(
+            model=spec.model, ref=result.model, prompts=spec.train, max_prompts=4, num_samples=1, temperature=1.0, greedy=True,
+            rollout=spec.rollout.model_copy(update={"engine": engine}), resources=spec.resources, seed=3,
+        )  # fmt: skip
+        tables.append(sample_table(sampled, directory.root).filter(sample=GREEDY))
+    assert tables[0].equals(tables[1])
     assert not vllm_processes()
 
 

@@ -26,7 +26,10 @@ def rows(**columns):
             {"Body": lambda n: f"There are {n} cats.", "Question": lambda n: f"How many {n}?", "Answer": float},
             Choice("Question", None, "Answer", "Body"),
         ),
-        ({"Beschreibung": lambda n: f"Ein langer Satz mit der Zahl {n}.", "art": lambda n: f"kurz {n}"}, Choice("Beschreibung", None, None)),
+        (
+            {"Beschreibung": lambda n: f"Ein langer Satz mit der Zahl {n}.", "art": lambda n: f"kurz {n}"},
+            Choice("Beschreibung", None, None),
+        ),
         ({"question": "always the same", "problem": lambda n: f"What is {n}?"}, Choice("problem", None, None)),
     ],
 )

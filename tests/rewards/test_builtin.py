@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.answers.extract import Tags, is_blank
+from grpo_tasks.answers.extraction import is_blank
+from grpo_tasks.answers.tags import Tags
 from grpo_tasks.lab.probes import long_texts
 from grpo_tasks.rewards.builtin import BUILTIN, FULL_SCORES
+from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import BUILTIN_REWARDS
 
 TAGS = Tags()
@@ -21,13 +23,11 @@ soup = st.lists(st.one_of(st.sampled_from(TAGS.in_order), plain_text, st.just("4
 
 
 def score(name: str, *texts: str, answer: str = "42", **params: object) -> list[float]:
-    given_tags = {} if name == "repetition" else {"tags": TAGS}
-    if name == "correctness":
-        given_tags |= {"equality": "numeric"}
+    given = {} if name == "repetition" else {"completion": CompletionConfig()}
     if name == "soft_overlong":
-        given_tags = {"completion_ids": [[0] * len(text) for text in texts], "max_completion_length": 9_000}
-        given_tags |= {"soft_punish_cache": 1_000}
-    return BUILTIN[name]([None] * len(texts), list(texts), answer=[answer] * len(texts), **(given_tags | params))
+        given = {"completion_ids": [[0] * len(text) for text in texts], "max_completion_length": 9_000}
+        given |= {"soft_punish_cache": 1_000}
+    return BUILTIN[name]([None] * len(texts), list(texts), answer=[answer] * len(texts), **(given | params))
 
 
 def total(text: str, answer: str = "42") -> float:

@@ -25,3 +25,11 @@ def widened(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ModelRef(path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def key():
+    """All servers ask for a key, those started by us too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "planted-key-of-the-tests")
+        yield

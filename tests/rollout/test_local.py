@@ -13,6 +13,7 @@ from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.errors import ConfigError
 from tests.rollout.stops import ORDINARY, SPECIAL, assert_stops, reference, stop_requests, stop_settings
 
 
@@ -139,3 +140,41 @@ def test_the_text_of_any_tokens_with_any_stop_string_is_the_references(widened_e
     ended = next((count for count in range(1, len(ids) + 1) if rule.ended(ids[:count])), None)
     assert (ended is None) == (reason == "length")
     assert (ended or len(ids), rule.text(cut)) == (len(cut), text)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_p": 0.1}, {"repetition_penalty": 1.3}, {"min_p": 0.05, "repetition_penalty": 1.2}], ids=str
+)
+def test_a_penalised_or_truncated_completion_is_compared_by_the_policys_own_probabilities(
+    engine, policy, prompts, requests, settings
+):
+    drawn = engine.generate(requests, sampling(temperature=0.9, **settings))
+    batch = token_batch(prompts, [c.token_ids for c in drawn], [i // 6 for i in range(24)], device=torch.device("cpu"))
+    scores = completion_logprobs(policy.eval(), batch, temperature=0.9).logps[batch.completion_mask].detach()
+    compared = torch.tensor([logp for completion in drawn for logp in completion.policy_logprobs])
+    torch.testing.assert_close(scores, compared, rtol=1e-4, atol=1e-4)
+    given = torch.tensor([logp for completion in drawn for logp in completion.logprobs])
+    assert (given - compared).abs().mean() > 1e-3
+    # The same whatever the batch: the tokens that a row has seen stay with it when others end.
+    small = engine.generate(requests, sampling(temperature=0.9, max_batch_size=5, **settings))
+    assert [c.token_ids for c in small] == [c.token_ids for c in drawn]
+
+
+def test_a_penalised_greedy_completion_equals_generate_of_transformers(engine, policy, tokenizer, prompts):
+    ours = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0, repetition_penalty=1.25))
+    plain = engine.generate([Request(prompt, 0) for prompt in prompts], sampling(temperature=0.0))
+    assert [c.token_ids for c in ours] != [c.token_ids for c in plain]
+    for completion, prompt in zip(ours, prompts, strict=True):
+        [row] = policy.eval().generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=48, do_sample=False, repetition_penalty=1.25,
+            pad_token_id=tokenizer.pad_token_id,
+        )[:, len(prompt) :].tolist()  # fmt: skip
+        assert row[: len(completion.token_ids)] == completion.token_ids
+
+
+def test_a_stop_token_may_be_named_by_its_text(engine, tokenizer, requests):
+    [comma] = tokenizer(",", add_special_tokens=False)["input_ids"]
+    by_text, by_id = (engine.generate(requests, sampling(stop_token_ids=[stop])) for stop in (",", comma))
+    assert [c.token_ids for c in by_text] == [c.token_ids for c in by_id]
+    with pytest.raises(ConfigError, match="no token '<nowhere>'"):
+        engine.generate(requests, sampling(stop_token_ids=["<nowhere>"]))

@@ -2,9 +2,17 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from grpo_tasks.rollout.engine import Sampling
-from grpo_tasks.rollout.token_sampling import sample_tokens, top_k_top_p, uniform_numbers
+from grpo_tasks.rollout.token_sampling import repetition_penalty, sample_tokens, truncate, uniform_numbers
 from schemas.config.rollout import RolloutConfig
 
 CPU = torch.device("cpu")
@@ -17,7 +25,8 @@ def sampling(**settings):
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     uniform = uniform_numbers(range(20_000), 1, device=CPU)[:, 0]
-    tokens, logps = sample_tokens(logits.expand(20_000, 5), uniform, sampling(temperature=0.8))
+    drawn = sample_tokens(logits.expand(20_000, 5), uniform, sampling(temperature=0.8))
+    tokens, logps = drawn.tokens, drawn.logps
     wanted = (logits / 0.8).softmax(-1).numpy().astype(np.float64)
     counts = np.bincount(tokens.numpy(), minlength=5)
     assert counts[4] == 0
@@ -33,14 +42,69 @@ def test_the_same_seed_draws_the_same_numbers_in_any_batch():
 
 def test_top_k_and_top_p_keep_the_likeliest_and_renormalise():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert torch.isfinite(top_k_top_p(logits, sampling(top_k=2)))[0].tolist() == [True, True, False, False]
-    assert torch.isfinite(top_k_top_p(logits, sampling(top_p=0.7)))[0].tolist() == [True, True, False, False]
-    assert torch.isfinite(top_k_top_p(logits, sampling(top_p=0.01)))[0].tolist() == [True, False, False, False]
-    _, logp = sample_tokens(logits, torch.tensor([0.0]), sampling(top_k=2))
-    assert logp.exp().item() == pytest.approx(0.5 / 0.8)
+    assert torch.isfinite(truncate(logits, sampling(top_k=2)))[0].tolist() == [True, True, False, False]
+    assert torch.isfinite(truncate(logits, sampling(top_p=0.7)))[0].tolist() == [True, True, False, False]
+    assert torch.isfinite(truncate(logits, sampling(top_p=0.01)))[0].tolist() == [True, False, False, False]
+    drawn = sample_tokens(logits, torch.tensor([0.0]), sampling(top_k=2))
+    assert drawn.logps.exp().item() == pytest.approx(0.5 / 0.8)
+    assert drawn.policy_logps.exp().item() == pytest.approx(0.5)
 
 
 def test_temperature_zero_takes_the_likeliest():
     logits = torch.tensor([[0.1, 3.0, 0.2]])
-    tokens, _ = sample_tokens(logits, torch.tensor([0.999]), Sampling.of(RolloutConfig(top_k=5), temperature=0.0))
-    assert tokens.tolist() == [1]
+    drawn = sample_tokens(logits, torch.tensor([0.999]), Sampling.of(RolloutConfig(top_k=5), temperature=0.0))
+    assert drawn.tokens.tolist() == [1]
+
+
+def theirs(settings):
+    """The same settings as transformers' own processors, in the order in which `generate` applies them."""
+    kinds = {
+        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }
+    return LogitsProcessorList([kind(settings[name]) for name, kind in kinds.items() if name in settings])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7},
+        {"min_p": 0.05, "temperature": 1.7, "repetition_penalty": 1.2},
+        {"min_p": 0.2, "top_k": 6, "top_p": 0.8, "temperature": 0.6, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_penalty_and_truncation_are_those_of_transformers(settings):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(64, 40, generator=generator)
+    contexts = torch.randint(0, 40, (64, 12), generator=generator)
+    seen = torch.zeros(64, 40, dtype=torch.bool).scatter(1, contexts, value=True)
+    wanted = theirs(settings)(contexts, logits.clone()).log_softmax(-1)
+    uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
+    drawn = sample_tokens(logits, uniform, sampling(**settings), seen)
+    torch.testing.assert_close(drawn.logps, wanted.gather(-1, drawn.tokens[:, None]).squeeze(-1))
+    ours = repetition_penalty(logits, seen, settings.get("repetition_penalty", 1.0)) / settings.get("temperature", 1.0)
+    torch.testing.assert_close(truncate(ours, sampling(**settings)).log_softmax(-1), wanted)
+    assert not torch.equal(wanted.isfinite().sum(-1), torch.full((64,), 40)) or "min_p" not in settings
+
+
+def test_the_probability_that_the_trainer_is_compared_with_knows_temperature_only():
+    logits = 2 * torch.randn(16, 30, generator=torch.Generator().manual_seed(1))
+    uniform = uniform_numbers(range(16), 1, device=CPU)[:, 0]
+    seen = torch.ones(16, 30, dtype=torch.bool)
+    drawn = sample_tokens(logits, uniform, sampling(min_p=0.1, repetition_penalty=1.4, temperature=0.7), seen)
+    wanted = (logits / 0.7).log_softmax(-1).gather(-1, drawn.tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(drawn.policy_logps, wanted)
+    assert (drawn.logps - drawn.policy_logps).abs().mean() > 0.05
+
+
+def test_greedy_decoding_heeds_the_penalty():
+    logits, seen = torch.tensor([[2.0, 1.9, 0.0]]), torch.tensor([[True, False, False]])
+    settings = Sampling.of(RolloutConfig(repetition_penalty=1.2), temperature=0.0)
+    assert sample_tokens(logits, torch.tensor([0.5]), settings, seen).tokens.tolist() == [1]

@@ -1,3 +1,5 @@
+from datetime import date
+
 import pytest
 import yaml
 from hypothesis import given
@@ -43,6 +45,9 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
         check_config(tree)
 
 
+ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
+
+
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
@@ -60,6 +65,14 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
             "num_processes: 1",
         ),
         ({"model": {"quantization": "nf4", "lora": None}}, "quantization: none"),
+        ({"model": ADDED, "rollout": {"engine": "vllm", "vllm": {"base_urls": ["http://127.0.0.1:1"]}}}, "remove rollout.vllm"),
+        ({"model": ADDED, "rollout": {"vllm": {"sync": "adapter"}}, "evaluation": {"engine": "vllm"}}, "sync: auto"),
+        ({"model": ADDED | {"quantization": "nf4"}, "rollout": {"engine": "vllm"}}, "engine: local"),
+        ({"model": ADDED, "resources": {"fsdp": True}}, "fsdp: false"),
+        ({"model": {"added_tokens": ["<ask>", {"token": "<ask>"}]}}, "name each token once"),
+        ({"rollout": {"chat_template_kwargs": {"add_generation_prompt": False}}}, "leave it out"),
+        ({"rollout": {"chat_template_kwargs": {"a b": 1}}}, "letters, digits"),
+        ({"rollout": {"chat_template_kwargs": {"day": date(2026, 1, 2)}}}, "strings, numbers"),
     ],
     ids=str,
 )

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.answers.extract import Tags, extract_answer, is_blank
+from grpo_tasks.answers.extraction import is_blank
+from grpo_tasks.answers.tags import Tags, read_tags
 
 TAGS = Tags()
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
@@ -16,7 +17,7 @@ soup = st.lists(st.one_of(st.sampled_from(TAGS.in_order), plain_text, st.sampled
 
 @pytest.mark.parametrize("around", ["{}", "\n {}\n\n", "{}\t"])
 def test_whitespace_around_the_blocks_keeps_the_format(around):
-    found = extract_answer(around.format(HONEST), TAGS)
+    found = read_tags(around.format(HONEST), TAGS)
     assert found.strict_format
     assert found.answer == "42"
 
@@ -45,7 +46,7 @@ def test_whitespace_around_the_blocks_keeps_the_format(around):
     ],
 )
 def test_anything_else_breaks_the_format(text):
-    assert not extract_answer(text, TAGS).strict_format
+    assert not read_tags(text, TAGS).strict_format
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_anything_else_breaks_the_format(text):
     ],
 )
 def test_the_answer_is_the_one_block_outside_the_reasoning(text, answer):
-    assert extract_answer(text, TAGS).answer == answer
+    assert read_tags(text, TAGS).answer == answer
 
 
 @pytest.mark.parametrize(
@@ -87,14 +88,14 @@ def test_the_answer_is_the_one_block_outside_the_reasoning(text, answer):
     ],
 )
 def test_the_lenient_answer_is_the_last_block_or_the_last_number(text, lenient):
-    assert extract_answer(text, TAGS).lenient_answer == lenient
+    assert read_tags(text, TAGS).lenient_answer == lenient
 
 
 def test_tags_are_parameters():
     tags = Tags(reasoning="think", answer="final")
-    found = extract_answer("<think>w</think><final>42</final>", tags)
+    found = read_tags("<think>w</think><final>42</final>", tags)
     assert (found.strict_format, found.answer) == (True, "42")
-    assert extract_answer(HONEST, tags).answer is None
+    assert read_tags(HONEST, tags).answer is None
 
 
 @pytest.mark.parametrize(
@@ -112,17 +113,17 @@ def test_tags_are_parameters():
     ],
 )
 def test_a_tag_is_in_place_once_and_after_those_before_it(text, in_place):
-    assert extract_answer(text, TAGS).ordered_tags == in_place
+    assert read_tags(text, TAGS).ordered_tags == in_place
 
 
 @pytest.mark.parametrize("text", ["", " \n", "\u200b", "<reasoning>", "<reasoning></answer>", "w<answer></answer>", HONEST * 2])
 def test_empty_and_stuffed_completions_are_worthless(text):
-    assert extract_answer(text, TAGS).worthless
+    assert read_tags(text, TAGS).worthless
 
 
 @given(visible_text, visible_text, st.sampled_from(["", "\n", "  "]))
 def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, answer, between):
-    found = extract_answer(f"<reasoning>{work}</reasoning>{between}<answer>{answer}</answer>", TAGS)
+    found = read_tags(f"<reasoning>{work}</reasoning>{between}<answer>{answer}</answer>", TAGS)
     assert found.strict_format
     assert not found.worthless
     assert found.answer == found.lenient_answer == answer.strip()
@@ -132,7 +133,7 @@ def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, ans
 @given(soup)
 def test_no_soup_of_tags_breaks_the_promises(parts):
     text = "".join(parts)
-    found = extract_answer(text, TAGS)
+    found = read_tags(text, TAGS)
     counts = [text.count(tag) for tag in TAGS.in_order]
     if found.strict_format:
         assert counts == [1, 1, 1, 1]
@@ -150,4 +151,4 @@ def test_no_soup_of_tags_breaks_the_promises(parts):
 
 @given(soup, st.sampled_from([HONEST, "<answer>42</answer>"]))
 def test_a_second_block_takes_the_answer_away(parts, block):
-    assert extract_answer("".join([block, *parts, block]), TAGS).answer is None
+    assert read_tags("".join([block, *parts, block]), TAGS).answer is None

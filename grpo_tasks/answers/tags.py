@@ -1,0 +1,136 @@
+"""Format `tags`: an answer block, after a reasoning block where the config names one.
+
+Tags are literal and case-sensitive: `<answer>`, without attributes or spaces inside. Every scan is linear in the text.
+
+Strict format. The completion is exactly one reasoning block followed by exactly one answer block. Each of the four tags occurs
+once, only whitespace stands around and between the blocks, and neither block is blank. Without a reasoning tag, any text may
+stand before the answer block. It is the reasoning, and may be missing.
+
+Answer (used by rewards and by strict accuracy). The trimmed text of the answer block. The completion must have exactly one
+opening and one closing answer tag, in this order, outside the reasoning. The block holds no other tag and is not blank. With
+several answer blocks, nested blocks or a block inside the reasoning there is no answer. No block wins, so repeating or stuffing
+tags gains nothing. A reasoning block that is never closed reaches to the end.
+
+Lenient answer (used by lenient accuracy). It forgives the format: the last answer block, wherever it stands. A block that is not
+closed ends at the next tag or at the end of the text. Without any answer tag it is the last number in the last 2,000 characters
+after the reasoning, or of the whole text when no reasoning block is closed. When the last block is blank there is none.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from grpo_tasks.answers.extraction import Extraction, is_blank, last_number
+from schemas.config.completion import TagsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Names of the two blocks."""
+
+    reasoning: str | None = "reasoning"
+    """None: there is no reasoning tag."""
+    answer: str = "answer"
+
+    @classmethod
+    def of(cls, config: TagsConfig) -> Self:
+        """The tags that a configuration names."""
+        return cls(reasoning=config.reasoning, answer=config.answer)
+
+    @property
+    def in_order(self) -> list[str]:
+        """The four tags, or the two of the answer, in the order of the strict format."""
+        return [tag for name in (self.reasoning, self.answer) if name is not None for tag in (f"<{name}>", f"</{name}>")]
+
+    def block(self, reasoning: str, answer: str) -> str:
+        """A completion in the strict format."""
+        before = reasoning if self.reasoning is None else f"<{self.reasoning}>{reasoning}</{self.reasoning}>"
+        return f"{before}<{self.answer}>{answer}</{self.answer}>"
+
+
+def read_tags(text: str, tags: Tags) -> Extraction:
+    """Read one completion by the rules of this module, in time linear in its length."""
+    order = tags.in_order
+    counts = [text.count(tag) for tag in order]
+    first = [text.find(tag) for tag in order]
+    reasoning = _reasoning(text, order, counts)
+    block = _last_block(text, order)
+    # Each text is tested for blankness once: for a long text it is the most expensive test here.
+    blank_reasoning = len(order) == 4 and reasoning is not None and is_blank(reasoning)
+    blank_answer = is_blank(_without_tags(text, order) if block is None else block)
+    return Extraction(
+        answer=None if blank_answer else _answer(text, order, counts),
+        reasoning=reasoning,
+        strict_format=not (blank_reasoning or blank_answer) and _strict(text, order, counts, first),
+        lenient_answer=None if blank_answer else _lenient(text, order, block),
+        ordered_tags=_ordered(counts, first) - (2 if blank_reasoning else 0),
+        trailing_chars=len(text[text.rfind(order[-1]) + len(order[-1]) :].strip()) if counts[-1] else 0,
+        stuffed=max(counts) > 1,
+        empty_answer=blank_answer,
+    )
+
+
+def _reasoning(text: str, order: list[str], counts: list[int]) -> str | None:
+    if len(order) == 2:
+        return text[: text.find(order[0])] if counts == [1, 1] else None
+    return _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
+
+
+def _between(text: str, opening: str, closing: str) -> str | None:
+    start = text.find(opening)
+    end = text.find(closing, start)
+    return text[start + len(opening) : end] if start >= 0 and end >= 0 else None
+
+
+def _without_tags(text: str, order: list[str]) -> str:
+    for tag in order:
+        text = text.replace(tag, "")
+    return text
+
+
+def _strict(text: str, order: list[str], counts: list[int], first: list[int]) -> bool:
+    if set(counts) != {1} or first != sorted(first):
+        return False
+    ends = [start + len(tag) for start, tag in zip(first, order, strict=True)]
+    # Before the first tag stands nothing, unless that text is the reasoning.
+    around = [text[: first[0]], text[ends[1] : first[2]]] if len(order) == 4 else []
+    return not any(piece.strip() for piece in [*around, text[ends[-1] :]])
+
+
+def _answer(text: str, order: list[str], counts: list[int]) -> str | None:
+    found = _between(text, order[-2], order[-1]) if counts[-2:] == [1, 1] else None
+    if found is None or any(tag in found for tag in order[:-2]):
+        return None
+    return None if len(order) == 4 and _inside_reasoning(text, order) else found.strip()
+
+
+def _inside_reasoning(text: str, order: list[str]) -> bool:
+    opening, closing, start = order[0], order[1], text.find(order[2])
+    if text.rfind(opening, 0, start) > text.rfind(closing, 0, start):
+        return True
+    # The next reasoning tag after the answer closes a block: the answer stands inside it, even if the opening tag is missing.
+    next_closing, next_opening = text.find(closing, start), text.find(opening, start)
+    return next_closing >= 0 and not 0 <= next_opening < next_closing
+
+
+def _ordered(counts: list[int], first: list[int]) -> int:
+    # A missing tag has position -1 and so precedes every other one.
+    return sum(
+        count == 1 and all(before < start for before in first[:index])
+        for index, (count, start) in enumerate(zip(counts, first, strict=True))
+    )
+
+
+def _last_block(text: str, order: list[str]) -> str | None:
+    start = text.rfind(order[-2])
+    if start < 0:
+        return None
+    start += len(order[-2])
+    ends = [end for tag in order if (end := text.find(tag, start)) >= 0]
+    return text[start : min(ends, default=len(text))]
+
+
+def _lenient(text: str, order: list[str], block: str | None) -> str | None:
+    if block is not None:
+        return block.strip()
+    closed = text.rfind(order[1]) if len(order) == 4 else -1
+    return last_number(text[closed + len(order[1]) :] if closed >= 0 else text)

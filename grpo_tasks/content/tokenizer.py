@@ -1,0 +1,119 @@
+"""What a run's settings change about a tokenizer: added tokens, and variables of its chat template.
+
+    tokenizer as published -> added tokens of model.added_tokens -> template with the defaults of rollout.chat_template_kwargs
+
+Everything that loads a tokenizer prepares it here, so that validation, sampling, training and the merged model agree. The changes
+are saved with a merged model: its template keeps the defaults, and needs no settings of ours. Imports no torch.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from schemas.config.model import AddedToken, ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def added_tokens(model: ModelConfig) -> list[AddedToken]:
+    """`model.added_tokens`; a bare string is an ordinary token."""
+    return [AddedToken(token=given) if isinstance(given, str) else given for given in model.added_tokens]
+
+
+def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken]) -> list[int]:
+    """Add tokens in place, in their order; those that the tokenizer has already keep their ids.
+
+    Returns:
+        The ids that are new.
+    """
+    import tokenizers
+
+    before = set(tokenizer.get_vocab())
+    for token in tokens:
+        if token.token in before and not token.special:
+            continue
+        # Not add_special_tokens, which replaces the special tokens that a tokenizer has. Not normalised: the text is found as is.
+        added = tokenizers.AddedToken(token.token, special=token.special, normalized=False)
+        tokenizer.add_tokens([added], special_tokens=token.special)
+    return [token_id(tokenizer, token.token) for token in tokens if token.token not in before]
+
+
+def token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int:
+    """The id of a token that the tokenizer has.
+
+    Raises:
+        ConfigError: it does not have it.
+    """
+    found = tokenizer.get_vocab().get(token)
+    if found is not None:
+        return int(found)
+    # A byte-level vocabulary spells " the" in characters of its own.
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1 or tokenizer.decode(ids) != token:
+        raise ConfigError(
+            f"the tokenizer has no token {token!r}",
+            place="rollout.stop_token_ids",
+            fix="add it to model.added_tokens, or use rollout.stop for a string of several tokens",
+        )
+    return int(ids[0])
+
+
+def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", given: Iterable[int | str]) -> frozenset[int]:
+    """Token ids of `rollout.stop_token_ids`, which names tokens by id or by text.
+
+    Raises:
+        ConfigError: the tokenizer does not have a named token.
+    """
+    return frozenset(token_id(tokenizer, token) if isinstance(token, str) else token for token in given)
+
+
+def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[str, Any]) -> None:
+    """Give variables of the chat template a default, in place.
+
+    Rendering then equals `apply_chat_template(..., **values)`, and a caller may still pass another value.
+    """
+    template = tokenizer.chat_template
+    if not values or not template:
+        return
+    # "+%}" keeps the line break that may follow: trim_blocks would remove one from the beginning of the template.
+    opening = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
+        for name, value in sorted(values.items())
+    )
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: _opened(text, opening) for name, text in template.items()}
+    else:
+        tokenizer.chat_template = _opened(template, opening)
+
+
+def prepare(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Apply the settings of a run to the tokenizer of its base model, in place."""
+    add_tokens(tokenizer, added_tokens(model))
+    set_template_defaults(tokenizer, rollout.chat_template_kwargs)
+
+
+def with_stop_ids(rollout: RolloutConfig, tokenizer: "PreTrainedTokenizerBase") -> RolloutConfig:
+    """The settings with every stop token named by its id.
+
+    Raises:
+        ConfigError: the tokenizer does not have a named token.
+    """
+    return rollout.model_copy(update={"stop_token_ids": sorted(stop_token_ids(tokenizer, rollout.stop_token_ids))})
+
+
+def _opened(template: str, opening: str) -> str:
+    # A tokenizer that was saved with a merged model has the defaults already.
+    return template if template.startswith(opening) else opening + template
+
+
+def _literal(value: Any) -> str:
+    """The value as a Jinja literal."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    # JSON and Jinja write strings, numbers and booleans alike; Jinja reads a string's escapes as Python does.
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

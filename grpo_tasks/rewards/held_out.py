@@ -1,0 +1,67 @@
+"""Scores of held-out completions by reward functions, as columns for the evaluation, which knows no reward.
+
+    samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean
+
+A column is null where no function, or the function, applies.
+
+A failure follows the function's `on_error`, as in training.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from grpo_tasks.rewards.contract import Row, batch_of
+from grpo_tasks.rewards.suite import RewardSuite, Scores
+from grpo_tasks.rewards.totals import total_scores
+from schemas.config.completion import CompletionConfig
+from schemas.config.run import ScoringInputs
+from schemas.metrics import REWARD, REWARD_MEAN, member
+
+CHUNK = 64
+"""Completions in one call of a function, about as many as in an update. Chunks hold whole prompts where these are smaller."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def reward_columns(
+    samples: pl.DataFrame,
+    rows: Sequence[Row],
+    scoring: ScoringInputs,
+    *,
+    completion: CompletionConfig,
+    per_prompt: int,
+    log: Path | None = None,
+) -> pl.DataFrame:
+    """One row per sample, in their order: column `reward` if any function has a weight, and one column per function.
+
+    Args:
+        samples: columns prompt_id, completion and token_ids.
+        rows: the row of every prompt_id.
+        scoring: the functions.
+        completion: what an answer is, for the built-in functions.
+        per_prompt: consecutive samples that belong to one prompt.
+        log: file that receives what the functions print.
+
+    Raises:
+        RewardError: a function with on_error raise failed.
+        ConfigError: a function cannot be loaded.
+    """
+    by_id = {row.prompt_id: row for row in rows}
+    chunk = max(1, CHUNK // per_prompt) * per_prompt
+    with RewardSuite(scoring.rewards, [*scoring.weighted, *scoring.reported], completion=completion, log=log) as suite:
+        scores = Scores.join([_scored(suite, samples[start : start + chunk], by_id) for start in range(0, samples.height, chunk)])
+    for note in scores.notes:
+        _LOGGER.warning("evaluation: %s", note)
+    columns = {member(REWARD_MEAN, name): scores.raw[:, index] for index, name in enumerate(scores.names)}
+    if scoring.weighted:
+        weighted = len(scoring.weighted)
+        columns[REWARD] = total_scores(scores.raw[:, :weighted], np.asarray(scores.weights)[:weighted])
+    return pl.DataFrame(columns).with_columns(pl.all().fill_nan(None))
+
+
+def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row]) -> Scores:
+    rows = [by_id[prompt_id] for prompt_id in samples["prompt_id"]]
+    return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list()))
