@@ -19,7 +19,7 @@ def rows(**columns):
     [
         ({"question": lambda n: f"What is {n} + 1?", "answer": str}, Choice("question", None, "answer")),
         ({"id": str, "input": lambda n: f"What is {n} + 1?", "target": lambda n: n}, Choice("input", None, "target")),
-        ({"prompt": lambda n: CHAT, "answer": str}, Choice(None, "prompt", "answer")),
+        ({"prompt": CHAT, "answer": str}, Choice(None, "prompt", "answer")),
         ({"prompt": lambda n: f"Tell me about {n}"}, Choice("prompt", None, None)),
         ({"question": lambda n: f"Why {n}?", "answer": None}, Choice("question", None, None)),
         (
