@@ -22,7 +22,7 @@ class Recorder:
         self.recorded.append(result.rows)
 
     def record_failure(self, step, directory, error):
-        self.failed.append((step, str(error)))
+        self.failed.append((step, directory.name.split("-")[0], str(error)))
 
 
 CALLS = []
@@ -65,7 +65,7 @@ def test_an_error_of_the_users_is_recorded_and_not_retried(run):
     with pytest.raises(DataError, match="no rows"):
         step(rooms=("content",), retries=2)(prepare_data)(run, -1)
     assert CALLS == [-1]
-    assert run.failed == [("prepare_data", "no rows")]
+    assert run.failed == [("prepare_data", "all", "no rows")]
 
 
 def test_a_process_that_died_is_tried_again_as_often_as_the_step_says(run):
