@@ -80,7 +80,7 @@ def _can_answer() -> bool:
 
 
 def _ask(question: str, proposed: str) -> str:
-    return typer.prompt(question, default=proposed, show_default=True).strip()
+    return str(typer.prompt(question, default=proposed, show_default=True)).strip()
 
 
 def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) -> "tuple[Proposal, str]":

@@ -34,7 +34,7 @@ def find_equality(truths: Sequence[str]) -> Equality:
     normal = [normalise_answer(truth) for truth in truths]
     rows = pl.DataFrame({"answer": normal, "source": "", "line": range(len(normal))})
     short = all(len(truth) <= _LONGEST_CHOICE for truth in normal)
-    kinds: list[Equality] = ["numeric", *(["choice"] if short else []), "math"]  # type: ignore[list-item]
+    kinds: list[Equality] = ["numeric", "choice", "math"] if short else ["numeric", "math"]
     for kind in kinds:
         if normal and find_unusable_truths(rows, kind).count == 0:
             return kind

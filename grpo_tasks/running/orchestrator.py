@@ -43,7 +43,7 @@ def flow_run_id() -> str | None:
         return None
     from prefect.runtime import flow_run
 
-    return flow_run.id
+    return str(flow_run.id) if flow_run.id else None
 
 
 def show_artifact(key: str, markdown: str, *, description: str) -> None:
