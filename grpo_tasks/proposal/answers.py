@@ -24,7 +24,7 @@ def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
     """The pattern that marks the ground truth in nearly all answers, and what it takes; None when the answer is bare."""
     column = pl.Series("answer", answers, dtype=pl.String)
     for pattern, meaning in PATTERNS:
-        if len(column) and (column.str.contains(pattern).mean() or 0) >= MATCHED:
+        if len(column) and int(column.str.contains(pattern).sum()) >= MATCHED * len(column):
             return pattern, meaning
     return None
 

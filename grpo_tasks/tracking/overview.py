@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
@@ -71,11 +72,14 @@ def registered_versions(tracking: TrackingConfig, name: str | None = None) -> li
         raise ModelError(f"no such model: {name}", place=store.uri, fix=f"registered models: {', '.join(names) or 'none'}")
     lines = []
     for one in [name] if name is not None else names:
-        aliases = store.ask(lambda client, one=one: client.get_registered_model(one)).aliases
-        versions = store.ask(lambda client, one=one: list(client.search_model_versions(f"name = '{one}'")))
+        aliases, versions = store.ask(partial(_versions, name=one))
         by_number = sorted(versions, key=lambda version: -int(version.version))
         lines += [_model_line(store, version, aliases) for version in by_number]
     return lines
+
+
+def _versions(client: MlflowClient, name: str) -> tuple[dict[str, str], list[ModelVersion]]:
+    return client.get_registered_model(name).aliases, list(client.search_model_versions(f"name = '{name}'"))
 
 
 def _run_line(run: Run) -> RunLine:

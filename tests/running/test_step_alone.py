@@ -72,5 +72,6 @@ def test_a_process_that_died_is_tried_again_as_often_as_the_step_says(run):
     assert step(rooms=("content",), retries=1)(prepare_data)(run, 99).rows == 99
     assert CALLS == [99, 99]
     CALLS.clear()
+    run.fresh = True
     with pytest.raises(ChildDied):
         step(rooms=("content",))(prepare_data)(run, 99)
