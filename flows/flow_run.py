@@ -5,14 +5,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect import get_run_logger
-from prefect.runtime import flow_run
-
-from flows.ends import cancellable, noted
 from flows.preflight import check_inputs, check_installed, check_output
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.orchestrator import flow_run_id, run_logger
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
@@ -84,28 +81,40 @@ class FlowRun:
 def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
     """Check the config against this machine, then open the MLflow run of this config, these inputs and this code.
 
-    A second run of the same config, inputs and code continues the same MLflow run.
+    A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
     """
     check_installed(config)
     check_inputs(config)
     check_output(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
+    run_id = flow_run_id()
     with (
         _report_disk_full(config.resources.output_dir),
         hidden_errors(),
         _folder_lock(config, fresh),
-        noted(config.resources.output_dir / config.name / ".running", flow_run.id),
-        cancellable(flow_run.id),
-        open_run(config, key=key, fresh=fresh, flow_run_id=flow_run.id, name=name) as tracked,
+        _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
+        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, name=name) as tracked,
     ):
-        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, flow_run.id)
+        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+
+
+@contextmanager
+def _state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
+    """Let Prefect cancel the run, and show how earlier runs of this folder ended. Without a flow run there is nothing to do."""
+    if run_id is None:
+        yield
+        return
+    from flows.ends import cancellable, noted
+
+    with noted(folder, run_id), cancellable(run_id):
+        yield
 
 
 @contextmanager
 def _folder_lock(config: RunConfig, fresh: bool) -> Iterator[None]:
     """Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder."""
-    log = get_run_logger()
+    log = run_logger()
     lock = config.resources.output_dir / config.name / LOCKS / "folder"
 
     def waiting(holder: str) -> None:

@@ -1,6 +1,7 @@
 """The pipeline: data in, champion out. Read `grpo_pipeline` from top to bottom: each line is a step, and a label in the UI."""
 
 from flows.flow_run import open_flow_run
+from flows.model_names import with_local_model
 from flows.steps import base_model, evaluation_of, probed_rewards, rivals_of, trained_stage, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.merge_adapter import merge_adapter
@@ -14,6 +15,7 @@ from schemas.results.publication import PipelineResult, PublishedFacts
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
 def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
     """Run every step. A step whose inputs have not changed is skipped, unless `fresh`."""
+    config = with_local_model(config)
     with open_flow_run(config, flow="pipeline", fresh=fresh) as run:
         check_champion(config.registered_model, config.tracking)
         data = validated_data(run)

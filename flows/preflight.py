@@ -4,6 +4,8 @@ are installed.
 
 import importlib.util
 import os
+import re
+import tempfile
 from pathlib import Path
 
 from schemas.config.data import DataSource
@@ -12,6 +14,11 @@ from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
 _RELATIVE = "paths are relative to the folder where grpo is called"
+REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]{1,9}")
+"""Forms of a name that stand for a registered model: NAME@ALIAS, NAME/VERSION, and both with models:/ in front."""
+FIRST_ROWS = 200
+"""Rows that are read to find a missing column early."""
+LARGE_BYTES = 64 * 2**20
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
@@ -25,7 +32,27 @@ def check_inputs(config: RunConfig) -> None:
     for side in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, side)):
             _check_source(source, f"data.{side}.{index}.path")
-    check_model(config.model.path, "model.path")
+    if not REGISTERED.fullmatch(config.model.path) or is_local(config.model.path):
+        check_model(config.model.path, "model.path")
+
+
+def check_columns(config: RunConfig) -> None:
+    """Read the first rows of each data file, so that a missing column is refused before Prefect, MLflow and torch are imported.
+
+    Raises:
+        DataError: as the step prepare_data would, some seconds later.
+    """
+    from grpo_tasks.data.sources import load_sources
+
+    for side in ("train", "eval"):
+        for source in getattr(config.data, side):
+            path = Path(resolve(source.path))
+            # A step hashes the file that it reads; a large one would take seconds here.
+            if source.format == "hub" or not path.is_file() or path.stat().st_size > LARGE_BYTES:
+                continue
+            few = source.model_copy(update={"max_rows": min(source.max_rows or FIRST_ROWS, FIRST_ROWS)})
+            with tempfile.TemporaryDirectory() as folder:
+                load_sources(config.data.model_copy(update={"train": [few], "eval": []}), directory=Path(folder))
 
 
 def _check_source(source: DataSource, place: str) -> None:

@@ -1,12 +1,11 @@
 """Step: check every row against every rule; bad rows are quarantined with file, line and rule."""
 
-from prefect import get_run_logger
-
 from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -34,7 +33,7 @@ def validate_data(
             check_truths=truths_check(inputs.completion),
             model=model,
             rollout=rollout,
-            warn=get_run_logger().warning,
+            warn=run_logger().warning,
         )
     finally:
         # Also, and above all, when too many rows are bad.

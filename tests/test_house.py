@@ -138,7 +138,7 @@ def test_init_files_hold_a_docstring_only():
 
 
 def test_every_field_of_the_config_is_described():
-    from flows.cli.show import config_fields
+    from flows.cli.inspection import config_fields
     from schemas.config.run import RunConfig
 
     fields = config_fields(RunConfig)

@@ -5,10 +5,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.model_names import registered_model
+from flows.preflight import check_model
 from grpo_tasks.policy.chat_session import ChatSession, ChatSettings
-from grpo_tasks.tracking.models import ORIGIN, download_model
+from grpo_tasks.tracking.models import ORIGIN
 from grpo_tasks.tracking.registry import lineage_of
 from schemas.config.operations import TrackingConfig
+from schemas.paths import resolve
 from schemas.results.publication import Lineage
 
 DOWNLOADS = Path("runs") / "downloads"
@@ -31,11 +34,14 @@ def answer_questions(
 
 
 def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
-    """The folder of the model, and the system message that it was trained with."""
-    if os.path.exists(Path(name) / "config.json"):  # noqa: PTH110 - unlike Path, accepts a name of any length
-        origin = Path(name) / ORIGIN
-        return Path(name), _prompt(Lineage.load(origin)) if origin.exists() else ""
-    return Path(download_model(name, tracking, DOWNLOADS).path), _prompt(lineage_of(name, tracking))
+    """The folder or hub id of the model, and the system message that it was trained with."""
+    found = registered_model(name, tracking, DOWNLOADS)
+    if found is not None:
+        return Path(found.path), _prompt(lineage_of(name, tracking))
+    check_model(name, "MODEL")
+    origin = Path(name) / ORIGIN
+    # Unlike Path.exists, os.path.exists accepts a name of any length.
+    return Path(resolve(name)), _prompt(Lineage.load(origin)) if os.path.exists(origin) else ""  # noqa: PTH110
 
 
 def _prompt(lineage: Lineage) -> str:

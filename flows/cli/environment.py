@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from schemas.config.load import load_config
+from schemas.config.load import PRESETS, configs_in, load_config
 from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
 from schemas.secret import hide, hide_output
 
@@ -36,12 +36,23 @@ DEFAULTS = {
 """Environment variables set for every command, unless the user has set them."""
 
 
+def named_config(source: str | None) -> str:
+    """The config that the user named; raises `ConfigError` with suggestions when there is none."""
+    if source is not None:
+        return source
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    here = configs_in(Path())
+    fix = f"grpo run {here[0]}" if here else "grpo run demo, or write a config for your data: grpo init FILE"
+    raise ConfigError(f"no config is named; configs here: {', '.join(here) or 'none'}; presets: {presets}", fix=fix)
+
+
 def checked_config(source: str, override: list[str] | None) -> "RunConfig":
     """Load the config and check that its inputs exist, before Prefect takes seconds to start."""
-    from flows.preflight import check_inputs
+    from flows.preflight import check_columns, check_inputs
 
     settings = load_config(source, override)
     check_inputs(settings)
+    check_columns(settings)
     return settings
 
 
@@ -55,8 +66,57 @@ def prepare_environment() -> None:
             _check_address(name, os.environ[name])
     _check_working_directory()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_drop_traceback)
+        logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
+
+
+def prepare_step(config: "RunConfig", *, device: bool) -> bool:
+    """Prepare a command for one step. True: a flow must run it, after `prepare_flow`. False: it runs in this process.
+
+    Without a server, a flow would start a temporary one, which takes longer than the step. The step's folder decides what is
+    finished, and MLflow records it, with or without a flow. A GPU slot, though, is Prefect's: it is how two commands take turns.
+    """
+    from grpo_tasks.running.slot_names import slots_of
+
+    prepare_environment()
+    if (device and slots_of(config.resources)) or _names_server():
+        prepare_flow()
+        return True
+    _log_to_terminal()
+    return False
+
+
+def _names_server() -> bool:
+    """Whether the environment, a profile or a settings file names a Prefect server. Asks Prefect only where one of them may."""
+    if "PREFECT_API_URL" in os.environ:
+        return bool(os.environ["PREFECT_API_URL"])
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml")).expanduser()
+    places = {profiles: "PREFECT_API_URL", Path(".env"): "PREFECT_API_URL", Path("prefect.toml"): "api"}
+    places[Path("pyproject.toml")] = "tool.prefect"
+    if not any(_contains(path, word) for path, word in places.items()):
+        return False
+    from flows.temporary_server import is_temporary
+
+    return not is_temporary()
+
+
+def _contains(path: Path, word: str) -> bool:
+    try:
+        return word in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _log_to_terminal() -> None:
+    """Show what the steps log on stderr: time and message, as Prefect's log has them."""
+    log, handler = logging.getLogger("grpo"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(_hide_secrets)
+    if not log.handlers:
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def prepare_flow() -> None:
@@ -103,12 +163,19 @@ def _check_prefect(address: str | None) -> None:
     )
 
 
-def _drop_traceback(record: logging.LogRecord) -> bool:
-    # The message of a UserError says where the fault is and how to fix it; the path through our code helps nobody.
+def _point_to_the_end(record: logging.LogRecord) -> bool:
+    """Prefect logs an error of a task, of its flow and as their final states. The command itself shows it once, with its fix."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, UserError) or refused_by_system(error) is not None:
+    refused = error if isinstance(error, UserError) else refused_by_system(error)
+    if refused is not None:
         record.exc_info = record.exc_text = None
+        record.msg, record.args = f"failed: {refused.title} (see the message at the end)", None
+    elif record.getMessage().startswith(_FAILED):
+        record.msg, record.args = _FAILED.removesuffix("("), None
     return True
+
+
+_FAILED = "Finished in state Failed("
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:

@@ -1,13 +1,24 @@
 """Commands that only read: presets, fields, one row of a run, the state of the machine."""
 
-from typing import Annotated
+import textwrap
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import BaseModel
+from rich.console import Console
 
 from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set
 from flows.cli.show import out
+from schemas.config.hints import section_in
 from schemas.config.load import PRESETS, find_config, load_config
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+_INDENT = "    "
 
 
 def trace(
@@ -33,11 +44,14 @@ def doctor() -> None:
             out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/] {finding.detail}")
 
 
-def fields() -> None:
-    """List every field of a config with its meaning and default."""
-    from flows.cli.show import show_fields
-
-    show_fields(out)
+def fields(
+    word: Annotated[
+        str | None, typer.Argument(metavar="WORD", help="Only fields whose name or meaning contains this word.")
+    ] = None,
+) -> None:
+    """List the fields of a config with their meaning and default: `grpo fields learning_rate`."""
+    with report_errors():
+        show_fields(out, word)
 
 
 def presets(
@@ -52,3 +66,39 @@ def presets(
         else:
             # As it is in the file: rich would wrap its lines.
             typer.echo(find_config(name).read_text(encoding="utf-8"), nl=False)
+
+
+def show_fields(console: Console, word: str | None = None) -> None:
+    """Print every field of the config, or those whose name or meaning contains `word`.
+
+    Raises:
+        ConfigError: no field does.
+    """
+    shown = [(name, field) for name, field in config_fields(RunConfig) if word is None or _matches(word, name, field)]
+    if not shown:
+        raise ConfigError(f"no field has to do with {word}", fix="grpo fields lists all; a part of a word is enough")
+    width = max(40, console.width)
+    for name, field in shown:
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+        # A name is printed as it is: rich would take [] for markup and would cut what does not fit.
+        console.print(f"{name} = {default}" if len(default) < 40 else name, markup=False, soft_wrap=True)
+        meaning = " ".join((field.description or "").split())
+        if meaning:
+            lines = textwrap.fill(meaning, width - 1, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            console.print(lines, markup=False, highlight=False, soft_wrap=True)
+
+
+def _matches(word: str, name: str, field: "FieldInfo") -> bool:
+    return word.lower() in f"{name} {field.description or ''}".lower()
+
+
+def config_fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, "FieldInfo"]]:
+    """The dotted name and the description of every field below `model`, for example stages[].learning_rate."""
+    rows: list[tuple[str, FieldInfo]] = []
+    for name, field in model.model_fields.items():
+        inner, marker = section_in(field.annotation)
+        if inner is None:
+            rows.append((prefix + name, field))
+        else:
+            rows += config_fields(inner, f"{prefix}{name}{marker}.")
+    return rows

@@ -1,6 +1,8 @@
 """The command line, `grpo`: every command and the panel of `grpo --help` that lists it.
 
-    run.py         the pipeline and its single steps        inspection.py  presets, fields, trace, doctor
+    init.py        a config for a data file                 inspection.py  presets, fields, trace, doctor
+    run.py         the pipeline and its single steps
+    lists.py       runs, models, completions
     models.py      registered models                        operate.py     servers, workers, deployments
     environment.py what a command prepares                  errors.py      how it fails        show.py  what it prints
 
@@ -10,7 +12,7 @@ each command imports what is heavy inside its function.
 
 import typer
 
-from flows.cli import inspection, models, operate, run
+from flows.cli import init, inspection, lists, models, operate, run
 
 app = typer.Typer(
     help="Validate data, probe rewards, train with GRPO in stages, merge, evaluate, publish.",
@@ -19,8 +21,16 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 PANELS = {
-    "Run the pipeline": (run.run, run.validate, run.rewards, run.evaluate, run.merge),
-    "Look things up": (inspection.presets, inspection.fields, inspection.trace, inspection.doctor),
+    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.evaluate, run.merge),
+    "Look things up": (
+        lists.runs,
+        lists.models,
+        lists.completions,
+        inspection.presets,
+        inspection.fields,
+        inspection.trace,
+        inspection.doctor,
+    ),
     "Registered models": (models.chat, models.download, models.compare, models.lineage, models.rollback, models.reproduce),
     "Servers and deployments": (operate.up, operate.down, operate.ui, operate.serve, operate.deployments),
 }

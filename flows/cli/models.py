@@ -8,7 +8,7 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
-from flows.cli.options import Model, TrackingUri
+from flows.cli.options import MODEL_HELP, Model, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
 
@@ -47,7 +47,7 @@ def download(
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, NAME, or a model folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", help="One question. Without it you can ask several in turn.")
     ] = None,

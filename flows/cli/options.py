@@ -9,6 +9,10 @@ from schemas.secret import has_password
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset (`grpo presets` lists them).")
 ]
+OptionalConfig = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset. Without it, grpo lists those here.")
+]
+MODEL_HELP = "NAME, NAME@ALIAS or NAME/VERSION of a registered model, a model folder, or a hub id."
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field, for example stages.0.learning_rate=1e-5. Repeatable."),

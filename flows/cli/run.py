@@ -1,30 +1,36 @@
 """Commands that run the pipeline or one step of it. Each loads the config, calls a flow and shows the result."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from flows.cli.environment import checked_config, prepare_flow
+from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
-from flows.cli.options import Config, Fresh, Set
+from flows.cli.options import MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out
+
+if TYPE_CHECKING:
+    from schemas.config.run import RunConfig
 
 
 def run(
-    config: Config,
+    config: OptionalConfig = None,
     override: Set = None,
     fresh: Fresh = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
-    with report_errors():
-        settings = checked_config(config, override)
+    with report_errors() as command:
+        settings = checked_config(named_config(config), override)
+        command.folder = settings.resources.output_dir / settings.name
         if dry_run:
             from flows.cli.show import show_plan
 
             show_plan(out, settings)
             return
+        first_line(settings, "starting Prefect and MLflow")
         prepare_flow()
         from flows.cli.show import show_pipeline
         from flows.pipeline import grpo_pipeline
@@ -32,30 +38,44 @@ def run(
         show_pipeline(out, settings, grpo_pipeline(settings, fresh))
 
 
+def first_line(config: "RunConfig", doing: str) -> None:
+    """Say on stderr what begins, before the imports that take seconds."""
+    typer.echo(f"{config.name}: {doing} ({config.resources.output_dir / config.name})", err=True)
+
+
+def one_step(name: str, config: "RunConfig", *, device: bool) -> Callable[..., Any]:
+    """The function that runs one step: a flow where a Prefect server or a GPU slot is involved, a plain function otherwise."""
+    if prepare_step(config, device=device):
+        from flows import single
+
+        return cast(Callable[..., Any], getattr(single, f"{name}_flow"))
+    from flows import one_step as plain
+
+    return cast(Callable[..., Any], getattr(plain, name))
+
+
 def validate(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Read the data and check every row."""
     with report_errors():
         settings = checked_config(config, override)
-        prepare_flow()
+        first_line(settings, "reading the data")
         from flows.cli.show import show_data
-        from flows.single import validate_flow
 
-        show_data(out, validate_flow(settings, fresh))
+        show_data(out, one_step("validate", settings, device=False)(settings, fresh))
 
 
 def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
     """Run the reward lab: test every reward function of every stage before any training."""
     with report_errors():
         settings = checked_config(config, override)
-        prepare_flow()
+        first_line(settings, "testing the rewards")
         from flows.cli.show import show_lab
-        from flows.single import rewards_flow
 
-        show_lab(out, rewards_flow(settings, fresh))
+        show_lab(out, one_step("rewards", settings, device=True)(settings, fresh))
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model or adapter folder, a hub id, or models:/NAME@ALIAS.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     config: Config,
     override: Set = None,
     fresh: Fresh = False,
@@ -63,11 +83,10 @@ def evaluate(
     """Evaluate a model on the held-out prompts of a config."""
     with report_errors():
         settings = checked_config(config, override)
-        prepare_flow()
+        first_line(settings, "evaluating the model")
         from flows.cli.show import show_evaluations
-        from flows.single import evaluate_flow
 
-        show_evaluations(out, [evaluate_flow(model, settings, fresh)])
+        show_evaluations(out, [one_step("evaluate", settings, device=True)(model, settings, fresh)])
 
 
 def merge(
@@ -79,8 +98,7 @@ def merge(
     """Merge an adapter into the base model of a config and prove that the result is the same policy."""
     with report_errors():
         settings = checked_config(config, override)
-        prepare_flow()
+        first_line(settings, "merging the adapter")
         from flows.cli.show import show_merge
-        from flows.single import merge_flow
 
-        show_merge(out, merge_flow(adapter, settings, into))
+        show_merge(out, one_step("merge", settings, device=True)(adapter, settings, into))

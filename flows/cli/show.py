@@ -1,9 +1,8 @@
 """Plans and results as the command line prints them. Light to import: a dry run must answer at once."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +19,6 @@ from schemas.results.publication import Lineage, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
     import polars as pl
-    from pydantic.fields import FieldInfo
 
     from grpo_tasks.operating.trace import Trace
     from grpo_tasks.reporting.compare import Comparison
@@ -121,6 +119,13 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
     publication = result.publication
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
+    version = f"{publication.model_name}/{publication.model_version}"
+    merged = [evaluation.model.path for evaluation in result.evaluations if evaluation.label == "merged"]
+    for folder in merged:
+        console.print(f"merged model: {folder}", soft_wrap=True, highlight=False)
+    console.print(f"registered as {version}", highlight=False)
+    console.print(f"try it:       grpo chat {version}", soft_wrap=True, highlight=False)
+    console.print(f"fetch it:     grpo download {version} DIR", soft_wrap=True, highlight=False)
     console.print(f"report: {result.report}", soft_wrap=True)
     console.print(
         f"MLflow run {publication.run_id}; files in {config.resources.output_dir / config.name}; open both UIs with: grpo ui"
@@ -197,38 +202,6 @@ def show_reproduction(console: Console, made: Reproduction) -> None:
         f"(MLflow run {made.run_id})",
         soft_wrap=True,
     )
-
-
-def show_fields(console: Console) -> None:
-    """Print every field of the config."""
-    table = Table("field", "default", "meaning")
-    for name, field in config_fields(RunConfig, ""):
-        default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
-        table.add_row(name, default if len(default) < 40 else "...", " ".join((field.description or "").split()))
-    console.print(table)
-
-
-def config_fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, "FieldInfo"]]:
-    """The dotted name and the description of every field below `model`, for example stages[].learning_rate."""
-    rows: list[tuple[str, FieldInfo]] = []
-    for name, field in model.model_fields.items():
-        inner, marker = _section_in(field.annotation)
-        if inner is None:
-            rows.append((prefix + name, field))
-        else:
-            rows += config_fields(inner, f"{prefix}{name}{marker}.")
-    return rows
-
-
-def _section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, marker
-    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
-    for argument in get_args(annotation):
-        inner, found = _section_in(argument, marker)
-        if inner is not None:
-            return inner, found
-    return None, marker
 
 
 def _figure(report: EvalReport, name: str) -> str:

@@ -29,7 +29,7 @@ from grpo_tasks.data.chunks import (
     read_chunks_in_parallel,
 )
 from grpo_tasks.data.jsonl import UTF8, encoding_of, holds_array, open_as_utf8, read_jsonl
-from grpo_tasks.data.records import Columns, Record
+from grpo_tasks.data.records import Columns, Fields, Record
 from grpo_tasks.data.tabular import csv_delimiter, csv_encoding, read_csv, read_hub, read_parquet
 from schemas.config.data import DataConfig, DataSource, template_columns
 from schemas.errors import DataError
@@ -216,3 +216,19 @@ def _check_file(path: Path, source: DataSource) -> None:
         path.open("rb").close()
     except OSError as error:
         raise DataError(f"the file cannot be opened: {error.strerror}", place=source.path, fix="check its permissions") from error
+
+
+def preview(source: DataSource, limit: int) -> list[Fields]:
+    """The first readable records of a file with all their columns, at most `limit`; empty for a hub data set.
+
+    Raises:
+        DataError: the file is missing, empty or unreadable.
+    """
+    columns = Columns("question", "prompt", "answer")
+    layout = _layout(source, columns)
+    if layout.format == "hub":
+        return []
+    records = _file_records(Path(resolve(source.path)), layout, columns)
+    # A file of broken lines only must not be read to its end.
+    readable = (record.fields for record in islice(records, 10 * limit) if record.fields is not None)
+    return list(islice(readable, limit))

@@ -19,10 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefect import get_run_logger
-
 from grpo_tasks.content.manifest import find_changes
 from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.running.orchestrator import run_logger
 from schemas.errors import DamagedError
 from schemas.results.base import StepResult
 
@@ -59,7 +58,7 @@ def finished_result(kind: type[Made], folder: Path) -> Made | None:
 
 
 def _mark_damaged(folder: Path, paths: list[str], damage: str) -> None:
-    get_run_logger().warning("%s; the step runs again", damage)
+    run_logger().warning("%s; the step runs again", damage)
     (folder / DAMAGED).write_text("\n".join(paths), encoding="utf-8")
 
 
@@ -90,7 +89,7 @@ def _clear_damage(folder: Path, paths: list[str]) -> None:
     aside = next(name for name in names if not name.exists())
     folder.rename(aside)
     (aside / RESULT).unlink(missing_ok=True)
-    get_run_logger().warning("%s: journal or tables are damaged; kept as %s, and the stage starts again", folder, aside)
+    run_logger().warning("%s: journal or tables are damaged; kept as %s, and the stage starts again", folder, aside)
 
 
 def require_unchanged(inputs: Mapping[str, Any]) -> None:

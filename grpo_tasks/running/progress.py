@@ -14,12 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 from uuid import NAMESPACE_URL, uuid5
 
-from prefect import get_run_logger
-from prefect.context import TaskRunContext
-from prefect.events import emit_event
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
+from grpo_tasks.running.orchestrator import in_flow, run_logger
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
@@ -42,7 +40,7 @@ class StageProgress:
 
     def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
-        self._log = get_run_logger()
+        self._log = run_logger()
         self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
         self._polled = self._shipped = time.monotonic()
         self._bar = Progress(
@@ -105,6 +103,11 @@ class StageProgress:
 
     def _emit(self, event: dict[str, Any]) -> None:
         """Send an event to the event feed of the Prefect UI, where it can trigger an automation."""
+        if not in_flow():
+            return
+        from prefect.context import TaskRunContext
+        from prefect.events import emit_event
+
         resource = {"prefect.resource.id": f"grpo.stage.{self._directory.root.name}"}
         context = TaskRunContext.get()
         run = context.task_run.flow_run_id if context else None

@@ -17,7 +17,6 @@ the holder (a Prefect variable) are ours, because `prefect.concurrency.sync.conc
 """
 
 import json
-import os
 import re
 import socket
 import threading
@@ -26,7 +25,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -39,14 +37,11 @@ from prefect.runtime import flow_run
 from prefect.variables import Variable
 
 from grpo_tasks.processes.identity import ProcessIdentity
-from schemas.config.operations import ResourcesConfig
 
 LEASE_S = 60.0
 """Duration of a lease, the shortest that Prefect allows. The slot of a machine that vanishes is free after this."""
 RENEWAL_INTERVAL_S = 15.0
 RETRY_INTERVAL_S = 2.0
-SHARED = "shared"
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +66,6 @@ class Holder:
         except (ObjectNotFound, ValueError):
             return True
         return state is not None and state.is_final()
-
-
-def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
-    """Names of the slots a run holds: those of its GPUs, the one it names, or none (CPU, shared).
-
-    They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
-    """
-    if resources.gpu_slot == SHARED:
-        return []
-    if resources.gpu_slot != AUTO:
-        return [resources.gpu_slot]
-    if has_cards is None:
-        has_cards = Path("/proc/driver/nvidia/gpus").exists()
-    if resources.device == "cpu" or not has_cards:
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else [str(card) for card in range(resources.num_processes)]
-    return sorted(f"gpu-{socket.gethostname()}-{card}" for card in cards[: resources.num_processes])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A step: a function of (work, inputs) that becomes a Prefect task with a content key and a folder.
+"""A step: a function of (work, inputs) that gets a content key and a folder, and in a flow a Prefect task.
 
     @step(rooms=("data",))
     def prepare_data(work: Work, data: DataConfig) -> PreparedData: ...
@@ -12,28 +12,26 @@
 
 The same inputs and the same code have the same key and therefore the same folder. Only the folder decides whether a step is
 finished: its result.json must have a seal and a manifest that agrees with every file. Prefect's own caching is off.
+
+Outside of a flow the same function runs without Prefect: same key, same folder, same record in MLflow.
 """
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
-
-from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.states import Completed
 
 from grpo_tasks.content.manifest import take_manifest
 from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.slots import hold_all, slots_of
+from grpo_tasks.running.orchestrator import in_flow, run_logger, show_artifact
+from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
 from schemas.results.base import StepResult
@@ -44,8 +42,8 @@ LOCKS = ".locks"
 Inputs = ParamSpec("Inputs")
 Made = TypeVar("Made", bound=StepResult)
 
-CACHED = "Cached"
-"""Name of the Prefect state of a step that was skipped."""
+RETRY_DELAY_S = 5
+"""Seconds before a step whose child process died is tried again."""
 
 
 class Run(Protocol):
@@ -80,7 +78,7 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        create_markdown_artifact(key=name.replace("_", "-").lower(), markdown=hide(markdown), description=self.key[:16])
+        show_artifact(name.replace("_", "-").lower(), hide(markdown), description=self.key[:16])
 
 
 def step(
@@ -100,7 +98,6 @@ def step(
         name = body.__name__
         result_type: Any = inspect.signature(body, eval_str=True).return_annotation
         defined = _Step(body, result_type, resumable, cached, device)
-        prefect_task = _prefect_task(defined, name, retries)
 
         @functools.wraps(body)
         def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
@@ -109,14 +106,28 @@ def step(
             key = content_key(name, (*rooms, name), inputs)
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
-            # Prefect keeps the state of a task, not its result: the task appends the result here.
-            results: list[Made] = []
-            state = prefect_task(work, label, inputs, results, return_state=True)
-            return _record(state, results, run, work, label)
+            run_step = _run_as_task if in_flow() else _run_here
+            try:
+                outcome = run_step(functools.partial(defined.skip_or_run, work, inputs), body, label, retries)
+            except UserError as error:
+                run.record_failure(label, work.directory, error)
+                raise
+            run_logger().info("%s (%s)", outcome.message(label), work.directory)
+            run.record(outcome.result)
+            return outcome.result
 
         return cast(Callable[Concatenate[Run, Inputs], Made], call)
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[Made]):
+    result: Made
+    skipped: bool
+
+    def message(self, label: str) -> str:
+        return f"{label}: unchanged, skipped" if self.skipped else f"{label}: done in {self.result.seconds:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +138,19 @@ class _Step(Generic[Made]):
     cached: bool
     device: bool
 
-    def skip_or_run(self, work: Work, label: str, inputs: dict[str, Any], results: list[Made]) -> State[None]:
-        """Skip the step if its folder holds the finished result, otherwise run it. Appends the result to `results`."""
-        with _locked_folder(work, label):
+    def skip_or_run(self, work: Work, inputs: dict[str, Any]) -> _Outcome[Made]:
+        """Skip the step if its folder holds the finished result, otherwise run it."""
+        with _locked_folder(work):
             may_skip = self.cached and not work.run.fresh
             finished = finished_result(self.result_type, work.directory) if may_skip else None
             if finished is not None:
-                results.append(finished)
-                return Completed(name=CACHED, message=f"{label}: unchanged, every file verified")
-            result = self._run(work, inputs)
-            results.append(result)
-        return Completed(message=f"{label}: done in {result.seconds:.1f} s")
+                return _Outcome(finished, skipped=True)
+            return _Outcome(self._run(work, inputs), skipped=False)
 
     def _run(self, work: Work, inputs: dict[str, Any]) -> Made:
         clear(work.directory, resumable=self.resumable and not work.run.fresh)
         # The slot is acquired here and not before: a step that is skipped needs no GPU.
-        with hidden_errors(), hold_all(slots_of(work.run.resources) if self.device else ()):
+        with hidden_errors(), _slots(work) if self.device else nullcontext():
             result = self.body(work, **inputs)
         # The seal is written last. A step that is killed before this line is not finished.
         result = result.sealed(take_manifest(work.directory))
@@ -150,50 +158,48 @@ class _Step(Generic[Made]):
         return result
 
 
-def _prefect_task(defined: _Step[Any], name: str, retries: int) -> Any:
-    def skip_or_run(work: Work, label: str, inputs: dict[str, Any], results: list[Any]) -> State[None]:
-        return defined.skip_or_run(work, label, inputs, results)
+def _run_as_task(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:
+    from grpo_tasks.running.prefect_task import run_as_task
 
-    make_task: Any = task  # its overloads know no generic function
-    return make_task(
-        skip_or_run,
-        name=name,
-        task_run_name="{label}",
-        description=inspect.getdoc(defined.body),
-        # Only the folder decides whether a step is finished; a cache of Prefect's could contradict it.
-        cache_policy=NO_CACHE,
-        persist_result=False,
-        retries=retries,
-        retry_delay_seconds=5,
-        retry_condition_fn=_child_died,
-    )
+    def state_message(outcome: _Outcome[Made]) -> tuple[bool, str]:
+        return outcome.skipped, f"{label}: unchanged, every file verified" if outcome.skipped else outcome.message(label)
+
+    about = inspect.getdoc(body)
+    made = run_as_task(run, state_message, name=body.__name__, label=label, about=about, retries=retries, delay_s=RETRY_DELAY_S)
+    return cast(_Outcome[Made], made)
+
+
+def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:  # noqa: ARG001 - the shape of `_run_as_task`
+    for attempt in range(retries):
+        try:
+            return run()
+        except ChildDied as error:
+            run_logger().warning("%s: %s; attempt %d of %d follows", label, error.message, attempt + 2, retries + 1)
+            time.sleep(RETRY_DELAY_S)
+    return run()
+
+
+def _slots(work: Work) -> AbstractContextManager[None]:
+    """Hold the GPU slots of the run. A slot is Prefect's; where the machine has none, Prefect is not imported."""
+    names = slots_of(work.run.resources)
+    if not names:
+        return nullcontext()
+    from grpo_tasks.running.slots import hold_all
+
+    return hold_all(names)
 
 
 @contextmanager
-def _locked_folder(work: Work, label: str) -> Iterator[None]:
+def _locked_folder(work: Work) -> Iterator[None]:
     """Be the only process in this folder. Of two runs that need the same step, the second waits and finds it finished."""
-    log = get_run_logger()
+    log, name = run_logger(), work.directory.parent.name
 
     def waiting(holder: str) -> None:
-        log.info("%s: waiting for %s, which runs the same step (%s)", label, holder, work.directory)
+        log.info("%s: waiting for %s, which runs the same step (%s)", name, holder, work.directory)
 
     lock = work.directory.parent.parent / LOCKS / f"{work.directory.parent.name}-{work.directory.name}"
     with alone(lock, who="another run", waiting=waiting):
         yield
-
-
-def _record(state: State[Any], results: list[Made], run: Run, work: Work, label: str) -> Made:
-    """Log and record the result of the task, or record its failure and raise its error."""
-    try:
-        state.result()
-    except UserError as error:
-        run.record_failure(label, work.directory, error)
-        raise
-    [result] = results
-    outcome = "unchanged, skipped" if state.name == CACHED else f"done in {result.seconds:.1f} s"
-    get_run_logger().info("%s: %s (%s)", label, outcome, work.directory)
-    run.record(result)
-    return result
 
 
 def _bound(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -209,13 +215,3 @@ def _label(name: str, inputs: dict[str, Any]) -> str:
     """The step's name, followed by the stage or the model for a step that runs more than once in a pipeline."""
     suffix = inputs.get("label") or getattr(inputs.get("stage"), "name", None)
     return f"{name}-{suffix}" if suffix else name
-
-
-async def _child_died(task: object, task_run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001 - Prefect's signature
-    try:
-        await state.aresult()
-    except ChildDied:
-        return True
-    except BaseException:
-        return False
-    return False

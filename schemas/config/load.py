@@ -9,10 +9,11 @@ lists are replaced. An override is `a.b.0.c=value` with a YAML value.
 import difflib
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from schemas.config.hints import hint_for, hint_for_value
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
@@ -22,6 +23,8 @@ from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
+_MOST_FILES = 50
+"""YAML files that are looked at for a suggestion."""
 PRESETS = DEPLOY / "presets"
 
 
@@ -188,9 +191,27 @@ def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
         if os.path.lexists(candidate):
             raise ConfigError(reason, place=str(candidate), fix="name a YAML file or a preset")
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    near = difflib.get_close_matches(Path(source).stem, names, n=1)
+    here = configs_in(Path(source).parent if len(str(source)) < _SHOWN else Path())
+    near = difflib.get_close_matches(Path(source).name, here, n=1) or difflib.get_close_matches(Path(source).stem, names, n=1)
     fix = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names)}"
+    if here and not near:
+        fix = f"configs there: {', '.join(here)}; {fix}"
     raise ConfigError(f"no such configuration: {shorten(str(source), _SHOWN)}", fix=fix)
+
+
+def configs_in(folder: Path) -> list[str]:
+    """Names of the files in a folder that look like a config, at most eight."""
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and not why_not_a_file(path))
+    except (OSError, ValueError):
+        return []
+    return [path.name for path in found[:_MOST_FILES] if _looks_like_config(path)][:8]
+
+
+def _looks_like_config(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = b"\n" + file.read(MAX_CHARS)
+    return b"\nstages:" in start or b"\nextends:" in start
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -238,28 +259,9 @@ def _fault_line(fault: dict[str, Any]) -> str:
     location = [part for part in fault["loc"] if part != "literal['all-linear']"]
     place = ".".join(str(part) for part in location) or "configuration"
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(location[-1]), _keys_at(location[:-1]), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_at(location[:-1]))}"
-        return f"{place}: unknown key; {hint}"
+        return f"{place}: unknown key; {hint_for(location)}"
     message = _MESSAGES.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
     shown = f" (given: {shorten(repr(given), _SHOWN)})" if isinstance(given, str | int | float | bool) or given is None else ""
-    return f"{place}: {message}{shown}"
-
-
-def _keys_at(location: list[Any]) -> list[str]:
-    model: type[BaseModel] | None = RunConfig
-    for part in location:
-        if isinstance(part, str) and model is not None and part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation)
-    return list(model.model_fields) if model is not None else []
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in get_args(annotation):
-        found = _model_in(argument)
-        if found is not None:
-            return found
-    return None
+    fix = hint_for_value(location, given)
+    return f"{place}: {message}{shown}" + (f"; fix: {fix}" if fix else "")

@@ -16,7 +16,7 @@ from schemas.errors import TrainingError
 def followed(tmp_path, monkeypatch, caplog):
     """Follow a stage whose journal the test writes; gives the updates that were logged and the shipments."""
     # Prefect's logger exists inside a run only.
-    monkeypatch.setattr(progress_module, "get_run_logger", lambda: logging.getLogger("progress"))
+    monkeypatch.setattr(progress_module, "run_logger", lambda: logging.getLogger("progress"))
     caplog.set_level(logging.INFO, "progress")
     directory = StageDir(tmp_path)
     journal = Journal(directory.journal)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from grpo_tasks.running.slots import hold, slots_of
+from grpo_tasks.running.slot_names import slots_of
+from grpo_tasks.running.slots import hold
 from schemas.config.operations import ResourcesConfig
 
 pytestmark = pytest.mark.xdist_group("running")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from flows.cli.show import show_fields
+from flows.cli.inspection import show_fields
 from grpo_tasks.stage.guards import GUARDS, Guards, kl_guard_off
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.tracking.description import flatten

@@ -1,0 +1,117 @@
+"""`grpo init`: writes a config for a data file, after at most five questions."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.environment import prepare_environment
+from flows.cli.errors import report_errors
+from flows.cli.show import out
+from schemas.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_tasks.proposal.propose import Proposal
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
+_COMMON_STEMS = ("train", "test", "data", "dataset", "rows", "examples", "questions")
+_MARKS = re.compile(r"[-_](?:train|test|data)|(?:train|test|data)[-_]")
+
+
+def init(
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A data file. Without it, the only one of the current folder.")
+    ] = None,
+    into: Annotated[Path | None, typer.Option("--out", metavar="CONFIG", help="Config to write. Default: NAME.yaml.")] = None,
+    question: Annotated[str | None, typer.Option(help="Column with the question, or with chat messages.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Column with the ground truth; an empty text if there is none.")] = None,
+    model: Annotated[str, typer.Option(help="Base model: a folder, a hub id or a registered model.")] = "embedded:base",
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what the file suggests.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the config if it exists.")] = False,
+) -> None:
+    """Write a config for a data file: columns, answers, rewards and limits as the file suggests them."""
+    with report_errors():
+        source = file or _only_data_file()
+        typer.echo(f"looking at {source}", err=True)
+        target = into or Path(f"{run_name(source)}.yaml")
+        _check_target(target, force=force)
+        prepare_environment()
+        from grpo_tasks.proposal.config_text import config_text
+        from grpo_tasks.proposal.propose import propose
+
+        ask = _ask if not yes and _can_answer() else None
+        found = propose(source, question=question, answer=answer)
+        if ask is not None:
+            found, model = _confirmed(found, model, ask)
+        text = config_text(found, name=run_name(source), model=model, config_path=str(target))
+        target.write_text(text, encoding="utf-8")
+        _show(found, target)
+
+
+def run_name(source: str) -> str:
+    """A name for the run: that of the file, or of its folder where the file has a name like train.jsonl."""
+    path = Path(source)
+    stem = _MARKS.sub("", path.stem) or path.stem
+    if stem.lower() in _COMMON_STEMS:
+        stem = path.resolve().parent.name or stem
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.")[:60]
+    return plain if plain[:1].isalpha() else f"grpo-{plain}".rstrip("-")
+
+
+def _only_data_file() -> str:
+    found = sorted(path.name for path in Path.cwd().iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UserError("there is no data file in this folder", fix=f"name one: grpo init FILE ({', '.join(SUFFIXES)})")
+    raise UserError(f"this folder has {len(found)} data files: {', '.join(found[:8])}", fix=f"name one: grpo init {found[0]}")
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    if target.exists() and not force:
+        raise UserError("the config exists already", place=str(target), fix="name another one with --out, or add --force")
+
+
+def _can_answer() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(question: str, proposed: str) -> str:
+    return str(typer.prompt(question, default=proposed, show_default=True)).strip()
+
+
+def _confirmed(found: "Proposal", model: str, ask: Callable[[str, str], str]) -> "tuple[Proposal, str]":
+    """The proposal as the user wants it. Four questions at most; a fifth where a pattern was found."""
+    from dataclasses import replace
+
+    from grpo_tasks.proposal.propose import propose
+
+    out.print(f"columns: {', '.join(found.columns)}", markup=False)
+    choice = found.choice
+    column = ask("Column with the question or the chat", str(choice.chat or choice.question))
+    truth = ask("Column with the ground truth (- for none)", choice.answer or "-")
+    truth = "" if truth == "-" else truth
+    if (column, truth) != (choice.chat or choice.question, choice.answer or ""):
+        found = propose(found.train, question=column, answer=truth)
+    if found.pattern:
+        kept = ask(f"Ground truth inside the answer: {found.pattern_meaning} (- for the whole answer)", found.pattern)
+        found = replace(found, pattern=None if kept == "-" else kept, pattern_meaning="as you typed it")
+    if found.choice.answer:
+        equality = ask("Answers are compared as exact, numeric, math or choice", found.equality)
+        found = replace(found, equality=equality)  # type: ignore[arg-type]  # the config is checked before it is written
+    return found, ask("Base model (folder, hub id or registered model)", model)
+
+
+def _show(found: "Proposal", target: Path) -> None:
+    choice = found.choice
+    prompt = f"chat {choice.chat}" if choice.chat else f"question {choice.question}"
+    context = f" after {choice.context}" if choice.context else ""
+    out.print(f"{found.rows:,} rows; {prompt}{context}; ground truth {choice.answer or 'none'}", markup=False, highlight=False)
+    for reason in found.reasons:
+        out.print(f"  refused: {reason}", markup=False, highlight=False)
+    out.print(f"written: {target}", markup=False, highlight=False, soft_wrap=True)
+    for command in ("validate", "rewards", "run"):
+        out.print(f"  grpo {command} {target}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,64 @@
+"""One step of the pipeline, with the steps that it needs, as plain functions: `grpo validate` without a server calls these.
+
+single.py makes flows of them, which need Prefect. Here nothing imports it, so that a command answers at once.
+"""
+
+import shutil
+from pathlib import Path
+
+from flows.flow_run import open_flow_run
+from flows.model_names import adapter_model, named_model, with_local_model
+from flows.steps import base_model, evaluation_of, probed_rewards, trained_stage, validated_data
+from grpo_tasks.merge_adapter import merge_adapter
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, ModelError
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
+
+
+def validate(config: RunConfig, fresh: bool = False) -> DataReport:
+    """Read the data and check every row."""
+    config = with_local_model(config)
+    with open_flow_run(config, flow="validate", fresh=fresh) as run:
+        return validated_data(run)
+
+
+def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
+    """Test every reward of every stage."""
+    config = with_local_model(config)
+    with open_flow_run(config, flow="rewards", fresh=fresh) as run:
+        return probed_rewards(run, validated_data(run))
+
+
+def evaluate(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
+    """Evaluate `model` on the held-out prompts: any name that flows/model_names.py resolves."""
+    config = with_local_model(config)
+    with open_flow_run(config, flow="evaluate", fresh=fresh) as run:
+        return evaluation_of(run, "model", named_model(model, config), validated_data(run))
+
+
+def merge(adapter: Path, config: RunConfig, into: Path | None = None) -> MergeProof:
+    """Merge the adapter of the folder `adapter` and prove the merge; copy the merged model to the folder `into`."""
+    config = with_local_model(config)
+    ref = adapter_model(adapter, config)
+    if into is not None and into.exists() and any(into.iterdir()):
+        raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
+    with open_flow_run(config, flow="merge") as run:
+        template = config.rollout.chat_template_kwargs
+        proof = merge_adapter(run, ref, validated_data(run), model=config.model, chat_template_kwargs=template)
+    if into is not None:
+        shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
+    return proof
+
+
+def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool = False) -> StageResult:
+    """Train the stage of this name from `start` (any model name, or an adapter folder), by default from the base model."""
+    if stage not in [known.name for known in config.stages]:
+        known = ", ".join(known.name for known in config.stages)
+        raise ConfigError(f"no stage {stage} in this config", place="stage", fix=f"one of {known}")
+    config = with_local_model(config)
+    with open_flow_run(config, flow="train", fresh=fresh) as run:
+        ref = named_model(start, config) if start else base_model(config)
+        return trained_stage(run, config.stage(stage), ref, validated_data(run))

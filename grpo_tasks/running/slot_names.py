@@ -1,0 +1,28 @@
+"""Which slots a run holds. Apart from slots.py, so that a machine without a GPU learns that it has none without Prefect."""
+
+import os
+import socket
+from pathlib import Path
+
+from schemas.config.operations import ResourcesConfig
+
+SHARED = "shared"
+AUTO = "auto"
+
+
+def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
+    """Names of the slots a run holds: those of its GPUs, the one it names, or none (CPU, shared).
+
+    They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
+    """
+    if resources.gpu_slot == SHARED:
+        return []
+    if resources.gpu_slot != AUTO:
+        return [resources.gpu_slot]
+    if has_cards is None:
+        has_cards = Path("/proc/driver/nvidia/gpus").exists()
+    if resources.device == "cpu" or not has_cards:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(card) for card in range(resources.num_processes)]
+    return sorted(f"gpu-{socket.gethostname()}-{card}" for card in cards[: resources.num_processes])
