@@ -1,13 +1,12 @@
 """Log-probabilities and entropies of completion tokens under the policy.
 
-Three layouts give the same numbers and gradients:
+Two layouts give the same numbers and gradients:
 
-    merged    encodes each prompt once; its completions attend to that single copy (shared_prompt_attention.py); CPU only
-    repeated  encodes each prompt once and repeats its keys and values for its completions; gradients flow through the cache
-    plain     runs prompt and completion as one sequence, once per completion
+    packed    one row [all prompts | all completions], without padding; completions attend to their prompt (packed_attention.py)
+    plain     prompt and completion as one sequence, once per completion, padded on the right
 
-The G completions of a group share their prompt, so the plain layout computes it G times. The other two save that work, which
-dominates an update with long prompts.
+The G completions of a group share their prompt, so the plain layout computes it G times. The packed one saves that work, which
+dominates an update with long prompts, and computes no padding. The plain one is what every architecture can do.
 
 The language-model head works on chunks of tokens and is recomputed in the backward pass (gradient checkpointing,
 arXiv:1604.06174), so that the logits [tokens, vocabulary] of a whole batch never exist at once. This file knows nothing of old
@@ -23,12 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from grpo_tasks.policy.batch import TokenBatch, position_ids
+from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.packed_attention import packed_row
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.shared_prompt_attention import PromptGroups, TrainedPrompt, shared_prompt_attention
+from grpo_tasks.policy.shared_prompt_attention import no_mask, use_shared_prompts
 
-Layout = Literal["merged", "repeated", "plain"]
+Layout = Literal["packed", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
 """Largest number of logits that exist at once (64 MiB in float32)."""
@@ -49,7 +49,7 @@ def completion_logprobs(
     batch: TokenBatch,
     *,
     temperature: float,
-    layout: Layout = "repeated",
+    layout: Layout = "packed",
     entropy_gradients: bool = False,
 ) -> TokenScores:
     """Score every token of every completion.
@@ -58,12 +58,11 @@ def completion_logprobs(
         model: a causal language model, with or without a PEFT adapter.
         batch: P prompts and N completions.
         temperature: the sampling temperature of the completions.
-        layout: how prompts and completions pass through the model. "merged" and "repeated" need an ordinary key-value cache and
-            no gradient checkpointing.
+        layout: how prompts and completions pass through the model.
         entropy_gradients: let gradients flow through the entropies too.
 
     Raises:
-        UnsupportedError: the layout is "merged" and the model's attention is not plain causal attention.
+        UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
     logps, entropies = forward_pass(
         model, lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients)
@@ -78,23 +77,13 @@ def completion_logprobs(
 def _scored(
     model: CausalLM, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    # A prompt of one token has no context, and a softmax over no key at all is NaN.
-    if layout == "plain" or not batch.context_mask.any(1).all():
-        hidden = _hidden_plain(model, batch)
-    elif layout == "merged":
-        hidden = _hidden_merged(model, batch)
-    else:
-        hidden = _hidden_repeated(model, batch)
-    # Only the M real tokens pass through the head, the most expensive layer of a small model: [N, T, H] -> [N T, H] -> [M, H].
-    # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
-    rows = batch.completion_mask.flatten().nonzero().squeeze(1)
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-    targets = batch.completion_ids.flatten().index_select(0, rows)
+    # Only the M tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
+    hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
     causal = causal_model(model)
     return score_tokens(
         causal.get_output_embeddings(),
-        selected,
-        targets,
+        hidden,
+        batch.packed.targets,
         temperature=temperature,
         softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
@@ -111,41 +100,33 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
     return cache
 
 
-def _hidden_merged(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    cache = encode_context(model, batch)
-    keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-    shared = TrainedPrompt(keys, values, batch.context_mask, PromptGroups(batch.prompt_of, len(batch.prompt_ids)))
-    # A completion continues its own prompt: its column t has position t + length of that prompt's context, without the padding.
-    inputs, lengths = batch.inputs, batch.context_mask.sum(1)[batch.prompt_of]  # [N, T]; [P] -> [N]
-    positions = torch.arange(inputs.shape[1], device=inputs.device) + lengths[:, None]  # [T] + [N, 1] -> [N, T]
-    with shared_prompt_attention(causal_model(model)):
-        out = _decoder(model)(input_ids=inputs, position_ids=positions, use_cache=False, shared_prompt=shared)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
-
-
-def _hidden_repeated(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    cache = encode_context(model, batch)
-    # [P, K, C, D] -> [N, K, C, D]. This is an indexed read, so the gradients of a group add up in its one encoded prompt.
-    cache.batch_select_indices(batch.prompt_of)
-    # [N, C + T]. Padding lies between a short context and its completion. So the attention needs a mask here, and positions count
-    # real tokens instead of columns.
-    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    positions = position_ids(mask)[:, batch.context_ids.shape[1] :]  # [N, T]: only the new columns pass through the model
+def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
+    packed = batch.packed
+    use_shared_prompts(causal_model(model))
     out = _decoder(model)(
-        input_ids=batch.inputs, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True
+        input_ids=packed.ids,
+        position_ids=packed.positions,
+        attention_mask=no_mask(packed.ids.device),
+        use_cache=False,
+        shared_prompt=packed_row(packed, batch.prompt_of),
     )
-    hidden: Tensor = out.last_hidden_state
+    # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
+    hidden: Tensor = out.last_hidden_state[0].index_select(0, packed.predictors)  # [1, L, H] -> [M, H]
     return hidden
 
 
-def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    # [N, C + T]: the same columns, mask and positions as in the repeated layout, without a cache. This layout is the reference of
-    # the other two, and the only one for gradient checkpointing and sharded weights.
-    ids = torch.cat([batch.context_ids[batch.prompt_of], batch.inputs], dim=1)
-    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
-    hidden: Tensor = out.last_hidden_state[:, batch.context_ids.shape[1] :]  # [N, C + T, H] -> [N, T, H]
+def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
+    # Each completion stands right behind its prompt, so that all padding is on the right: causal attention hides it, and columns
+    # are positions. A sliding window counts columns, and would be wrong with padding between the two.
+    lengths = batch.prompt_mask.sum(1)[batch.prompt_of][:, None]  # [P] -> [N] -> [N, 1]
+    steps = torch.arange(batch.completion_ids.shape[1], device=lengths.device)  # [T]
+    ids = torch.nn.functional.pad(batch.prompt_ids[batch.prompt_of], (0, len(steps)))  # [N, S + T]
+    ids = ids.scatter(1, lengths + steps, batch.completion_ids)
+    out = _decoder(model)(input_ids=ids, use_cache=False)
+    # Token t of a completion is predicted one column before it. [N, T] -> [M], as rows of [N (S + T), H]
+    columns = (lengths - 1 + steps) + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
+    rows = columns[batch.completion_mask]
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
     return hidden
 
 

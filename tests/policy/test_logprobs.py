@@ -32,7 +32,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("layout", ["plain", "repeated", "merged"])
+@pytest.mark.parametrize("layout", ["plain", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_equal_one_completion_at_a_time(policy, batch, temperature, layout, chunked, monkeypatch):
     if chunked:
