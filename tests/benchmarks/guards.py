@@ -95,7 +95,7 @@ def _train(folder: Path, seed: int) -> None:
     root.mkdir()
     for line, (chat, answer) in enumerate(chats()):
         row = {"prompt_id": prompt_id(chat, answer), "source": "demo", "line": line, "prompt": chat, "answer": answer}
-        rows.append(row | {"prompt_tokens": 90, "extra": "{}"})
+        rows.append(row | {"prompt_tokens": 90, "extra": "{}", "answers": None, "task": ""})
     pl.DataFrame(rows).write_parquet(root / "train.parquet")
     start = ModelRef(path=config.model.path)
     for stage in config.stages:

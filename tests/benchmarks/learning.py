@@ -46,7 +46,7 @@ def ours(seed: int, updates: int) -> list[float]:
         root, rows = Path(folder), []
         for line, (chat, answer) in enumerate(chats()):
             row = {"prompt_id": prompt_id(chat, answer), "source": "demo", "line": line, "prompt": chat, "answer": answer}
-            rows.append(row | {"prompt_tokens": 90, "extra": "{}"})
+            rows.append(row | {"prompt_tokens": 90, "extra": "{}", "answers": None, "task": ""})
         pl.DataFrame(rows).write_parquet(root / "train.parquet")
         directory = StageDir(root / "stage")
         directory.root.mkdir()

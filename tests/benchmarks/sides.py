@@ -126,7 +126,7 @@ def write_stage(work: Work, root: Path) -> StageDir:
     rows = []
     for line, chat in enumerate(work.chats()):
         row = {"prompt_id": prompt_id(chat, "0"), "source": "bench", "line": line, "prompt": chat, "answer": "0"}
-        rows.append(row | {"prompt_tokens": work.prompt_tokens, "extra": "{}"})
+        rows.append(row | {"prompt_tokens": work.prompt_tokens, "extra": "{}", "answers": None, "task": ""})
     pl.DataFrame(rows).write_parquet(root / "train.parquet")
     directory = StageDir(root / "stage")
     directory.root.mkdir()

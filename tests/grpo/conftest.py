@@ -87,7 +87,7 @@ def stages(tmp_path):
     for a in range(11, 41):
         messages, answer = [SYSTEM, {"role": "user", "content": f"What is {a} + 27?"}], str(a + 27)
         row = {"prompt_id": prompt_id(messages, answer), "source": "made", "line": a, "prompt": messages}
-        rows.append(row | {"answer": answer, "prompt_tokens": 34, "extra": "{}"})
+        rows.append(row | {"answer": answer, "prompt_tokens": 34, "extra": "{}", "answers": None, "task": ""})
     pl.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
     return Stages(tmp_path)
 

@@ -265,6 +265,7 @@ def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, 
     rows = {
         "prompt_id": [f"{number:016x}" for number in range(6)], "source": ["s"] * 6, "line": list(range(1, 7)),
         "prompt": [messages] * 6, "answer": ["42"] * 6, "prompt_tokens": [9] * 6, "extra": ["{}"] * 6,
+        "answers": [None] * 6, "task": [""] * 6,
     }  # fmt: skip
     pl.DataFrame(rows).write_parquet(tmp_path / "eval.parquet")
     config = CONFIG.model_copy(update={"base_urls": [lora_server.address]})
