@@ -8,13 +8,14 @@ Two layouts give the same numbers and gradients:
 The G completions of a group share their prompt, so the plain layout computes it G times. The packed one saves that work, which
 dominates an update with long prompts, and computes no padding. The plain one is what every architecture can do.
 
-The language-model head works on chunks of tokens and is recomputed in the backward pass (gradient checkpointing,
-arXiv:1604.06174), so that the logits [tokens, vocabulary] of a whole batch never exist at once. This file knows nothing of old
+The language-model head works on chunks of tokens, so that the logits [tokens, vocabulary] of a whole batch never exist at once. A
+frozen head gives its gradient at once; one that is trained is recomputed in the backward pass (gradient checkpointing,
+arXiv:1604.06174). This file knows nothing of old
 policies, references or losses.
 """
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -157,14 +158,15 @@ def score_tokens(
         entropy_gradients: let gradients flow through the entropies.
         chunk_elements: largest number of logits that exist at once, in the backward pass too.
     """
+    rows = max(1, chunk_elements // cast(nn.Linear, head).weight.shape[0])  # the weight is [V, H]
+    # A wrapper, such as that of an adapter, has parameters of its own.
+    frozen = type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+    if frozen and not entropy_gradients:
+        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, softcap, rows)
+        return logps, entropies
 
     def score(chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"]) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-        # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
-        logits = head(chunk).float()  # [m, V]
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        # A [m, V] tensor takes as much memory as the logits themselves, so the lines below make as few as possible.
-        logp = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)
         if entropy_gradients:
             entropy = -(logp.exp() * logp).sum(-1)
         else:
@@ -173,10 +175,62 @@ def score_tokens(
                 entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
-    rows = max(1, chunk_elements // cast(nn.Linear, head).weight.shape[0])  # the weight is [V, H]
     if len(targets) <= rows:
         return score(hidden, targets)
     # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass.
     chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
     scored = [checkpoint(score, chunk, wanted, use_reentrant=False) for chunk, wanted in chunks]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+def _log_softmax(
+    head: nn.Module, hidden: Float[Tensor, "m H"], *, temperature: float, softcap: float | None
+) -> Float[Tensor, "m V"]:
+    # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
+    logits = head(hidden).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    # A [m, V] tensor takes as much memory as the logits themselves, so the lines here make as few as possible.
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Scores of a head that is not trained. The gradient is made in the forward pass, while a chunk's logits exist.
+
+    A log-probability is one number per token, so the loss changes its gradient by a factor only:
+
+        d logp[target] / d hidden = (onehot(target) - p) W / temperature          [m, V] x [V, H] -> [m, H]
+
+    The backward pass multiplies by that factor. Nothing is computed twice, and [M, H] is all that is kept. Entropies have no
+    gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Linear, temperature: float, softcap: float | None, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        kept: list[Tensor] = []
+        logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for chunk, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
+            logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
+            probabilities = logp.exp()
+            entropies.append(-torch.linalg.vecdot(probabilities, logp))
+            if ctx.needs_input_grad[0]:
+                # In place: from here on nothing else reads the probabilities. [m, V]
+                slope = probabilities.neg_().scatter_add_(1, wanted[:, None], torch.ones_like(wanted[:, None], dtype=logp.dtype))
+                if softcap:
+                    # tanh' of the capped logits: 1 - tanh^2
+                    slope.mul_(1 - torch.tanh(head(chunk).float() / softcap).square_())
+                kept.append((slope / temperature).to(head.weight.dtype) @ head.weight)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.cat(kept).to(hidden.dtype))
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logps), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:
+        (slope,) = ctx.saved_tensors
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None
