@@ -32,7 +32,7 @@ from schemas.results.model import ModelRef
 REFERENCE = "reference"
 """Name of the frozen adapter that holds the policy of the stage's start."""
 SELF_CHECK_TOLERANCE = 1e-3
-"""Largest mean |difference| (nats) of a shared layout from the plain one in float32; other dtypes get 50 times that."""
+"""Largest mean |difference| (nats) of the packed layout from the plain one in float32; other dtypes get 50 times that."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Policies:
         # Found once: a walk through all modules at every update costs as much as a layer of the small model.
         kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
         self._adapted = [module for module in self.model.modules() if isinstance(module, kinds)]
-        if self.spec.model.gradient_checkpointing or not resources.share_prompts or self.sharded:
+        if not resources.share_prompts:
             self._layout = "plain"
 
     @property
@@ -84,36 +84,32 @@ class Policies:
 
     def _forward(self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
         if self._layout is None:
-            self._layout = self._first_that_equals_plain(tokens)
+            self._layout = self._fitting_layout(tokens)
         with self.ranks.accelerator.autocast():
             return completion_logprobs(
                 model, tokens, temperature=self.temperature, layout=self._layout, entropy_gradients=entropy_gradients
             )
 
-    def _first_that_equals_plain(self, tokens: TokenBatch) -> Layout:
-        """Check the fast layouts on the first microbatch: an architecture they do not fit gets the plain one, with a warning."""
-        layouts: tuple[Layout, ...] = ("merged", "repeated") if tokens.prompt_ids.device.type == "cpu" else ("repeated",)
-        faults = []
-        for layout in layouts:
-            fault = self._differs_from_plain(tokens, layout)
-            if fault is None:
-                return layout
-            faults.append(f"{layout}: {fault}")
-        warnings.warn(f"each prompt is encoded once for every completion ({'; '.join(faults)})", stacklevel=2)
+    def _fitting_layout(self, tokens: TokenBatch) -> Layout:
+        """Check the packed layout on the first microbatch: an architecture it does not fit gets the plain one, with a warning."""
+        fault = self._differs_from_plain(tokens)
+        if fault is None:
+            return "packed"
+        warnings.warn(f"each prompt is encoded once for every completion ({fault})", stacklevel=2)
         return "plain"
 
     @torch.no_grad()
-    def _differs_from_plain(self, tokens: TokenBatch, layout: Layout) -> str | None:
+    def _differs_from_plain(self, tokens: TokenBatch) -> str | None:
         # Without dropout, which would make any two passes differ.
         self.model.eval()
         try:
             plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
-            shared = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout).logps
+            packed = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="packed").logps
         except (AttributeError, TypeError, RuntimeError, ValueError, UnsupportedError) as error:
             return str(error)
         finally:
             self.model.train()
-        difference = (plain - shared)[tokens.completion_mask].abs().mean().item()
+        difference = (plain - packed)[tokens.completion_mask].abs().mean().item()
         limit = SELF_CHECK_TOLERANCE * (1 if self.spec.model.dtype == "float32" else 50)
         return None if difference <= limit else f"off by {difference:.2g} nats"
 

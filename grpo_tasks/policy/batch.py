@@ -4,15 +4,17 @@ A prompt that several completions share is stored once; `prompt_of` maps each co
 padded on the right. A causal model attends to the left only, so no real token ever sees padding, and what the model computes at a
 padded position is never read.
 
-A completion's first token is predicted by the last token of its prompt. That token therefore travels with the completions
-(`inputs`), and only the tokens before it (`context`) are encoded once per prompt:
+A completion's first token is predicted by the last token of its prompt. In training all tokens pass through the model as one row
+(`packed`). Decoding encodes the tokens before the prompt's last one (`context`) once per prompt, and begins with that last token:
 
-    prompt      a b c           context  a b
-    completion  x y z           inputs   c x y      predicts x y z
+    prompt      a b c           context  a b        packed   a b c x y
+    completion  x y z                                            | | |
+                                                    predicts     x y z
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Int
@@ -33,6 +35,8 @@ class TokenBatch:
     """Token ids, 0 where padded."""
     completion_mask: Bool[Tensor, "N T"]
     """True for real tokens."""
+    packed: "PackedTokens"
+    """The same tokens as one row without padding."""
 
     @property
     def context_ids(self) -> Int[Tensor, "P C"]:
@@ -54,17 +58,56 @@ class TokenBatch:
         last = self.prompt_mask.sum(1, keepdim=True) - 1  # [P, 1]
         return self.prompt_ids.gather(1, last).squeeze(1)
 
-    @property
-    def inputs(self) -> Int[Tensor, "N T"]:
-        """The tokens that predict `completion_ids`: the prompt's last token, then the completion without its last token."""
-        first = self.last_ids[self.prompt_of][:, None]  # [P] -> [N] -> [N, 1]
-        return torch.cat([first, self.completion_ids[:, :-1]], dim=1)
+    def contexts_padded_left(self) -> tuple[Int[Tensor, "P C"], Bool[Tensor, "P C"]]:
+        """Prompts without their last token, with the padding before them, and True for their tokens."""
+        missing = (~self.context_mask).sum(1, keepdim=True)  # [P, 1]
+        columns = torch.arange(self.context_mask.shape[1], device=missing.device) - missing  # [P, C], negative at padding
+        return self.context_ids.gather(1, columns.clamp(min=0)), columns >= 0
 
-    @property
-    def input_mask(self) -> Bool[Tensor, "N T"]:
-        """True for the real tokens of `inputs`."""
-        # Input t predicts token t. Input 0 is real when the completion has a token at all, input t when token t - 1 is real.
-        return torch.cat([self.completion_mask[:, :1], self.completion_mask[:, :-1]], dim=1)
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """All tokens that pass through the model as one row: [all prompts | all completions without their last token].
+
+    A completion continues its own prompt, so the positions of its tokens count from the end of that prompt.
+    """
+
+    ids: Int[Tensor, "1 L"]
+    positions: Int[Tensor, "1 L"]
+    prompt_lengths: Sequence[int]
+    """Tokens of the P prompts."""
+    own_lengths: Sequence[int]
+    """Tokens of the N completions in the row; 0 for a completion of one token, which its prompt predicts."""
+    predictors: Int[Tensor, " M"]
+    """Place in the row of the token that predicts each completion token, completion by completion."""
+    targets: Int[Tensor, " M"]
+    """The completion tokens."""
+
+
+def _packed(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of: Sequence[int], device: torch.device
+) -> PackedTokens:
+    # Made on the host and moved once: a read of a mask on the device would make the host wait for it.
+    sizes = [len(prompt) for prompt in prompts]
+    ends = list(accumulate(sizes))
+    ids = [token for prompt in prompts for token in prompt]
+    positions = [position for size in sizes for position in range(size)]
+    predictors: list[int] = []
+    for completion, prompt in zip(completions, prompt_of, strict=True):
+        if not completion:
+            continue
+        # The prompt's last token predicts the first token, each other token the one after it.
+        predictors += [ends[prompt] - 1, *range(len(ids), len(ids) + len(completion) - 1)]
+        positions += range(sizes[prompt], sizes[prompt] + len(completion) - 1)
+        ids += completion[:-1]
+    return PackedTokens(
+        ids=torch.tensor(ids, device=device)[None],
+        positions=torch.tensor(positions, device=device)[None],
+        prompt_lengths=sizes,
+        own_lengths=[max(0, len(completion) - 1) for completion in completions],
+        predictors=torch.tensor(predictors, dtype=torch.long, device=device),
+        targets=torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=device),
+    )
 
 
 def token_batch(
@@ -81,14 +124,16 @@ def token_batch(
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
     row = {prompt: index for index, prompt in enumerate(used)}
+    rows = [row[index] for index in prompt_of]
     prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False)
     completion_ids, completion_mask = pad(completions, left=False)
     return TokenBatch(
         prompt_ids=prompt_ids.to(device),
         prompt_mask=prompt_mask.to(device),
-        prompt_of=torch.tensor([row[index] for index in prompt_of], device=device),
+        prompt_of=torch.tensor(rows, device=device),
         completion_ids=completion_ids.to(device),
         completion_mask=completion_mask.to(device),
+        packed=_packed([prompts[index] for index in used], completions, rows, device),
     )
 
 

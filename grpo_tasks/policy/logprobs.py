@@ -1,21 +1,21 @@
 """Log-probabilities and entropies of completion tokens under the policy.
 
-Three layouts give the same numbers and gradients:
+Two layouts give the same numbers and gradients:
 
-    merged    encodes each prompt once; its completions attend to that single copy (shared_prompt_attention.py); CPU only
-    repeated  encodes each prompt once and repeats its keys and values for its completions; gradients flow through the cache
-    plain     runs prompt and completion as one sequence, once per completion
+    packed    one row [all prompts | all completions], without padding; completions attend to their prompt (packed_attention.py)
+    plain     prompt and completion as one sequence, once per completion, padded on the right
 
-The G completions of a group share their prompt, so the plain layout computes it G times. The other two save that work, which
-dominates an update with long prompts.
+The G completions of a group share their prompt, so the plain layout computes it G times. The packed one saves that work, which
+dominates an update with long prompts, and computes no padding. The plain one is what every architecture can do.
 
-The language-model head works on chunks of tokens and is recomputed in the backward pass (gradient checkpointing,
-arXiv:1604.06174), so that the logits [tokens, vocabulary] of a whole batch never exist at once. This file knows nothing of old
+The language-model head works on chunks of tokens, so that the logits [tokens, vocabulary] of a whole batch never exist at once. A
+frozen head gives its gradient at once; one that is trained is recomputed in the backward pass (gradient checkpointing,
+arXiv:1604.06174). This file knows nothing of old
 policies, references or losses.
 """
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from grpo_tasks.policy.batch import TokenBatch, position_ids
+from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.packed_attention import packed_row
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.shared_prompt_attention import PromptGroups, TrainedPrompt, shared_prompt_attention
+from grpo_tasks.policy.shared_prompt_attention import no_mask, use_shared_prompts
 from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
-Layout = Literal["merged", "repeated", "plain"]
+Layout = Literal["packed", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
 """Largest number of logits that exist at once (64 MiB in float32)."""
@@ -50,7 +51,7 @@ def completion_logprobs(
     batch: TokenBatch,
     *,
     temperature: float,
-    layout: Layout = "repeated",
+    layout: Layout = "packed",
     entropy_gradients: bool = False,
 ) -> TokenScores:
     """Score every token of every completion.
@@ -59,12 +60,11 @@ def completion_logprobs(
         model: a causal language model, with or without a PEFT adapter.
         batch: P prompts and N completions.
         temperature: the sampling temperature of the completions.
-        layout: how prompts and completions pass through the model. "merged" and "repeated" need an ordinary key-value cache and
-            no gradient checkpointing.
+        layout: how prompts and completions pass through the model.
         entropy_gradients: let gradients flow through the entropies too.
 
     Raises:
-        UnsupportedError: the layout is "merged" and the model's attention is not plain causal attention.
+        UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
     logps, entropies = forward_pass(
         model, lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients)
@@ -79,23 +79,13 @@ def completion_logprobs(
 def _scored(
     model: CausalLM, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    # A prompt of one token has no context, and a softmax over no key at all is NaN.
-    if layout == "plain" or not batch.context_mask.any(1).all():
-        hidden = _hidden_plain(model, batch)
-    elif layout == "merged":
-        hidden = _hidden_merged(model, batch)
-    else:
-        hidden = _hidden_repeated(model, batch)
-    # Only the M real tokens pass through the head, the most expensive layer of a small model: [N, T, H] -> [N T, H] -> [M, H].
-    # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
-    rows = batch.completion_mask.flatten().nonzero().squeeze(1)
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-    targets = batch.completion_ids.flatten().index_select(0, rows)
+    # Only the M tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
+    hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
     causal = causal_model(model)
     return score_tokens(
         causal.get_output_embeddings(),
-        selected,
-        targets,
+        hidden,
+        batch.packed.targets,
         temperature=temperature,
         softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
@@ -112,41 +102,33 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
     return cache
 
 
-def _hidden_merged(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    cache = encode_context(model, batch)
-    keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-    shared = TrainedPrompt(keys, values, batch.context_mask, PromptGroups(batch.prompt_of, len(batch.prompt_ids)))
-    # A completion continues its own prompt: its column t has position t + length of that prompt's context, without the padding.
-    inputs, lengths = batch.inputs, batch.context_mask.sum(1)[batch.prompt_of]  # [N, T]; [P] -> [N]
-    positions = torch.arange(inputs.shape[1], device=inputs.device) + lengths[:, None]  # [T] + [N, 1] -> [N, T]
-    with shared_prompt_attention(causal_model(model)):
-        out = _decoder(model)(input_ids=inputs, position_ids=positions, use_cache=False, shared_prompt=shared)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
-
-
-def _hidden_repeated(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    cache = encode_context(model, batch)
-    # [P, K, C, D] -> [N, K, C, D]. This is an indexed read, so the gradients of a group add up in its one encoded prompt.
-    cache.batch_select_indices(batch.prompt_of)
-    # [N, C + T]. Padding lies between a short context and its completion. So the attention needs a mask here, and positions count
-    # real tokens instead of columns.
-    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    positions = position_ids(mask)[:, batch.context_ids.shape[1] :]  # [N, T]: only the new columns pass through the model
+def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
+    packed = batch.packed
+    use_shared_prompts(causal_model(model))
     out = _decoder(model)(
-        input_ids=batch.inputs, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True
+        input_ids=packed.ids,
+        position_ids=packed.positions,
+        attention_mask=no_mask(packed.ids.device),
+        use_cache=False,
+        shared_prompt=packed_row(packed, batch.prompt_of),
     )
-    hidden: Tensor = out.last_hidden_state
+    # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
+    hidden: Tensor = out.last_hidden_state[0].index_select(0, packed.predictors)  # [1, L, H] -> [M, H]
     return hidden
 
 
-def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "N T H"]:
-    # [N, C + T]: the same columns, mask and positions as in the repeated layout, without a cache. This layout is the reference of
-    # the other two, and the only one for gradient checkpointing and sharded weights.
-    ids = torch.cat([batch.context_ids[batch.prompt_of], batch.inputs], dim=1)
-    mask = torch.cat([batch.context_mask[batch.prompt_of], batch.input_mask], dim=1)
-    out = _decoder(model)(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
-    hidden: Tensor = out.last_hidden_state[:, batch.context_ids.shape[1] :]  # [N, C + T, H] -> [N, T, H]
+def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
+    # Each completion stands right behind its prompt, so that all padding is on the right: causal attention hides it, and columns
+    # are positions. A sliding window counts columns, and would be wrong with padding between the two.
+    lengths = batch.prompt_mask.sum(1)[batch.prompt_of][:, None]  # [P] -> [N] -> [N, 1]
+    steps = torch.arange(batch.completion_ids.shape[1], device=lengths.device)  # [T]
+    ids = torch.nn.functional.pad(batch.prompt_ids[batch.prompt_of], (0, len(steps)))  # [N, S + T]
+    ids = ids.scatter(1, lengths + steps, batch.completion_ids)
+    out = _decoder(model)(input_ids=ids, use_cache=False)
+    # Token t of a completion is predicted one column before it. [N, T] -> [M], as rows of [N (S + T), H]
+    columns = (lengths - 1 + steps) + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
+    rows = columns[batch.completion_mask]
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
     return hidden
 
 
@@ -177,14 +159,15 @@ def score_tokens(
         entropy_gradients: let gradients flow through the entropies.
         chunk_elements: largest number of logits that exist at once, in the backward pass too.
     """
+    rows = max(1, chunk_elements // cast(nn.Linear, plain_layer(head)).weight.shape[0])  # the weight is [V, H]
+    # A wrapper, such as that of an adapter, has parameters of its own.
+    frozen = type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+    if frozen and not entropy_gradients:
+        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, softcap, rows)
+        return logps, entropies
 
     def score(chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"]) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-        # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
-        logits = logits_of(head, chunk).float()  # [m, V]
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        # A [m, V] tensor takes as much memory as the logits themselves, so the lines below make as few as possible.
-        logp = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)
         if entropy_gradients:
             entropy = -(logp.exp() * logp).sum(-1)
         else:
@@ -193,10 +176,62 @@ def score_tokens(
                 entropy = -logp.exp().mul_(logp).sum(-1)
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
-    rows = max(1, chunk_elements // cast(nn.Linear, plain_layer(head)).weight.shape[0])  # the weight is [V, H]
     if len(targets) <= rows:
         return score(hidden, targets)
     # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass.
     chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
     scored = [checkpoint(score, chunk, wanted, use_reentrant=False) for chunk, wanted in chunks]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+def _log_softmax(
+    head: nn.Module, hidden: Float[Tensor, "m H"], *, temperature: float, softcap: float | None
+) -> Float[Tensor, "m V"]:
+    # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
+    logits = logits_of(head, hidden).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    # A [m, V] tensor takes as much memory as the logits themselves, so the lines here make as few as possible.
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Scores of a head that is not trained. The gradient is made in the forward pass, while a chunk's logits exist.
+
+    A log-probability is one number per token, so the loss changes its gradient by a factor only:
+
+        d logp[target] / d hidden = (onehot(target) - p) W / temperature          [m, V] x [V, H] -> [m, H]
+
+    The backward pass multiplies by that factor. Nothing is computed twice, and [M, H] is all that is kept. Entropies have no
+    gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Linear, temperature: float, softcap: float | None, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        kept: list[Tensor] = []
+        logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for chunk, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
+            logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
+            probabilities = logp.exp()
+            entropies.append(-torch.linalg.vecdot(probabilities, logp))
+            if ctx.needs_input_grad[0]:
+                # In place: from here on nothing else reads the probabilities. [m, V]
+                slope = probabilities.neg_().scatter_add_(1, wanted[:, None], torch.ones_like(wanted[:, None], dtype=logp.dtype))
+                if softcap:
+                    # tanh' of the capped logits: 1 - tanh^2
+                    slope.mul_(1 - torch.tanh(head(chunk).float() / softcap).square_())
+                kept.append((slope / temperature).to(head.weight.dtype) @ head.weight)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.cat(kept).to(hidden.dtype))
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logps), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:
+        (slope,) = ctx.saved_tensors
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None

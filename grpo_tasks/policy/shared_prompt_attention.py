@@ -1,36 +1,30 @@
 """Attention in which the completions of a group read one copy of their prompt's keys and values.
 
-A key-value cache that is repeated for every completion is read, copied and (in training) differentiated G times. Here the queries
-of a whole group are placed side by side and attend to the prompt's keys once. They attend to their own tokens in a second pass,
-and the two results are merged by their log-sum-exp (Hydragen, arXiv:2402.05099):
+A key-value cache that is repeated for every completion is read and copied G times. Here the queries of a group are placed side by
+side and attend to the prompt's keys once:
 
-    out = exp(lse_prompt - lse) out_prompt + exp(lse_own - lse) out_own,   lse = logaddexp(lse_prompt, lse_own)
+    queries of a group  --fold-->  [P, K, M, D] x prompt keys [P, K, S, D]  --unfold-->  [N, H, T, D]
 
-    queries of a group  --fold-->  [P, K, M, D] x prompt keys [P, K, S, D]  --unfold-->  out_prompt [N, H, T, D] \
-    queries             -------->  [N, H, T, D] x own keys    [N, K, T, D]  ---------->  out_own    [N, H, T, D] /  merge
+It is registered with transformers as an attention implementation. Without the argument `shared_prompt` it is ordinary scaled
+dot-product attention, so a model can keep it. Soft caps and attention sinks raise `UnsupportedError`.
 
-It is registered with transformers as an attention implementation, so it works for every model whose layers attend to all earlier
-tokens. Sliding windows, soft caps and attention sinks raise `UnsupportedError`; the caller then repeats the cache.
-
-TrainedPrompt serves training on a CPU, DecodedPrompt decoding on any device. In this file S counts the tokens of the encoded
-context, which ends before the prompt's last token (batch.py).
+packed_attention.py serves training, DecodedPrompt decoding. DecodedPrompt raises `UnsupportedError` for sliding windows too; the
+caller then repeats the cache. In this file S counts the tokens of the encoded context, which ends before the prompt's last token
+(batch.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 NAME = "grpo_shared_prompt"
 """The attention implementation's name in transformers."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class UnsupportedError(Exception):
@@ -48,6 +42,7 @@ class SharedPrompt(Protocol):
         key: Float[Tensor, "N K T D"],
         value: Float[Tensor, "N K T D"],
         scale: float,
+        window: int | None = None,
     ) -> Float[Tensor, "N H T D"]:
         """Attention of new tokens to their prompt and to each other.
 
@@ -57,18 +52,19 @@ class SharedPrompt(Protocol):
             key: their keys, rotated; K divides H (grouped-query attention).
             value: their values.
             scale: factor of the attention scores, usually D ** -0.5.
+            window: how many tokens a query sees, itself included; None for all.
+
+        Raises:
+            UnsupportedError: the window is not supported.
         """
 
 
-@contextmanager
-def shared_prompt_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the model attends through the `shared_prompt` that its forward pass receives."""
-    before = model.config._attn_implementation
+def use_shared_prompts(model: PreTrainedModel) -> None:
+    """Let the model attend through the `shared_prompt` that its forward pass receives, and as before without one.
+
+    It stays so: with gradient checkpointing the layers run again in the backward pass, outside of any `with` block.
+    """
     model.config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def _attention(
@@ -76,23 +72,34 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - part of the signature
+    attention_mask: Tensor | None,
     *,
-    shared_prompt: SharedPrompt,
+    shared_prompt: SharedPrompt | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    if shared_prompt is None:
+        options |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     # transformers passes what is special about a layer's attention by these names; s_aux holds the attention sinks.
-    other = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    other = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     if other or dropout:
         raise UnsupportedError(f"attention with {', '.join(other) or 'dropout'}")
-    # transformers expects [N, T, H, D] back.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return shared_prompt.attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None  # type: ignore[arg-type]
+    attended = shared_prompt.attend(module.layer_idx, query, key, value, scale, sliding_window)  # type: ignore[arg-type]
+    # transformers expects [N, T, H, D] back.
+    return attended.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A mask that nothing reads. transformers passes a mask with four dimensions on as it is, and would build one otherwise."""
+    return torch.empty(1, 1, 1, 1, device=device)
 
 
 class PromptGroups:
@@ -114,7 +121,7 @@ class PromptGroups:
         dense = len(slots) == num_prompts * self.width and bool((slots[1:] > slots[:-1]).all())
         self.slots = None if dense else slots
 
-    def fold(self, rows: Float[Tensor, "N H T D"], heads: int) -> Float[Tensor, "P K M D"]:
+    def fold(self, rows: Shaped[Tensor, "N H T D"], heads: int) -> Shaped[Tensor, "P K M D"]:
         """Place the rows of a group, and the query heads that share a key head, side by side: M = width (H / K) T.
 
         Args:
@@ -137,105 +144,9 @@ class PromptGroups:
         return rows if self.slots is None else rows.index_select(0, self.slots)
 
 
-@dataclass(slots=True)
-class TrainedPrompt:
-    """For training on a CPU: gradients flow into the prompt's keys and values.
-
-    CPU only, because the kernels called below return the log-sum-exp and accept it in their backward pass.
-    """
-
-    keys: Sequence[Float[Tensor, "P K S D"]]
-    """Keys of the context, layer by layer."""
-    values: Sequence[Float[Tensor, "P K S D"]]
-    """Values of the context, layer by layer."""
-    mask: Bool[Tensor, "P S"]
-    """True for the real tokens of the context."""
-    groups: PromptGroups
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "N H T D"],
-        key: Float[Tensor, "N K T D"],
-        value: Float[Tensor, "N K T D"],
-        scale: float,
-    ) -> Float[Tensor, "N H T D"]:
-        """See `SharedPrompt`.
-
-        Completions are padded on the right, so that causal attention hides the padding of their own keys; only that of the
-        context needs a mask.
-        """
-        padded = None if self.mask.all() else _bias(self.mask, query.dtype)
-        attended: Tensor = _TwoPassAttention.apply(
-            query, key, value, self.keys[layer], self.values[layer], padded, self.groups, scale
-        )
-        return attended
-
-
-class _TwoPassAttention(torch.autograd.Function):
-    """A pass over the prompt and a pass over the own tokens, merged as in the module's docstring.
-
-    The backward pass calls the flash kernel once per pass, with the merged output and log-sum-exp. The kernel recomputes the
-    softmax from the scores and the log-sum-exp alone (arXiv:2205.14135, algorithm 4), so with the merged values each pass yields
-    its exact share of the gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, mask: Any, groups: PromptGroups, scale: float
-    ) -> Tensor:
-        # q [N, H, T, D]; k and v [N, K, T, D]; pk and pv [P, K, S, D]; mask [P, 1, 1, S] or None
-        heads, length = k.shape[1], q.shape[2]
-        folded = groups.fold(q, heads)  # [P, K, M, D]
-        wide = None if mask is None else mask.expand(-1, -1, folded.shape[2], -1)
-        # Every completion token comes after the whole prompt, so the first pass is not causal and the second one is.
-        prompt, prompt_lse = _flash(folded, pk, pv, 0.0, False, attn_mask=wide, scale=scale)
-        own, own_lse = _flash(q, _repeat(k, q), _repeat(v, q), 0.0, True, scale=scale)
-        prompt = groups.unfold(prompt, length)
-        prompt_lse = groups.unfold(prompt_lse[..., None], length).squeeze(-1)  # [P, K, M] -> [N, H, T]
-        lse = torch.logaddexp(prompt_lse, own_lse)
-        # The kernel returns float32 log-sum-exps whatever the precision of q; only their small exponentials are rounded.
-        out = prompt * (prompt_lse - lse).exp()[..., None].to(q.dtype) + own * (own_lse - lse).exp()[..., None].to(q.dtype)
-        ctx.save_for_backward(q, k, v, pk, pv, out, lse)
-        ctx.mask, ctx.groups, ctx.scale = mask, groups, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, pk, pv, out, lse = ctx.saved_tensors
-        groups, scale, heads, length = ctx.groups, ctx.scale, k.shape[1], q.shape[2]
-        grad = grad.contiguous()
-        dq, dk, dv = _flash_backward(grad, q, _repeat(k, q), _repeat(v, q), out, _like_flash(lse), 0.0, True, scale=scale)
-        folded_q, folded_grad, folded_out = (groups.fold(rows, heads) for rows in (q, grad, out))
-        folded_lse = groups.fold(lse[..., None], heads).squeeze(-1)
-        wide = None if ctx.mask is None else ctx.mask.expand(-1, -1, folded_q.shape[2], -1)
-        prompt_dq, prompt_dk, prompt_dv = _flash_backward(
-            folded_grad, folded_q, pk, pv, folded_out, _like_flash(folded_lse), 0.0, False, attn_mask=wide, scale=scale
-        )
-        # The queries took part in both passes, the keys and values each in one.
-        dq = dq + groups.unfold(prompt_dq.contiguous(), length)
-        return dq, _summed(dk, k), _summed(dv, v), prompt_dk, prompt_dv, None, None, None
-
-
 def _bias(mask: Bool[Tensor, "P S"], dtype: torch.dtype) -> Float[Tensor, "P 1 1 S"]:
     """Added to attention scores: 0 for real tokens, -inf for padding."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)[:, None, None, :]
-
-
-def _repeat(keys: Float[Tensor, "N K T D"], like: Float[Tensor, "N H T D"]) -> Float[Tensor, "N H T D"]:
-    """One copy of each key head for each query head that shares it: the CPU kernel knows no grouped-query attention."""
-    times = like.shape[1] // keys.shape[1]
-    return keys if times == 1 else keys.repeat_interleave(times, dim=1)
-
-
-def _summed(grad: Float[Tensor, "N H T D"], like: Float[Tensor, "N K T D"]) -> Float[Tensor, "N K T D"]:
-    """Gradient of `_repeat`: the sum over the copies, [N, H, T, D] -> [N, K, H / K, T, D] -> [N, K, T, D]."""
-    return grad if grad.shape == like.shape else grad.view(like.shape[0], like.shape[1], -1, *like.shape[2:]).sum(2)
-
-
-def _like_flash(lse: Float[Tensor, "N H T"]) -> Float[Tensor, "N H T"]:
-    # The kernel stores it as [N, T, H] and reads that memory layout, whatever the strides say.
-    return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class DecodedPrompt:
@@ -274,11 +185,14 @@ class DecodedPrompt:
         key: Float[Tensor, "N K 1 D"],
         value: Float[Tensor, "N K 1 D"],
         scale: float,
+        window: int | None = None,
     ) -> Float[Tensor, "N H 1 D"]:
         """See `SharedPrompt`; T is 1.
 
         With one query per row the scores are small, so both parts go through one softmax and no log-sum-exp is needed.
         """
+        if window is not None:
+            raise UnsupportedError("attention with sliding_window")
         own_keys, own_values = self._append(layer, key, value)  # [N, K, L, D], L tokens so far
         rows, heads = key.shape[:2]
         # Scaling the query costs D products per head, scaling the scores S + L.

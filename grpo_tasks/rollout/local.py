@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from grpo_tasks.policy.batch import TokenBatch, token_batch
+from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
-from grpo_tasks.policy.shared_prompt_attention import DecodedPrompt, UnsupportedError, shared_prompt_attention
+from grpo_tasks.policy.shared_prompt_attention import DecodedPrompt, UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
@@ -99,15 +99,15 @@ class LocalEngine:
     def _fused_decoder(self, requests: Sequence[Request]) -> FusedDecoder | None:
         """The fused step, or None if its logits differ from the model's own or the model has another shape."""
         prompts = _unique_prompts(requests[:1], self._model.device)
-        cache, tokens = encode_context(self._model, prompts), prompts.last_ids
-        wanted = SharedPromptState(self._model, prompts, cache, 1).forward(tokens)
+        tokens = prompts.last_ids
+        wanted = SharedPromptState(self._model, prompts, 1).forward(tokens)
         try:
             # `sync` writes into these weights outside of inference mode, which torch forbids for tensors made inside it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 fused = FusedDecoder(self._model)
         except UnsupportedError:
             return None
-        found = SharedPromptState(self._model, prompts, cache, 1, fused=fused).forward(tokens)
+        found = SharedPromptState(self._model, prompts, 1, fused=fused).forward(tokens)
         return fused if agrees(found, wanted) else None
 
 
@@ -137,11 +137,11 @@ class SharedPromptState:
         self,
         model: CausalLM,
         prompts: TokenBatch,
-        cache: DynamicCache,
         max_length: int,
         *,
         fused: FusedDecoder | None = None,
     ) -> None:
+        cache = encode_context(model, prompts)
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         self._model, self._fused = model, fused
         self._past = DecodedPrompt(keys, values, prompts.context_mask, prompts.prompt_of, max_length)
@@ -159,8 +159,14 @@ class SharedPromptState:
         return logits
 
     def _model_forward(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
-        with shared_prompt_attention(causal_model(self._model)):
-            out = self._model(input_ids=tokens[:, None], position_ids=positions, use_cache=False, shared_prompt=self._past)
+        use_shared_prompts(causal_model(self._model))
+        out = self._model(
+            input_ids=tokens[:, None],
+            position_ids=positions,
+            attention_mask=no_mask(tokens.device),
+            use_cache=False,
+            shared_prompt=self._past,
+        )
         logits: Tensor = out.logits[:, -1]  # [N, 1, V] -> [N, V]
         return logits
 
@@ -173,16 +179,19 @@ class SharedPromptState:
 class RepeatedPromptState:
     """Keeps a copy of its prompt for every row, in transformers' own cache: works for every architecture with such a cache."""
 
-    def __init__(self, model: CausalLM, prompts: TokenBatch, cache: DynamicCache, max_length: int) -> None:  # noqa: ARG002
+    def __init__(self, model: CausalLM, prompts: TokenBatch, max_length: int) -> None:  # noqa: ARG002
+        # Padding on the left, so that each context ends where its completion begins: a sliding window counts columns.
+        ids, mask = prompts.contexts_padded_left()  # [P, C]
+        cache = DynamicCache()
+        model(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), past_key_values=cache, use_cache=True)
         cache.batch_select_indices(prompts.prompt_of)  # [P, K, C, D] -> [N, K, C, D], layer by layer
         self._model, self._cache = model, cache
-        self._mask = prompts.context_mask.long()[prompts.prompt_of]  # [N, C], one column more per step
+        self._mask = mask.long()[prompts.prompt_of]  # [N, C], one column more per step
 
     def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """See `DecodingState`."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        # Contexts are padded on the right, so padding lies between a short context and its new tokens: the position is the number
-        # of real tokens before the new one, not its column.
+        # A short context has padding before it: the position is the number of real tokens before the new one, not its column.
         positions = self._mask.sum(-1, keepdim=True) - 1
         out = self._model(
             input_ids=tokens[:, None],
@@ -200,7 +209,7 @@ class RepeatedPromptState:
         self._mask = self._mask[rows]
 
 
-MakeState = Callable[[CausalLM, TokenBatch, DynamicCache, int], DecodingState]
+MakeState = Callable[[CausalLM, TokenBatch, int], DecodingState]
 
 
 class _DecodingLoop:
@@ -228,7 +237,7 @@ class _DecodingLoop:
             [request.seed for request in requests], sampling.max_completion_length, device=model.device
         )
         prompts = _unique_prompts(requests, model.device)
-        self.state = make_state(model, prompts, encode_context(model, prompts), sampling.max_completion_length)
+        self.state = make_state(model, prompts, sampling.max_completion_length)
         # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
         self.logits = self.state.forward(prompts.last_ids[prompts.prompt_of])
         self.seen = self._prompt_tokens(requests) if sampling.repetition_penalty != 1.0 else None

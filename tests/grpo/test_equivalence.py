@@ -73,11 +73,13 @@ def test_how_the_work_is_done_does_not_show_in_the_curve(train, settings):
     assert_golden(directory)
 
 
-@pytest.mark.parametrize("layout", ["repeated"])
-def test_the_repeated_layout_gives_the_curve(stages, layout, monkeypatch):
-    from grpo_tasks.grpo.policies import Policies
+def test_the_attention_of_other_devices_gives_the_curve(stages, monkeypatch):
+    from grpo_tasks.policy.packed_attention import PackedRow, masked_attention
 
-    monkeypatch.setattr(Policies, "_first_that_equals_plain", lambda *_: layout)
+    def attend(self, layer, query, key, value, scale, window=None):
+        return masked_attention(query, key, value, self, scale, window)
+
+    monkeypatch.setattr(PackedRow, "attend", attend)
     _, directory = stages.train(**CURVE)
     assert_golden(directory)
 

@@ -4,7 +4,7 @@ import torch
 from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import compile_layers
-from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.logprobs import completion_logprobs, score_tokens
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("layout", ["plain", "repeated", "merged"])
+@pytest.mark.parametrize("layout", ["plain", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_equal_one_completion_at_a_time(policy, batch, temperature, layout, chunked, monkeypatch):
     if chunked:
@@ -68,3 +68,33 @@ def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch):
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gradients(policy), gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_frozen_head_scores_as_one_that_is_trained_and_is_computed_once(temperature, softcap):
+    torch.manual_seed(0)
+    head, hidden, targets = (
+        torch.nn.Linear(16, 50, bias=False).double(),
+        torch.randn(11, 16).double(),
+        torch.randint(0, 50, (11,)),
+    )
+    factor, found = torch.randn(11), {}
+    calls = []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    for trained in (True, False):
+        head.requires_grad_(trained)
+        given = hidden.clone().requires_grad_()
+        calls.clear()
+        logps, entropies = score_tokens(head, given, targets, temperature=temperature, softcap=softcap, chunk_elements=150)
+        (logps * factor).sum().backward()
+        found[trained] = logps.detach(), entropies.detach(), given.grad
+        if not trained and softcap is None:
+            assert len(calls) == 4
+    for one, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    head.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(
+            score_tokens(head, hidden, targets, temperature=temperature, softcap=softcap, chunk_elements=150)[0], logps
+        )

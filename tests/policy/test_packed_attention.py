@@ -1,0 +1,178 @@
+"""Attention over one packed row against every completion alone without padding, for several architectures with random weights."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from grpo_tasks.policy import packed_attention
+from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.packed_attention import PackedRow, masked_attention
+from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32),
+    "llama": LlamaConfig(**SMALL),
+    "phi3": Phi3Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "gemma3-window-16": Gemma3TextConfig(
+        **SMALL, head_dim=32, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mistral-window-8": MistralConfig(**SMALL, sliding_window=8),
+    "mistral-window-3": MistralConfig(**SMALL, sliding_window=3),
+}
+MIXED = ((13, 9, 21), (5, 9, 1, 7, 12, 3), [0, 2, 0, 1, 2, 2])
+BATCHES = {
+    "mixed lengths": MIXED,
+    "equal lengths": ((12, 12), (6, 6, 6, 6), [0, 0, 1, 1]),
+    "single tokens": ((4, 1), (1, 1, 1), [0, 1, 1]),
+    "a prompt of one token": ((1, 6), (4, 2, 5), [0, 0, 1]),
+    "groups of different sizes": ((6, 6, 6), (4, 4, 4, 4), [1, 1, 1, 2]),
+}
+
+
+def model_of(config):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    # As large as in a trained model, where a wrong mask shows: at their initial size all attention is nearly uniform.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name and parameter.ndim == 2:
+                parameter.mul_(6.0)
+    return model
+
+
+def make_batch(kind):
+    prompts, completions, prompt_of = BATCHES[kind]
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(length):
+        return torch.randint(1, 300, (length,), generator=generator).tolist()
+
+    prompts, completions = [ids(length) for length in prompts], [ids(length) for length in completions]
+    return prompts, completions, token_batch(prompts, completions, prompt_of, device=torch.device("cpu"))
+
+
+def one_by_one(model, prompts, completions, prompt_of):
+    """The log-probabilities of every completion, each alone."""
+    found = []
+    for completion, prompt in zip(completions, prompt_of, strict=True):
+        ids = torch.tensor([prompts[prompt] + completion])
+        logp = model(input_ids=ids, use_cache=False).logits[0, len(prompts[prompt]) - 1 : -1].log_softmax(-1)
+        found.append(logp.gather(-1, torch.tensor(completion)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def gradients(model, logps):
+    model.zero_grad()
+    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-5 * wanted[1].abs().max().item())
+
+
+def results(model, batch, layout):
+    logps = completion_logprobs(model, batch, temperature=1.0, layout=layout).logps[batch.completion_mask]
+    return logps.detach(), gradients(model, logps)
+
+
+def wanted_of(model, kind):
+    prompts, completions, batch = make_batch(kind)
+    logps = one_by_one(model, prompts, completions, BATCHES[kind][2])
+    return batch, (logps.detach(), gradients(model, logps))
+
+
+@pytest.mark.parametrize("layout", ["packed", "plain"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_scores_as_one_completion_at_a_time(name, layout):
+    model = model_of(MODELS[name])
+    batch, wanted = wanted_of(model, "mixed lengths")
+    assert_same(results(model, batch, layout), wanted)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", ["qwen2", "mistral-window-8", "mistral-window-3"])
+def test_every_shape_of_a_batch_scores_as_one_completion_at_a_time(name, kind):
+    model = model_of(MODELS[name])
+    batch, wanted = wanted_of(model, kind)
+    for layout in ("packed", "plain"):
+        assert_same(results(model, batch, layout), wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3-window-16", "mistral-window-3"])
+def test_the_way_of_other_devices_gives_the_same(name, monkeypatch):
+    model = model_of(MODELS[name])
+    batch, wanted = wanted_of(model, "mixed lengths")
+
+    def attend(self, layer, query, key, value, scale, window=None):
+        return masked_attention(query, key, value, self, scale, window)
+
+    monkeypatch.setattr(PackedRow, "attend", attend)
+    assert_same(results(model, batch, "packed"), wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral-window-8"])
+def test_gradient_checkpointing_changes_no_bit(name):
+    model = model_of(MODELS[name])
+    _, _, batch = make_batch("mixed lengths")
+    wanted = results(model.train(), batch, "packed")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = results(model, batch, "packed")
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_only_real_tokens_pass_through_the_model(monkeypatch):
+    _, _, batch = make_batch("mixed lengths")
+    prompts, completions, _ = MIXED
+    # The last token of a completion predicts nothing.
+    assert batch.packed.ids.shape == (1, sum(prompts) + sum(completions) - len(completions))
+    saved = []
+    model = model_of(MODELS["qwen2"])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor):
+        completion_logprobs(model, batch, temperature=1.0, layout="packed")
+    tokens = batch.packed.ids.shape[1]
+    # Nothing that the backward pass keeps of a layer has more tokens than the row.
+    assert max(shape[2] for shape in saved if len(shape) == 4) == tokens
+
+
+def test_soft_caps_are_refused_by_name():
+    model = model_of(Gemma2Config(**SMALL, head_dim=32))
+    _, _, batch = make_batch("mixed lengths")
+    with pytest.raises(UnsupportedError, match="softcap"):
+        completion_logprobs(model, batch, temperature=1.0, layout="packed")
+
+
+def test_varlen_attention_gets_each_prompt_once_and_for_each_completion_its_prompt_and_itself():
+    prompts, _, batch = make_batch("mixed lengths")
+    row = packed_attention.packed_row(batch.packed, batch.prompt_of)
+    gathered = row.gathered(torch.device("cpu"))
+    ids = batch.packed.ids[0]
+    keys = [ids[gathered.index[a:b]].tolist() for a, b in zip(gathered.key_ends[:-1], gathered.key_ends[1:], strict=True)]
+    queries = [ids[a:b].tolist() for a, b in zip(gathered.query_ends[:-1], gathered.query_ends[1:], strict=True)]
+    assert keys[:3] == prompts == queries[:3]
+    for query, key, prompt in zip(queries[3:], keys[3:], row.prompt_of.tolist(), strict=True):
+        assert key == prompts[prompt] + query
+    assert (gathered.max_query, gathered.max_key) == (max(map(len, queries)), max(map(len, keys)))
