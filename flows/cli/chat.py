@@ -7,7 +7,7 @@ from rich.console import Console
 
 from flows.model_names import registered_model
 from flows.preflight import check_model
-from grpo_tasks.policy.chat_session import ChatSession, ChatSettings
+from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 from grpo_tasks.tracking.models import ORIGIN
 from grpo_tasks.tracking.registry import lineage_of
 from schemas.config.operations import TrackingConfig

@@ -64,7 +64,7 @@ def chat(
     with report_errors():
         prepare_environment()
         from flows.cli.chat import answer_questions
-        from grpo_tasks.policy.chat_session import ChatSettings
+        from grpo_tasks.rollout.chat_session import ChatSettings
 
         settings = ChatSettings(temperature, top_p, max_new_tokens, greedy)
         answer_questions(out, model, question, system=system, settings=settings, tracking=tracking_at(tracking_uri))
