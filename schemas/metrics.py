@@ -313,6 +313,14 @@ def describe_figure(name: str) -> Metric | None:
     return _FIGURES.get(name) or _FIGURES.get(_family(name))
 
 
+def figure_text(name: str, value: float) -> str:
+    """A value of an evaluation metric as tables show it: shares in percent, other values with three digits."""
+    metric = describe_figure(name)
+    if metric is not None and metric.unit == "share":
+        return f"{100 * value:.1f} %"
+    return f"{value:.3g}" if abs(value) < 1_000 else f"{value:,.0f}"
+
+
 def column_of(name: str) -> str:
     """The column of the evaluation samples that a metric is the mean of. A function's scores have the name of their mean."""
     found = describe_figure(name)

@@ -10,7 +10,7 @@ from rich.table import Table
 from grpo_tasks.lab.report import opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import HEADLINES, describe_figure
+from schemas.metrics import HEADLINES, figure_text
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -208,5 +208,4 @@ def _figure(report: EvalReport, name: str) -> str:
     interval = report.metrics.get(name)
     if interval is None:
         return ""
-    metric = describe_figure(name)
-    return f"{interval.value:.1%}" if metric is not None and metric.unit == "share" else f"{interval.value:.3g}"
+    return figure_text(name, interval.value)

@@ -15,7 +15,7 @@ from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples
 from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
-from schemas.metrics import REWARD, describe_figure
+from schemas.metrics import PASS_AT_K, REWARD, describe_figure, figure_text
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
@@ -101,17 +101,15 @@ def metrics_table(metrics: EvaluationMetrics) -> str:
     rows: list[list[str]] = []
     for name, interval in metrics.metrics.items():
         metric = describe_figure(name)
-        rows.append(_row(name, interval, metric.meaning if metric else "", share=metric is not None and metric.unit == "share"))
+        rows.append([name, *_shown(name, interval), metric.meaning if metric else ""])
     for k, interval in metrics.pass_at_k.items():
-        rows.append(_row(f"pass@{k}", interval, f"probability that at least one of {k} samples is strictly right", share=True))
+        meaning = f"probability that at least one of {k} samples is strictly right"
+        rows.append([f"pass@{k}", *_shown(PASS_AT_K, interval), meaning])
     return table(["metric", "value", "interval", "meaning"], rows, right=["value"]) + "\n"
 
 
-def _row(name: str, interval: Interval, meaning: str, *, share: bool) -> list[str]:
-    def show(value: float) -> str:
-        return f"{100 * value:.1f} %" if share else f"{value:.3g}"
-
-    return [name, show(interval.value), f"{show(interval.low)} to {show(interval.high)}", meaning]
+def _shown(name: str, interval: Interval) -> list[str]:
+    return [figure_text(name, interval.value), f"{figure_text(name, interval.low)} to {figure_text(name, interval.high)}"]
 
 
 def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
-from grpo_tasks.reporting.page import percent, picture, render
+from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
@@ -28,7 +28,7 @@ from schemas.metrics import (
     REWARD,
     REWARD_STD,
     TASK_FAMILIES,
-    describe_figure,
+    figure_text,
 )
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
@@ -100,7 +100,7 @@ def write_html(run: RunResults, directory: Path) -> Path:
         decision=run.decision,
         evaluations=run.evaluations,
         figures=figures_of(run.evaluations),
-        shares=shares_of(run.evaluations),
+        figure_text=figure_text,
         stage_metrics=STAGE_METRICS,
         stages=run.stages,
         events=[event for stage in run.stages for event in events_of(stage)],
@@ -150,20 +150,13 @@ def _shown(report: EvalReport, name: str) -> str:
     found = report.metrics.get(name)
     if found is None:
         return ""
-    metric = describe_figure(name)
-    return percent(found.value) if metric is not None and metric.unit == "share" else f"{found.value:.3g}"
+    return figure_text(name, found.value)
 
 
 def figures_of(evaluations: Sequence[EvalReport]) -> list[str]:
     """The columns of the table of evaluations: the headlines that were measured, then those of each task."""
     measured = list(dict.fromkeys(name for report in evaluations for name in report.metrics))
     return [name for name in HEADLINES if name in measured] + [name for name in measured if name.startswith(_TASK_PREFIXES)]
-
-
-def shares_of(evaluations: Sequence[EvalReport]) -> set[str]:
-    """The columns that are shown in percent."""
-    found = {name: describe_figure(name) for name in figures_of(evaluations)}
-    return {name for name, metric in found.items() if metric is not None and metric.unit == "share"}
 
 
 _MEASURED = ("tokens", "gpu_hours", "energy_wh")

@@ -1,5 +1,6 @@
 """The report of a run shows what its results say, and is safe to open whatever a model wrote."""
 
+import polars as pl
 import pytest
 
 from grpo_tasks.reporting.report import costs_of, events_of, markdown, samples_of, write_html
@@ -36,7 +37,7 @@ def test_answers_are_sorted_by_what_training_changed(results):
 def test_an_answer_is_shown_with_its_question_and_ground_truth(results):
     [pair] = samples_of(results)["Fixed: wrong before, right after"]
     assert pair.question.endswith("question a")
-    assert (pair.answer, pair.before_right, pair.after_right) == ("4", False, True)
+    assert (pair.answer, pair.before_verdict, pair.after_verdict) == ("4", "wrong", "right")
     assert pair.before.endswith("base a")
     assert pair.after.endswith("merged a")
 
@@ -73,3 +74,14 @@ def test_the_summary_has_a_row_per_model_and_per_step(results):
     assert "| merged | 90.0 % |" in text
     assert "| train_stage format | 10.0 |  | no GPU | not measured |" in text
     assert "17 rows read, 1 rejected." in text
+
+
+def test_without_ground_truths_answers_are_shown_by_their_change_in_reward(results):
+    for report, gain in zip((results.evaluations[0], results.evaluations[-1]), (0.0, 1.0), strict=True):
+        samples = pl.read_parquet(report.samples)
+        rewards = pl.Series("reward", [gain * (position % 3 - 0.5) for position in range(samples.height)])
+        samples.with_columns(pl.lit(None, dtype=pl.Boolean).alias("correct"), rewards).write_parquet(report.samples)
+    by_kind = samples_of(results)
+    assert list(by_kind) == ["Higher reward than before", "Lower reward than before"]
+    assert by_kind["Higher reward than before"][0].before_verdict == "reward 0"
+    assert by_kind["Lower reward than before"][0].after_verdict == "reward -0.5"

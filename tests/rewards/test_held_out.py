@@ -70,7 +70,7 @@ def test_rows_without_ground_truth_or_with_several_are_scored_as_such(own_module
 
 def test_functions_run_in_another_process_and_order_is_kept_over_many_chunks(own_module, make_row):
     own_module(FUNCTIONS)
-    run = config(stage=(), evaluators={"size": "my_rewards:size", "process": "my_rewards:process"}, rewards=[])
+    run = config(evaluators={"size": "my_rewards:size", "process": "my_rewards:process"}, rewards=[])
     rows = [make_row(line) for line in range(1, 2 * CHUNK + 10)]
     found = scored(run, rows, ["x" * row.line for row in rows])
     assert found["rewards/size/mean"].to_list() == [float(row.line) for row in rows]
