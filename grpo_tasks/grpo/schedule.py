@@ -7,7 +7,7 @@ the number of prompts before a rollout decides which tasks come next, so neither
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Mixture:
     tasks: tuple[TaskRows, ...]
 
     @classmethod
-    def of(cls, row_tasks: Sequence[str], settings: Mapping[str, TaskConfig]) -> Self | None:
+    def of(cls, row_tasks: Sequence[str], settings: Mapping[str, TaskConfig]) -> "Mixture | None":
         """The mixture of rows by their tasks; None where all rows have the same chance: one task, or none configured."""
         names = sorted(set(row_tasks))
         if not settings or len(names) == 1:
