@@ -29,7 +29,7 @@ CHARS_PER_TOKEN = 4
 """Characters of a completion of the configured length for each token."""
 LONG_TEXT_FACTOR = 10.0
 """A completion of a million characters may take this many times the limit."""
-LONG_TEXT_WAIT = 3.0
+LONG_TEXT_WAIT = 10.0
 """It is given up after this many times what it may take: a hang on it does not stop a run, so it need not be waited for."""
 MAX_SPEED_TRIES = 3
 """How often a call that is too slow is timed again: on a busy machine the first time may be the machine's fault."""
