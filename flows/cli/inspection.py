@@ -10,10 +10,10 @@ from rich.console import Console
 from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set
 from flows.cli.show import out
-from schemas.config.hints import section_in
 from schemas.config.load import PRESETS, find_config, load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
+from schemas.hints.search import section_in
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

@@ -12,10 +12,10 @@ import polars as pl
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
-from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.metrics import PASS_AT_K, REWARD, describe_figure, figure_text
+from schemas.prompts import GREEDY
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples

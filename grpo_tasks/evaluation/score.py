@@ -20,7 +20,6 @@ from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
-from grpo_tasks.rollout.spec import GREEDY
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.metrics import (
@@ -41,6 +40,7 @@ from schemas.metrics import (
     describe_figure,
     member,
 )
+from schemas.prompts import GREEDY
 from schemas.results.evaluation import Interval
 
 SCORES = ("strict_format", "correct", "lenient_correct", "truncated")

@@ -204,11 +204,11 @@ class _PackedAttention(torch.autograd.Function):
             own, own_lse = _causal(query, row.own.read(k), row.own.read(v), masks.own, scale)
             # Every completion token comes after its prompt, so this pass is not causal.
             folded = row.groups.fold(query, prompt_k.shape[1])  # [P, K, M, D]
-            seen = _wide(masks.shared, folded, query)
+            seen = None if masks.shared is None else _wide(masks.shared, folded, query)
             shared, shared_lse = _flash(folded, prompt_k, prompt_v, 0.0, False, attn_mask=seen, scale=scale)
             if masks.blind is not None:
                 # The kernel gives 0 for the log-sum-exp of no key at all, which is -inf.
-                blind = _wide_blind(masks.blind, folded, query)
+                blind = _wide(masks.blind[..., None], folded, query).squeeze(-1)  # [P, 1, M]
                 shared_lse, shared = shared_lse.masked_fill(blind, -torch.inf), shared.masked_fill(blind[..., None], 0.0)
             length = query.shape[2]
             shared = row.groups.unfold(shared, length)  # [P, K, M, D] -> [N, H, T, D]
@@ -242,7 +242,7 @@ class _PackedAttention(torch.autograd.Function):
             part = _Part.of(row.own, q, out, lse, grad)
             own_dq, own_dk, own_dv = _causal_backward(part, own_k, own_v, masks.own, scale)
             folded = _Part(*(groups.fold(x, prompt_k.shape[1]) for x in (part.query, part.out, part.lse, part.grad)))
-            seen = _wide(masks.shared, folded.query, part.query)
+            seen = None if masks.shared is None else _wide(masks.shared, folded.query, part.query)
             shared_dq, shared_dk, shared_dv = _flash_backward(
                 folded.grad, folded.query, prompt_k, prompt_v, folded.out, _like_flash(folded.lse.squeeze(-1)), 0.0, False,
                 attn_mask=seen, scale=scale,
@@ -293,18 +293,13 @@ def _causal_backward(part: _Part, k: Tensor, v: Tensor, mask: Tensor | None, sca
     return dq, _summed(dk, k), _summed(dv, v)
 
 
-def _wide(shared: Tensor | None, folded: Float[Tensor, "P K M D"], query: Float[Tensor, "N H T D"]) -> Tensor | None:
+def _wide(shared: Tensor, folded: Float[Tensor, "P K M D"], query: Float[Tensor, "N H T D"]) -> Tensor:
     """The mask from folded queries to their prompt: [P, 1, 1, S] or [P, 1, width T, S] -> [P, 1, M, S]."""
-    if shared is None or shared.shape[2] == 1:
-        return None if shared is None else shared.expand(-1, -1, folded.shape[2], -1)
+    if shared.shape[2] == 1:
+        return shared.expand(-1, -1, folded.shape[2], -1)
     # M runs over row, query head of the key head, token; the mask is the same for all heads.
     rows = shared.unflatten(2, (-1, 1, query.shape[2]))  # [P, 1, width, 1, T, S]
     return rows.expand(-1, -1, -1, query.shape[1] // folded.shape[1], -1, -1).flatten(2, 4)
-
-
-def _wide_blind(blind: Bool[Tensor, "P 1 _"], folded: Float[Tensor, "P K M D"], query: Tensor) -> Bool[Tensor, "P K M"]:
-    rows = blind.unflatten(2, (-1, 1, query.shape[2]))  # [P, 1, width, 1, T]
-    return rows.expand(-1, -1, -1, query.shape[1] // folded.shape[1], -1).flatten(2, 4).expand(-1, folded.shape[1], -1)
 
 
 def _repeat(keys: Float[Tensor, "N K T D"], like: Float[Tensor, "N H T D"]) -> Float[Tensor, "N H T D"]:
@@ -332,18 +327,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, row: PackedRow, scale: flo
     times = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
     prompts, own, size = row.prompts, row.own, row.prompts.width
-    band = _band(size, window or size, q.device)
     prompt_k, prompt_v = prompts.read(keys), prompts.read(values)
-    parts = [_flat(prompts, attend(prompts.read(q), prompt_k, prompt_v, attn_mask=band[:, None], scale=scale))]
+    band = _band(size, window or size, q.device)[:, None]
+    parts = [_flat(prompts, attend(prompts.read(q), prompt_k, prompt_v, attn_mask=band, scale=scale))]
     if own is not None:
         length = own.width
-        seen = torch.cat(
-            [
-                _seen_of_prompt(row, window or size + length + 1),
-                _band(length, window or length, q.device).expand(len(own), -1, -1),
-            ],
-            dim=2,
-        )  # [N, T, S + T]
+        own_band = _band(length, window or length, q.device).expand(len(own), -1, -1)
+        seen = torch.cat([_seen_of_prompt(row, window or size + length + 1), own_band], dim=2)  # [N, T, S + T]
         both_k = torch.cat([prompt_k[row.prompt_of], own.read(keys)], dim=2)  # [N, H, S + T, D]
         both_v = torch.cat([prompt_v[row.prompt_of], own.read(values)], dim=2)
         parts.append(_flat(own, attend(own.read(q), both_k, both_v, attn_mask=seen[:, None], scale=scale)))

@@ -14,10 +14,11 @@ from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, pick_device, save_plain
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.spec import GREEDY, SampleSpec, chosen_rows
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
+from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
 
 

@@ -10,9 +10,6 @@ from schemas.config.rollout import RolloutConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
 
-GREEDY = -1
-"""Sample number of the greedy completion."""
-
 
 class SampleSpec(Result):
     """The completions to sample; a step writes it as spec.json for the process that samples."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from schemas.config.hints import hint_for, hint_for_value
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import ConfigError, shorten
+from schemas.hints.search import hint_for, hint_for_value
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120

@@ -40,7 +40,7 @@ def prefect_api(tmp_path_factory):
 
 
 def test_the_examples_are_these():
-    assert NAMES == ["multiple-choice", "my-csv", "own-model", "word-problems"]
+    assert NAMES == ["json-task", "multiple-choice", "my-csv", "own-model", "style-task", "word-problems"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,12 @@ import psutil
 import pytest
 
 from grpo_tasks.rollout.sample_table import sample_table
-from grpo_tasks.rollout.spec import GREEDY, SampleSpec
+from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
+from schemas.prompts import GREEDY
 from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
 from tests.rollout.servers import PYTHON

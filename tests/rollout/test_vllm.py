@@ -14,13 +14,14 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample_table import sample_table
-from grpo_tasks.rollout.spec import GREEDY, SampleSpec
+from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import authorization, existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import RolloutError
+from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
 from tests.rollout.servers import CONFIG, MARKS, engine_on, listener, moved, sampling, served
 from tests.web_pages import FOREIGN, status

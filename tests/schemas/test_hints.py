@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from schemas.config.foreign_names import NOTHING, OURS
-from schemas.config.hints import all_fields, hint_for, places_of
 from schemas.config.load import check_config
 from schemas.errors import ConfigError
+from schemas.hints.foreign_names import NOTHING, OURS
+from schemas.hints.search import all_fields, hint_for, places_of
 
 TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [{"name": "only", "rewards": ["format"]}]}
 

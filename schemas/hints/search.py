@@ -7,8 +7,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from schemas.config.foreign_names import NOTHING, OURS
 from schemas.config.run import RunConfig
+from schemas.hints.foreign_names import NOTHING, OURS
 
 _MOST_PLACES = 3
 
