@@ -13,6 +13,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
+_HUB_ID = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}")
 _RELATIVE = "paths are relative to the folder where grpo is called"
 REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]{1,9}")
 """Forms of a name that stand for a registered model: NAME@ALIAS, NAME/VERSION, and both with models:/ in front."""
@@ -74,6 +75,8 @@ def check_model(name: str, place: str) -> None:
             raise ConfigError(f"no model there ({reason}): {path}", place=place, fix="name a folder with config.json and weights")
     elif path.is_absolute() or name.startswith((".", EMBEDDED)) or name.count("/") > 1 or "\0" in name:
         raise ConfigError(f"no such folder: {path}", place=place, fix=f"{_RELATIVE}; a hub id is OWNER/NAME")
+    elif not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"no such model: {name}", place=place, fix="name a folder, a registered model or a hub id (OWNER/NAME)")
 
 
 def check_output(config: RunConfig) -> None:

@@ -13,6 +13,11 @@ def plain_letters(prompts, completions, **columns):
     ]
 
 
+def plain_share(text):
+    """The share for one text."""
+    return sum(letter in " ,." or letter.islower() for letter in text) / len(text) if text.strip() else 0.0
+
+
 def suitable_length(completions, **columns):
     """1.0 for 20 to 80 characters, and less the further a text is from that."""
     return [length_score(len(text.strip())) for text in completions]

@@ -23,7 +23,7 @@ ADDED = [{"token": "<search>", "special": True}]
 @pytest.fixture
 def validate(tmp_path, write, monkeypatch):
     """The accepted training rows of six questions that name the token."""
-    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("step"))
+    monkeypatch.setattr(module, "run_logger", lambda: logging.getLogger("step"))
     monkeypatch.setattr(Work, "artifact", lambda *_: None)
 
     def step(*, model, **rollout):

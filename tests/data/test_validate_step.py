@@ -17,7 +17,7 @@ from schemas.results.data import PreparedData
 @pytest.fixture
 def validate(tmp_path, write, monkeypatch):
     """The body of the step on rows with these answers; Prefect's logger and artifacts exist inside a run only."""
-    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("step"))
+    monkeypatch.setattr(module, "run_logger", lambda: logging.getLogger("step"))
     monkeypatch.setattr(Work, "artifact", lambda *_: None)
 
     def step(*answers, **completion):

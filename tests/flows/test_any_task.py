@@ -52,9 +52,14 @@ TASKS = {
         "figures": ["reward", "accuracy"],
     },
     "mixture": {
-        "rows": [{**row, "task": "sums"} for row in SUMS]
-        + [{"question": f"Say {n}.", "answer": str(n), "task": "echo"} for n in range(60)],
-        "data": {"tasks": {"sums": {"weight": 2.0, "rewards": ["correctness", "brief"]}, "echo": {"rewards": ["brief"]}}},
+        "rows": [
+            *({**row, "task": "sums"} for row in SUMS),
+            *({"question": f"Say {n}.", "answer": str(n), "task": "echo"} for n in range(60)),
+        ],
+        "data": {
+            "task_column": "task",
+            "tasks": {"sums": {"weight": 2.0, "rewards": ["correctness", "brief"]}, "echo": {"rewards": ["brief"]}},
+        },
         "completion": {},
         "rewards": ["correctness", "brief"],
         "figures": ["reward", "accuracy/task/sums", "accuracy/task/echo"],
@@ -104,7 +109,7 @@ def test_a_task_of_any_kind_ends_in_a_promoted_champion(name, tmp_path, prefect_
     place.write("config.yaml", yaml.safe_dump(config_of(name, task)))
     place.grpo("run", "config.yaml")
     version = place.client.get_model_version_by_alias(name, "champion")
-    assert version.version == "1"
+    assert str(version.version) == "1"
     place.grpo("compare", f"{name}/1", f"{name}/1")
     page = (place.root / "comparison.html").read_text()
     [run] = [run for run in place.runs(name) if "mlflow.parentRunId" not in run.data.tags]

@@ -234,8 +234,8 @@ def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
 def test_a_reward_that_pays_for_stuffed_tags_is_stopped_by_the_lab_with_its_name(place, small):
     place.write("mine.py", "def greedy(completions, **_):\n    return [c[0]['content'].count('<answer>') for c in completions]\n")
     stage = SMALL["stages"][0] | {"rewards": ["greedy"]}
-    config = small(stages=[stage], rewards={"functions": {"greedy": {"function": "mine:greedy"}}})
-    output = place.grpo("run", config, expect=1)
+    rewards = {"functions": {"greedy": {"function": "mine:greedy"}}}
+    output = place.grpo("run", small(stages=[stage], rewards=rewards, lab=SMALL["lab"] | {"strict": True}), expect=1)
     assert "The reward lab stopped the run" in output
     assert "greedy fails the check" in output
     assert not list(place.root.glob("runs/small/train_stage"))

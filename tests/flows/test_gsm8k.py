@@ -28,7 +28,7 @@ def config(real_data, place):
     tree = {
         "name": "gsm8k",
         "data": data,
-        "rewards": preset["rewards"],
+        "completion": preset["completion"],
         "validation": {"max_prompt_length": 1500},
         "rollout": {"max_completion_length": 64},
         "stages": stages,

@@ -95,7 +95,7 @@ def test_tokens_get_their_ids_in_the_order_of_the_config_and_special_ones_leave_
     assert tokenizer.eos_token == load_tokenizer(ref).eos_token
 
 
-@pytest.mark.parametrize("layout", ["plain", "repeated", "merged"])
+@pytest.mark.parametrize("layout", ["plain", "packed"])
 def test_only_the_rows_of_added_tokens_are_trained_in_every_layout(trained, ref, config, layout):
     ids, _ = sample(ref, config)
     rows = {name: p for name, p in trained.named_parameters() if p.requires_grad and "lora_" not in name}

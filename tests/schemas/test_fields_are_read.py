@@ -16,6 +16,8 @@ from schemas.config.section import Section
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 THROUGH = {
+    ("EvaluationConfig", "rewards"): ("RunConfig", "scoring"),
+    ("EvaluationConfig", "evaluators"): ("RunConfig", "scoring"),
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
