@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long ui docs lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-ci test-long coverage ui docs lint types audit check bench bench-gpu chaos vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser
 
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+
+coverage: $(READY) ## run `make test` with coverage, and fail below the floor of pyproject.toml (a third slower)
+	$(MAKE) test ARGS="--cov --cov-report=term $(ARGS)"
 
 ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui

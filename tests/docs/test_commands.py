@@ -27,6 +27,8 @@ RUN = {
     "cp -r examples/word-problems my-problems && cd my-problems",
     "cp -r examples/multiple-choice my-choice && cd my-choice",
     "cp -r examples/own-model my-model && cd my-model",
+    "cp -r examples/json-task my-json && cd my-json",
+    "cp -r examples/style-task my-style && cd my-style",
     "python copy_model.py",
     "make docs",
 }
