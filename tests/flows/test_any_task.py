@@ -24,7 +24,11 @@ def reward_len(prompts, completions, **kwargs):
 SUMS = [
     {"question": f"What is {left} + {right}?", "answer": str(left + right)} for left in range(10, 20) for right in range(20, 26)
 ]
-OWN = {"brief": {"function": "my_rewards:brief"}, "reward_len": {"function": "my_rewards:reward_len"}}
+OWN = {
+    "brief": {"function": "my_rewards:brief"},
+    "short": {"function": "my_rewards:brief", "weight": 0.5},
+    "reward_len": {"function": "my_rewards:reward_len"},
+}
 
 TASKS = {
     "json": {
@@ -58,11 +62,11 @@ TASKS = {
         ],
         "data": {
             "task_column": "task",
-            "tasks": {"sums": {"weight": 2.0, "rewards": ["correctness", "brief"]}, "echo": {"rewards": ["brief"]}},
+            "tasks": {"sums": {"weight": 2.0, "rewards": ["brief"]}, "echo": {"rewards": ["short"]}},
         },
         "completion": {},
-        "rewards": ["correctness", "brief"],
-        "figures": ["reward", "accuracy/task/sums", "accuracy/task/echo"],
+        "rewards": ["brief", "short"],
+        "figures": ["reward/task/sums", "reward/task/echo", "accuracy/task/sums", "accuracy/task/echo"],
     },
 }
 
