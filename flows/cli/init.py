@@ -35,7 +35,7 @@ def init(
     """Write a config for a data file: columns, answers, rewards and limits as the file suggests them."""
     with report_errors():
         source = file or _only_data_file()
-        typer.echo(f"looking at {source}", err=True)
+        typer.echo(f"reading {source}", err=True)
         target = into or Path(f"{run_name(source)}.yaml")
         _check_target(target, force=force)
         prepare_environment()
