@@ -22,8 +22,8 @@ test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
-coverage: $(READY) ## run `make test` with coverage, and fail below the floor of pyproject.toml (a third slower)
-	$(MAKE) test ARGS="--cov --cov-report=term $(ARGS)"
+coverage: $(READY) ## fail when the tests of answers, evaluation and lab cover less than the floor in pyproject.toml
+	$(BIN)/python -m pytest -q -m "not long" -p no:cacheprovider --cov --cov-report=term tests/answers tests/evaluation tests/lab
 
 ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui
@@ -43,7 +43,7 @@ types: $(READY) ## check the types with mypy
 audit: $(READY) ## list known vulnerabilities of the installed packages (needs the network; reports it if there is none)
 	.ci/audit $(BIN)
 
-check: lint types test test-ci ## run what CI runs: lint, types, test, test-ci
+check: lint types coverage test test-ci ## run what CI runs: lint, types, coverage, test, test-ci
 
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning (7 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
