@@ -105,7 +105,8 @@ def read_row(record: Record, columns: Columns) -> Row:
     task = columns.only_task if columns.task is None else _task(fields.get(columns.task))
     question = text = None
     messages = Messages()
-    used = {columns.answer}
+    # A function may ask for the ground truth by the column's own name (`solution`), unextracted, as it would get it in TRL.
+    used = {columns.answer} if columns.answer in (None, "answer") else set()
     prompt = fields.get(columns.prompt) if columns.template is None else None
     if prompt is not None:
         used.add(columns.prompt)

@@ -1,6 +1,7 @@
 """What a row may look like: plain prompts, chats with parts, joined columns, one answer, several or none, tasks."""
 
 import copy
+import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.records import Columns, Record, read_row
 from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import PromptRow, read_prompts
@@ -265,3 +267,12 @@ def test_duplicates_that_are_left_out_do_not_stop_a_run_and_are_reported(write: 
     assert "10 rows repeat an earlier row and are left out" in (tmp_path / "report.md").read_text()
     with pytest.raises(DataError, match="10 of 30 rows are quarantined"):
         validated(write(*rows, *rows[:10]), tmp_path, duplicates="quarantine")
+
+
+def test_rewards_get_the_answer_column_under_its_own_name_as_it_stands_in_the_file() -> None:
+    columns = Columns("question", "prompt", "solution")
+    row = read_row(Record(1, {"question": "What is 1 + 1?", "solution": "1 + 1 #### 2", "level": 3}), columns)
+    assert row.answer == "1 + 1 #### 2"
+    assert json.loads(row.extra) == {"solution": "1 + 1 #### 2", "level": 3}
+    plain = read_row(Record(1, {"question": "What is 1 + 1?", "answer": "2"}), columns._replace(answer="answer"))
+    assert plain.extra == "{}"
