@@ -26,6 +26,9 @@ def test_the_demo_learns_from_the_completions_of_a_server(tmp_path, prefect_api)
     assert len(journals) == 2
     for journal in journals:
         lines = [json.loads(line)["metrics"] for line in journal.read_text().splitlines()]
-        # Absent where every group is dead.
-        assert max(line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines) < 1e-4
+        # Absent where every group is dead. The mean is that of float32 rounding (1e-7); stale weights would show there. A single
+        # token may be ill-conditioned: measured against float64, one in some 100,000 is off by 1e-4 in the trainer, and by 6e-5
+        # in transformers' own forward pass.
+        for figure, limit in (("mean", 1e-6), ("max", 1e-3)):
+            assert max(line.get(f"sampling/sampling_logp_difference/{figure}", 0.0) for line in lines) < limit
     assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 5  # lab, two stages, base and merged model
