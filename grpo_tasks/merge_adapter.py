@@ -11,7 +11,7 @@ from schemas.results.data import DataReport
 from schemas.results.model import MergeProof, MergeSpec, ModelRef
 
 
-@step(rooms=("policy", "data"), retries=1, device=True)
+@step(rooms=("policy", "attention", "data"), retries=1, device=True)
 def merge_adapter(
     work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig, chat_template_kwargs: dict[str, Any]
 ) -> MergeProof:

@@ -10,7 +10,7 @@ from jaxtyping import install_import_hook
 # Tests check every annotation of the code that works with tensors, shapes and dtypes included; in production they cost nothing.
 # An int is a float, as PEP 484 says.
 install_import_hook(
-    ["grpo_tasks.grpo", "grpo_tasks.policy", "grpo_tasks.rollout"],
+    ["grpo_tasks.attention", "grpo_tasks.grpo", "grpo_tasks.policy", "grpo_tasks.rollout"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

@@ -19,13 +19,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
+from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
-from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.results.model import ModelRef
 

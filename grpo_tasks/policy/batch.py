@@ -78,6 +78,8 @@ class PackedTokens:
     """Tokens of the P prompts."""
     own_lengths: Sequence[int]
     """Tokens of the N completions in the row; 0 for a completion of one token, which its prompt predicts."""
+    prompt_of: Sequence[int]
+    """Prompt of each of the N completions, on the host."""
     predictors: Int[Tensor, " M"]
     """Place in the row of the token that predicts each completion token, completion by completion."""
     targets: Int[Tensor, " M"]
@@ -105,6 +107,7 @@ def _packed(
         positions=torch.tensor(positions, device=device)[None],
         prompt_lengths=sizes,
         own_lengths=[max(0, len(completion) - 1) for completion in completions],
+        prompt_of=list(prompt_of),
         predictors=torch.tensor(predictors, dtype=torch.long, device=device),
         targets=torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=device),
     )

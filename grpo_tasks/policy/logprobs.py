@@ -2,7 +2,7 @@
 
 Two layouts give the same numbers and gradients:
 
-    packed    one row [all prompts | all completions], without padding; completions attend to their prompt (packed_attention.py)
+    packed    one row [all prompts | all completions], without padding; completions attend to their prompt (attention/)
     plain     prompt and completion as one sequence, once per completion, padded on the right
 
 The G completions of a group share their prompt, so the plain layout computes it G times. The packed one saves that work, which
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.attention.packed_row import PackedRow
+from grpo_tasks.attention.shared_prompt import no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.packed_attention import packed_row
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.shared_prompt_attention import no_mask, use_shared_prompts
 from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
 Layout = Literal["packed", "plain"]
@@ -104,13 +105,14 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
 
 def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
     packed = batch.packed
+    row = PackedRow(packed.prompt_lengths, packed.own_lengths, packed.prompt_of, packed.ids.device)
     use_shared_prompts(causal_model(model))
     out = _decoder(model)(
         input_ids=packed.ids,
         position_ids=packed.positions,
         attention_mask=no_mask(packed.ids.device),
         use_cache=False,
-        shared_prompt=packed_row(packed, batch.prompt_of),
+        shared_prompt=PackedAttention(row),
     )
     # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
     hidden: Tensor = out.last_hidden_state[0].index_select(0, packed.predictors)  # [1, L, H] -> [M, H]

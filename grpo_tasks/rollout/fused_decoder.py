@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from grpo_tasks.policy.shared_prompt_attention import SharedPrompt, UnsupportedError
+from grpo_tasks.attention.shared_prompt import SharedPrompt, UnsupportedError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest allowed difference from the model's own logits, as a share of the largest logit."""

@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from grpo_tasks.attention.shared_prompt import DecodedPrompt, UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
-from grpo_tasks.policy.shared_prompt_attention import DecodedPrompt, UnsupportedError, no_mask, use_shared_prompts
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
@@ -131,7 +131,7 @@ class DecodingState(Protocol):
 
 
 class SharedPromptState:
-    """Keeps one copy of each prompt for all its rows (policy/shared_prompt_attention.py)."""
+    """Keeps one copy of each prompt for all its rows (attention/shared_prompt.py)."""
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from grpo_tasks.policy import logprobs
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
+from tests.attention.reference_kernel import masked_way, varlen_way
 from tests.grpo.conftest import journal
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "journal.jsonl"
@@ -73,13 +74,9 @@ def test_how_the_work_is_done_does_not_show_in_the_curve(train, settings):
     assert_golden(directory)
 
 
-def test_the_attention_of_other_devices_gives_the_curve(stages, monkeypatch):
-    from grpo_tasks.policy.packed_attention import PackedRow, masked_attention
-
-    def attend(self, layer, query, key, value, scale, window=None):
-        return masked_attention(query, key, value, self, scale, window)
-
-    monkeypatch.setattr(PackedRow, "attend", attend)
+@pytest.mark.parametrize("way", [masked_way, varlen_way])
+def test_the_attention_of_other_devices_gives_the_curve(stages, way, monkeypatch):
+    way(monkeypatch)
     _, directory = stages.train(**CURVE)
     assert_golden(directory)
 

@@ -13,11 +13,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_tasks.policy import packed_attention
+from grpo_tasks.attention.packed_row import PackedRow
+from grpo_tasks.attention.shared_prompt import UnsupportedError
+from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Sequences, VarlenAttention
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
-from grpo_tasks.policy.packed_attention import PackedRow, masked_attention
-from grpo_tasks.policy.shared_prompt_attention import UnsupportedError
+from tests.attention.reference_kernel import masked_way, varlen_way
 
 SMALL = {
     "hidden_size": 64,
@@ -121,15 +122,20 @@ def test_every_shape_of_a_batch_scores_as_one_completion_at_a_time(name, kind):
         assert_same(results(model, batch, layout), wanted)
 
 
+@pytest.mark.parametrize("way", [masked_way, varlen_way])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3-window-16", "mistral-window-3"])
-def test_the_way_of_other_devices_gives_the_same(name, monkeypatch):
+def test_the_way_of_other_devices_gives_the_same(name, way, monkeypatch):
     model = model_of(MODELS[name])
     batch, wanted = wanted_of(model, "mixed lengths")
+    way(monkeypatch)
+    assert_same(results(model, batch, "packed"), wanted)
 
-    def attend(self, layer, query, key, value, scale, window=None):
-        return masked_attention(query, key, value, self, scale, window)
 
-    monkeypatch.setattr(PackedRow, "attend", attend)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_varlen_attention_of_every_shape_of_a_batch_gives_the_same(kind, monkeypatch):
+    model = model_of(MODELS["qwen2"])
+    batch, wanted = wanted_of(model, kind)
+    varlen_way(monkeypatch)
     assert_same(results(model, batch, "packed"), wanted)
 
 
@@ -165,14 +171,46 @@ def test_soft_caps_are_refused_by_name():
         completion_logprobs(model, batch, temperature=1.0, layout="packed")
 
 
+def row_of(batch, device="cpu"):
+    packed = batch.packed
+    return PackedRow(packed.prompt_lengths, packed.own_lengths, packed.prompt_of, torch.device(device))
+
+
 def test_varlen_attention_gets_each_prompt_once_and_for_each_completion_its_prompt_and_itself():
     prompts, _, batch = make_batch("mixed lengths")
-    row = packed_attention.packed_row(batch.packed, batch.prompt_of)
-    gathered = row.gathered(torch.device("cpu"))
+    row = row_of(batch)
+    found = Sequences.of(row)
     ids = batch.packed.ids[0]
-    keys = [ids[gathered.index[a:b]].tolist() for a, b in zip(gathered.key_ends[:-1], gathered.key_ends[1:], strict=True)]
-    queries = [ids[a:b].tolist() for a, b in zip(gathered.query_ends[:-1], gathered.query_ends[1:], strict=True)]
+    keys = [ids[found.index[a:b]].tolist() for a, b in zip(found.key_ends[:-1], found.key_ends[1:], strict=True)]
+    queries = [ids[a:b].tolist() for a, b in zip(found.query_ends[:-1], found.query_ends[1:], strict=True)]
     assert keys[:3] == prompts == queries[:3]
-    for query, key, prompt in zip(queries[3:], keys[3:], row.prompt_of.tolist(), strict=True):
+    for query, key, prompt in zip(queries[3:], keys[3:], row.prompts_of, strict=True):
         assert key == prompts[prompt] + query
-    assert (gathered.max_query, gathered.max_key) == (max(map(len, queries)), max(map(len, keys)))
+    assert (found.max_query, found.max_key) == (max(map(len, queries)), max(map(len, keys)))
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_the_gradient_of_a_key_is_the_sum_over_the_sequences_that_read_it(kind):
+    _, _, batch = make_batch(kind)
+    found = Sequences.of(row_of(batch))
+    row = torch.randn(1, 2, batch.packed.ids.shape[1], 4, dtype=torch.float64, requires_grad=True)
+    gathered = found.gather(row)
+    grad = torch.randn_like(gathered)
+    gathered.backward(grad)
+    torch.testing.assert_close(found.scatter(grad), row.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "window"), [(FLASH, torch.bfloat16, None), (FLASH, torch.float16, 5), (EFFICIENT, torch.float32, None)]
+)
+def test_torch_knows_the_kernels_of_cuda_by_these_arguments(kernel, dtype, window):
+    _, _, batch = make_batch("mixed lengths")
+    row = row_of(batch, "meta")
+    length = batch.packed.ids.shape[1]
+    q, k, v = (torch.empty(1, heads, length, 16, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    out = VarlenAttention.apply(q, k, v, Sequences.of(row), kernel, 0.25, window)
+    assert out.shape == q.shape
+    if kernel is EFFICIENT:
+        return  # torch's own shape function for this backward pass does not accept its arguments
+    out.backward(torch.empty_like(out))
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]

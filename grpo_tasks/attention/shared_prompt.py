@@ -8,7 +8,7 @@ side and attend to the prompt's keys once:
 It is registered with transformers as an attention implementation. Without the argument `shared_prompt` it is ordinary scaled
 dot-product attention, so a model can keep it. Soft caps and attention sinks raise `UnsupportedError`.
 
-packed_attention.py serves training, DecodedPrompt decoding. DecodedPrompt raises `UnsupportedError` for sliding windows too; the
+PackedAttention serves training, DecodedPrompt decoding. DecodedPrompt raises `UnsupportedError` for sliding windows too; the
 caller then repeats the cache. In this file S counts the tokens of the encoded context, which ends before the prompt's last token
 (batch.py).
 """

@@ -1,0 +1,49 @@
+"""Attention over one packed row of prompts and completions, without padding around it, without a cache and without a mask.
+
+Three ways, by device and precision, of which tests compare each with single unpadded rows:
+
+    CPU              the flash kernels of torch, called with a merged log-sum-exp (cpu_kernel.py)
+    CUDA             one call of a varlen kernel, keys gathered as [prompt | own] for each completion (varlen.py)
+    everything else  scaled dot-product attention with a mask over [prompt | own] (masked.py)
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_tasks.attention.cpu_kernel import CpuAttention, Masks
+from grpo_tasks.attention.masked import masked_attention
+from grpo_tasks.attention.packed_row import PackedRow
+from grpo_tasks.attention.varlen import Sequences, VarlenAttention, varlen_kernel
+
+
+class PackedAttention:
+    """What a forward pass over a packed row receives as `shared_prompt=`; see `SharedPrompt`."""
+
+    def __init__(self, row: PackedRow) -> None:
+        self.row = row
+        # Made by the first layer, for all layers of the pass.
+        self._masks: dict[int | None, Masks] = {}
+        self._sequences: Sequences | None = None
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002 - part of the protocol
+        query: Float[Tensor, "1 H L D"],
+        key: Float[Tensor, "1 K L D"],
+        value: Float[Tensor, "1 K L D"],
+        scale: float,
+        window: int | None = None,
+    ) -> Float[Tensor, "1 H L D"]:
+        """See `SharedPrompt`."""
+        kernel = varlen_kernel(query, window)
+        if kernel is not None:
+            if self._sequences is None:
+                self._sequences = Sequences.of(self.row)
+            attended: Tensor = VarlenAttention.apply(query, key, value, self._sequences, kernel, scale, window)
+        elif query.device.type == "cpu":
+            if window not in self._masks:
+                self._masks[window] = Masks.of(self.row, window, query)
+            attended = CpuAttention.apply(query, key, value, self.row, self._masks[window], scale)
+        else:
+            attended = masked_attention(query, key, value, self.row, scale, window)
+        return attended

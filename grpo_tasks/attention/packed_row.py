@@ -1,0 +1,59 @@
+"""What stands where in a packed row: all prompts, then the own parts of all completions, without padding.
+
+    row        [ prompt 1 | prompt 2 | ... | completion 1 | completion 2 | ... ]
+
+A prompt attends to itself, causally. A completion attends to its prompt and, causally, to itself. In this room L counts the
+tokens of the row, H the query heads, K the key heads, and D the width of a head. There are P prompts, and N completions with an
+own part. The longest prompt has S tokens, the longest own part T.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_tasks.attention.shared_prompt import PromptGroups
+from grpo_tasks.attention.spans import Spans
+
+
+class PackedRow:
+    """Which token of the row belongs to which prompt or completion. All of it is known on the host.
+
+    Args:
+        prompt_lengths: tokens of each prompt.
+        own_lengths: tokens of each completion in the row; 0 for a completion that has none there.
+        prompt_of: the prompt of each completion.
+        device: where index tensors are placed.
+    """
+
+    def __init__(
+        self, prompt_lengths: Sequence[int], own_lengths: Sequence[int], prompt_of: Sequence[int], device: torch.device
+    ) -> None:
+        present = [(length, prompt) for length, prompt in zip(own_lengths, prompt_of, strict=True) if length]
+        self.prompt_lengths = list(prompt_lengths)
+        self.own_lengths = [length for length, _ in present]
+        self.prompts_of = [prompt for _, prompt in present]
+        """Prompt of each completion with an own part."""
+        self.device = device
+
+    @cached_property
+    def prompts(self) -> Spans:
+        """The spans of the prompts."""
+        return Spans(0, self.prompt_lengths, self.device)
+
+    @cached_property
+    def own(self) -> Spans | None:
+        """Completions without their last token, which predicts nothing; None when no completion has another one."""
+        return Spans(sum(self.prompt_lengths), self.own_lengths, self.device) if self.own_lengths else None
+
+    @cached_property
+    def prompt_of(self) -> Int[Tensor, " N"]:
+        """`prompts_of` as a tensor."""
+        return torch.tensor(self.prompts_of, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def groups(self) -> PromptGroups | None:
+        """How completions are placed beside their prompt; None without completions."""
+        return PromptGroups(self.prompt_of, len(self.prompt_lengths)) if self.own_lengths else None
