@@ -7,6 +7,7 @@ Three ways, by device and precision, of which tests compare each with single unp
     everything else  scaled dot-product attention with a mask over [prompt | own] (masked.py)
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,6 +26,8 @@ class PackedAttention:
         self._masks: dict[int | None, Masks] = {}
         self._sequences: Sequences | None = None
 
+    # The compiler would follow the index tensors, which differ from pass to pass, and compile the layers anew each time.
+    @torch.compiler.disable
     def attend(
         self,
         layer: int,  # noqa: ARG002 - part of the protocol

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, token_id
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
 from grpo_tasks.policy.token_rows import row_targets, widen
 from schemas.config.model import ModelConfig
@@ -203,6 +204,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     else:
         torch.manual_seed(seed)
         model = get_peft_model(base, _peft_config(config, base, _trained_ids(ref, config)))
+    use_lean_layers(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # Below an adapter the embeddings are frozen; without this no input of a checkpointed layer would require gradients.

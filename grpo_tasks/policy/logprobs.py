@@ -34,7 +34,9 @@ from grpo_tasks.policy.token_rows import logits_of, plain_layer
 Layout = Literal["packed", "plain"]
 
 CHUNK_ELEMENTS = 16 * 2**20
-"""Largest number of logits that exist at once (64 MiB in float32)."""
+"""Largest number of logits that exist at once on a CPU (64 MiB in float32)."""
+CHUNK_ELEMENTS_GPU = 64 * 2**20
+"""The same on other devices (256 MiB): a GPU waits for the launch of each kernel, and small chunks need many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _scored(
         temperature=temperature,
         softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
-        chunk_elements=CHUNK_ELEMENTS,
+        chunk_elements=CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU,
     )
 
 
@@ -189,12 +191,14 @@ def score_tokens(
 def _log_softmax(
     head: nn.Module, hidden: Float[Tensor, "m H"], *, temperature: float, softcap: float | None
 ) -> Float[Tensor, "m V"]:
-    # float32 before the softmax: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
-    logits = logits_of(head, hidden).float()
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
     # A [m, V] tensor takes as much memory as the logits themselves, so the lines here make as few as possible.
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    logits = logits_of(head, hidden)
+    if softcap:
+        logits = softcap * torch.tanh(logits.float() / softcap)
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    # In float32: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -215,23 +219,26 @@ class _FrozenHead(torch.autograd.Function):
         kept: list[Tensor] = []
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
+        one = torch.ones(1, 1, dtype=torch.float32, device=hidden.device)
         for chunk, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
             logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
-            logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
+            logps.append(logp.gather(-1, wanted[:, None]))
             probabilities = logp.exp()
-            entropies.append(-torch.linalg.vecdot(probabilities, logp))
+            # sum p log p as [m, 1, V] x [m, V, 1]: a product and a sum would make one more [m, V].
+            entropies.append(torch.bmm(probabilities[:, None], logp[:, :, None]).flatten())
+            del logp
             if ctx.needs_input_grad[0]:
-                # In place: from here on nothing else reads the probabilities. [m, V]
-                slope = probabilities.neg_().scatter_add_(1, wanted[:, None], torch.ones_like(wanted[:, None], dtype=logp.dtype))
+                # p - onehot, in place: from here on nothing else reads the probabilities.
+                slope = probabilities.scatter_add_(1, wanted[:, None], -one.expand(len(wanted), 1))
                 if softcap:
                     # tanh' of the capped logits: 1 - tanh^2
                     slope.mul_(1 - torch.tanh(head(chunk).float() / softcap).square_())
-                kept.append((slope / temperature).to(head.weight.dtype) @ head.weight)
+                kept.append(slope.to(head.weight.dtype) @ head.weight)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(torch.cat(kept).to(hidden.dtype))
-        entropy = torch.cat(entropies)
+            ctx.save_for_backward(torch.cat(kept).mul_(-1.0 / temperature).to(hidden.dtype))
+        entropy = -torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
-        return torch.cat(logps), entropy
+        return torch.cat(logps).squeeze(-1), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:

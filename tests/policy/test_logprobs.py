@@ -55,15 +55,18 @@ def test_padding_scores_exactly_zero(policy, batch):
 
 
 @pytest.mark.long
-def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+def test_compiled_layers_score_the_same_with_the_same_gradients(policy, batch, layout):
+    torch._dynamo.reset()
     # One layer: the compiler takes as long for each kind of layer that it meets.
     del policy.get_base_model().model.layers[1:]
-    wanted = completion_logprobs(policy, batch, temperature=1.0, layout="plain")
+    wanted = completion_logprobs(policy, batch, temperature=1.0, layout=layout)
     wanted.logps.square().sum().backward()
     gradient = gradients(policy)
     policy.zero_grad()
     compile_layers(policy)
-    found = completion_logprobs(policy, batch, temperature=1.0, layout="plain")
+    found = completion_logprobs(policy, batch, temperature=1.0, layout=layout)
     found.logps.square().sum().backward()
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,119 @@
+"""Counts the bytes of tensors while code runs on torch's meta device: shapes without numbers, and without memory.
+
+    with LiveMemory() as memory:
+        loss = ...                  # memory.now: bytes that live, those kept for the backward pass among them
+        loss.backward()
+    memory.peak                     # the most that lived at once
+
+The meta device runs a model of any size in a second on any machine. It makes no numbers, so code that waits for one raises an
+error there. Tensors that existed before are not counted.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from grpo_tasks.attention import packed_attention
+from grpo_tasks.attention.varlen import Kernel, Sequences
+from grpo_tasks.policy import lean_layers
+
+VIEWS = frozenset(
+    """
+    _reshape_alias _unsafe_view alias as_strided chunk detach diagonal empty empty_like empty_strided expand lift_fresh narrow
+    new_empty permute reshape select slice split split_with_sizes squeeze t transpose unbind unsafe_split unsqueeze view view_as
+    """.split()  # noqa: SIM905 - easier to read than 27 literals
+)
+"""Operations that only change how memory is read, or reserve it: no kernel runs for them."""
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follows the storage of every tensor that is made on the meta device, and counts the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        """Bytes that live now, and the most that lived at once since `peak` was last set."""
+        self.operations: Counter[str] = Counter()
+        """How often each operation ran that is not a view."""
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count what it made."""
+        # A storage that an argument has is not made here: the weights, and the inputs of the code.
+        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        made = function(*args, **(kwargs or {}))
+        name = function._schema.name.partition("::")[2]
+        self.operations[name] += name not in VIEWS
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._add(tensor.untyped_storage(), before)
+        return made
+
+    def _add(self, storage: Any, before: set[int]) -> None:
+        key = storage._cdata
+        if key in self._known or key in before:
+            return
+        self._known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, storage.nbytes())
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    @property
+    def kernels(self) -> int:
+        """Operations that were no views."""
+        return self.operations.total()
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Let the meta device take the ways of CUDA, with kernels that only have shapes."""
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (packed_attention, "varlen_kernel", lambda like, _window: _ATTENTION if like.device.type == "meta" else None),
+        (lean_layers, "norm_forward", _norm_forward),
+        (lean_layers, "norm_backward", _norm_backward),
+    ]
+    kept = [getattr(module, name) for module, name, _ in places]
+    for module, name, replacement in places:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for (module, name, _), function in zip(places, kept, strict=True):
+            setattr(module, name, function)
+
+
+def _attention_forward(
+    q: Tensor, _k: Tensor, _v: Tensor, _sequences: Sequences, _scale: float, _window: int | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    # new_zeros counts as one kernel, and so does every line below.
+    return torch.zeros_like(q), (torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device),)
+
+
+def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _norm_forward(x: Tensor, _weight: Tensor, _epsilon: float) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+
+
+def _norm_backward(
+    _grad: Tensor, x: Tensor, weight: Tensor, _inverse: Tensor, *, trained: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return torch.zeros_like(x), torch.empty_like(weight) if trained else None
+
+
+_ATTENTION = Kernel(_attention_forward, _attention_backward)

@@ -1,0 +1,147 @@
+"""Layers that keep less against those of peft and transformers, for several architectures with random weights."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+
+from grpo_tasks.policy.lean_layers import AddLowRank, LeanAdapter, LeanMlp, LeanNorm, use_lean_layers
+from grpo_tasks.policy.logprobs import completion_logprobs
+from tests.attention.test_packed_attention import MODELS, make_batch, model_of
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(name, dtype=torch.float32, **settings):
+    torch.manual_seed(3)
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if name == "phi3" else ALL
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, "target_modules": targets} | settings)
+    model = get_peft_model(model_of(MODELS[name]).to(dtype).requires_grad_(False), config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    return model.train()
+
+
+def results(model):
+    _, _, batch = make_batch("mixed lengths")
+    model.zero_grad()
+    logps = completion_logprobs(model, batch, temperature=1.0).logps[batch.completion_mask]
+    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
+    return logps.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=tolerance)
+    assert found[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        assert found[1][name].dtype == grad.dtype
+        torch.testing.assert_close(found[1][name], grad, rtol=10 * tolerance, atol=tolerance * (1 + grad.abs().max().item()))
+
+
+def replaced(model):
+    kinds = (LeanAdapter, LeanNorm, LeanMlp)
+    return [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    # Two layers of seven adapted linear layers, two norms (Qwen3 has two more for queries and keys, Gemma3 four more) and an MLP.
+    [("qwen2", [14, 5, 2]), ("qwen3", [14, 9, 2]), ("llama", [14, 5, 2]), ("gemma3-window-16", [14, 13, 2]), ("phi3", [8, 5, 0])],
+)
+def test_lean_layers_give_the_numbers_of_those_they_replace(name, wanted):
+    model = adapted(name)
+    before = results(model)
+    use_lean_layers(model)
+    assert replaced(model) == wanted
+    assert_same(results(model), before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"lora_dropout": 0.2},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
+    ],
+    ids=str,
+)
+def test_every_kind_of_adapter_gives_its_numbers(settings):
+    model = adapted("qwen2", **settings)
+    torch.manual_seed(5)
+    before = results(model)
+    use_lean_layers(model)
+    torch.manual_seed(5)
+    assert_same(results(model), before)
+
+
+def test_trained_norms_get_their_gradient():
+    model = model_of(MODELS["gemma3-window-16"]).train()
+    before = results(model)
+    use_lean_layers(model)
+    assert_same(results(model), before)
+
+
+def test_a_disabled_and_another_adapter_are_honoured():
+    model = adapted("qwen2")
+    model.add_adapter("other", model.peft_config["default"])
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "other" in key:
+                parameter.normal_(std=0.2)
+    wanted = {}
+    for lean in (False, True):
+        if lean:
+            use_lean_layers(model)
+        model.set_adapter("other")
+        other = results(model)
+        model.set_adapter("default")
+        with model.disable_adapter(), torch.no_grad():
+            _, _, batch = make_batch("mixed lengths")
+            base = completion_logprobs(model, batch, temperature=1.0).logps
+        wanted[lean] = other, base
+    assert_same(wanted[True][0], wanted[False][0])
+    torch.testing.assert_close(wanted[True][1], wanted[False][1], rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_they_are_as_near_to_float32_as_those_they_replace():
+    exact = results(adapted("qwen2"))[0]
+    model = adapted("qwen2", torch.bfloat16)
+    before = (results(model)[0] - exact).abs().mean()
+    use_lean_layers(model)
+    logps, grads = results(model)
+    # peft computes the adapter, here as large as the base, in float32; a server computes it in bfloat16 as well.
+    assert (logps - exact).abs().mean() < 1.5 * before
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    model = adapted("qwen2")
+    use_lean_layers(model)
+    wanted = results(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    found = results(model)
+    assert torch.equal(found[0], wanted[0])
+    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
+
+
+def test_the_gradients_are_those_of_finite_differences():
+    torch.manual_seed(0)
+    x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (2, 5), (4, 2)))
+    y = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *args: AddLowRank.apply(*args, 0.7), (y, x, a, b))
+
+
+def test_layers_are_replaced_once_and_stay_what_they_were():
+    model = adapted("qwen2")
+    names = [type(module).__name__ for module in model.modules()]
+    use_lean_layers(model)
+    kinds = [type(module) for module in model.modules()]
+    use_lean_layers(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert [kind.__name__ for kind in kinds] == names
+    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == 14
