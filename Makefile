@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long coverage ui docs lint types audit check bench bench-gpu chaos vllm clean
+.PHONY: help demo test test-ci test-long coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory,
 
 bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B
 	$(BIN)/python -m tests.benchmarks --gpu
+
+count: $(READY) ## count what an update would ask of a GPU, without one: bytes, kernels, syncs; writes .bench/counts.json
+	$(BIN)/python -m tests.benchmarks.counts
 
 chaos: $(READY) vllm ## kill the pipeline at 200 random points, restart it each time, and compare with an undisturbed run
 	$(BIN)/python -m tests.flows.chaos --kills 200

@@ -28,6 +28,7 @@ PANELS = {
         lists.completions,
         inspection.presets,
         inspection.fields,
+        inspection.plan,
         inspection.trace,
         inspection.doctor,
     ),

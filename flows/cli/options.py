@@ -1,9 +1,11 @@
 """Arguments and options that several commands share."""
 
+import re
 from typing import Annotated
 
 import typer
 
+from schemas.errors import ConfigError
 from schemas.secret import has_password
 
 Config = Annotated[
@@ -55,3 +57,16 @@ Postgres = Annotated[
         help="Keep both databases in PostgreSQL instead of SQLite: postgresql://USER:PASSWORD@HOST:PORT.",
     ),
 ]
+SIZE_UNITS = {"gb": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20}
+
+
+def parse_size(text: str) -> float:
+    """Bytes of a size such as 24GB or 80GiB.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,3})?)\s*([a-zA-Z]{2,3})\s*", text)
+    if found is None or found[2].lower() not in SIZE_UNITS or not float(found[1]):
+        raise ConfigError(f"{text[:40]!r} is not a size of memory", place="--memory", fix="a number with a unit, such as 24GB")
+    return float(found[1]) * SIZE_UNITS[found[2].lower()]

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     import polars as pl
 
     from grpo_tasks.operating.trace import Trace
+    from grpo_tasks.planning.memory_plan import StagePlan
     from grpo_tasks.reporting.compare import Comparison
 
 out = Console()
 """Standard output of every command."""
+GIB = 2**30
 
 
 def show_plan(console: Console, config: RunConfig) -> None:
@@ -209,3 +211,35 @@ def _figure(report: EvalReport, name: str) -> str:
     if interval is None:
         return ""
     return figure_text(name, interval.value)
+
+
+def show_memory(console: Console, plans: Sequence["StagePlan"], memory: float) -> None:
+    """Print the bytes of each stage, and what to change where it does not fit."""
+    for plan in plans:
+        tokens = plan.pass_tokens
+        table = Table(title=f"Stage {plan.stage.name}, per GPU (calculated, not measured)", title_justify="left")
+        table.add_column("what")
+        table.add_column("GiB", justify="right")
+        for item in plan.standing:
+            table.add_row(item.what, f"{item.bytes / GIB:.2f}")
+        for item in plan.sampling:
+            table.add_row(f"while sampling: {item.what}", f"{item.bytes / GIB:.2f}")
+        table.add_row(f"in an update: a pass of {tokens:,} tokens", f"{plan.update(tokens) / GIB:.2f}" if tokens else "-")
+        table.add_row("kept free", f"{plan.reserve / GIB:.2f}")
+        table.add_row("needed", f"{plan.needed / GIB:.2f}", style="bold")
+        console.print(table)
+        if plan.fits:
+            console.print(f"It fits into {memory / GIB:.1f} GiB. A pass may have up to {plan.fitting_tokens:,} tokens.\n")
+        else:
+            console.print(f"[red]It does not fit into {memory / GIB:.1f} GiB.[/] fix: {_advice(plan)}\n")
+
+
+def _advice(plan: "StagePlan") -> str:
+    """What would make the stage fit."""
+    if plan.fitting_tokens and not plan.sampling_fits:
+        return "rollout.max_batch_size: a smaller one"
+    if plan.fitting_tokens:
+        return "max_tokens_per_microbatch: auto"
+    if not plan.model.gradient_checkpointing and plan.with_checkpointing().fitting_tokens:
+        return "model.gradient_checkpointing: true, and max_tokens_per_microbatch: auto"
+    return "a GPU with more memory, a smaller model, or model.quantization: nf4"

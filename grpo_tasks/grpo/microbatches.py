@@ -99,7 +99,8 @@ def make_microbatches(
 
 
 def _split(live: Sequence[int], sizes: Sequence[_Size], stage: StageConfig) -> list[Sequence[int]]:
-    if stage.max_tokens_per_microbatch is not None:
+    # token_budget.py has put a number, or none, in the place of "auto".
+    if isinstance(stage.max_tokens_per_microbatch, int):
         return _by_tokens(live, sizes, stage.max_tokens_per_microbatch)
     # The last one may be smaller; weights are those of the update, so it needs no correction.
     step = stage.per_device_train_batch_size
@@ -112,36 +113,28 @@ def _size(rollout: Rollout, index: int) -> _Size:
 
 
 def _by_tokens(live: Sequence[int], sizes: Sequence[_Size], budget: int) -> list[Sequence[int]]:
-    """Microbatches of at most `budget` padded tokens, in the order that pads less: by length, or by group and then length.
+    """Microbatches of at most `budget` tokens; one completion may have more.
 
-    The prompt of a group counts once in a microbatch. A completion longer than the budget has a microbatch of its own.
+    The prompt of a group counts once in a microbatch, so a group stays together as far as it fits. Groups are ordered by their
+    longest completion: the attention of a CPU works on rectangles, and neighbours of equal length waste least of them.
     """
     longest: dict[int, int] = {}
-    # Groups are ordered by their longest completion, so that groups of similar length share a microbatch.
     for row in live:
         longest[sizes[row].prompt] = max(longest.get(sizes[row].prompt, 0), sizes[row].tokens)
-    # By length pads the completions least, but spreads a group over several microbatches, each of which encodes its prompt again.
-    by_length = sorted(live, key=lambda row: (sizes[row].tokens, row))
-    by_group = sorted(live, key=lambda row: (longest[sizes[row].prompt], sizes[row].prompt, sizes[row].tokens, row))
-    splits = [_fill(order, sizes, budget) for order in (by_group, by_length)]
-    return min(splits, key=lambda split: sum(_padded_tokens(rows, sizes) for rows in split))
-
-
-def _fill(order: Sequence[int], sizes: Sequence[_Size], budget: int) -> list[Sequence[int]]:
-    """Fill one microbatch after the other, in this order."""
+    order = sorted(live, key=lambda row: (longest[sizes[row].prompt], sizes[row].prompt, sizes[row].tokens, row))
     filled: list[list[int]] = []
+    prompts: set[int] = set()
+    used = 0
     for row in order:
-        if filled and _padded_tokens([*filled[-1], row], sizes) <= budget:
-            filled[-1].append(row)
-        else:
-            filled.append([row])
+        size = sizes[row]
+        more = size.tokens + (0 if size.prompt in prompts else size.prompt_tokens)
+        if not filled or used + more > budget:
+            filled.append([])
+            prompts, used, more = set(), 0, size.tokens + size.prompt_tokens
+        filled[-1].append(row)
+        prompts.add(size.prompt)
+        used += more
     return list(filled)
-
-
-def _padded_tokens(rows: Sequence[int], sizes: Sequence[_Size]) -> int:
-    """Elements of the padded tensors: each different prompt once, every completion, both padded to their longest."""
-    prompts = {sizes[row].prompt: sizes[row].prompt_tokens for row in rows}
-    return len(prompts) * max(prompts.values()) + len(rows) * max(sizes[row].tokens for row in rows)
 
 
 def _assemble(

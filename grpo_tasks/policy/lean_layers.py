@@ -25,6 +25,9 @@ from torch.nn import functional
 _silu_backward, _gelu_backward = torch.ops.aten.silu_backward, torch.ops.aten.gelu_backward
 
 
+CPU = torch.device("cpu")
+"""Where the small examples are computed, whatever the default device is."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -189,7 +192,7 @@ def norm_offset(kind: type[nn.Module]) -> float | None:
     """What the class adds to its weight (0 in most models, 1 in Gemma's); None if it is no RMS norm of that kind."""
     if not kind.__name__.endswith("RMSNorm"):
         return None
-    weight = torch.linspace(0.5, 2.0, 8)
+    weight = torch.linspace(0.5, 2.0, 8, device=CPU)
     for offset in (0.0, 1.0):
 
         def formula(x: Tensor, offset: float = offset) -> Tensor:
@@ -237,7 +240,7 @@ def _activation(mlp: Any) -> str | None:
 def is_gated_mlp(kind: type[nn.Module]) -> bool:
     """True if the class computes down(act(gate(x)) * up(x)) with layers of these names."""
     torch_state = torch.get_rng_state()
-    parts = {name: nn.Linear(8, 8) for name in ("gate_proj", "up_proj", "down_proj")}
+    parts = {name: nn.Linear(8, 8, device=CPU) for name in ("gate_proj", "up_proj", "down_proj")}
     torch.set_rng_state(torch_state)
 
     def formula(x: Tensor) -> Tensor:
@@ -253,7 +256,7 @@ def _agrees(kind: type[nn.Module], attributes: dict[str, Any], formula: Callable
     nn.Module.__init__(module)
     for name, value in attributes.items():
         setattr(module, name, value)
-    x = torch.linspace(-2.0, 3.0, 16).view(2, 8)
+    x = torch.linspace(-2.0, 3.0, 16, device=CPU).view(2, 8)
     try:
         with torch.no_grad():
             return torch.allclose(module(x), formula(x), rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import copy
 import ctypes
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -196,14 +196,27 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
         ModelError: the weights or the adapter cannot be loaded.
     """
     base = load_base(ref, config, device=device, quantize=True, token_seed=token_seed)
-    if config.lora is None:
-        model = base.float().requires_grad_(True)
-    elif ref.adapter is not None:
+    if config.lora is not None and ref.adapter is not None:
         with load_errors("the adapter", str(ref.adapter)):
-            model = PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True)
-    else:
-        torch.manual_seed(seed)
-        model = get_peft_model(base, _peft_config(config, base, _trained_ids(ref, config)))
+            return _for_training(PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True), config)
+    torch.manual_seed(seed)
+    return new_policy(base, config, _trained_ids(ref, config))
+
+
+def new_policy(base: PreTrainedModel, config: ModelConfig, trained_ids: Sequence[int] = ()) -> CausalLM:
+    """The base with a new adapter, or with all weights to be trained, ready for training.
+
+    Args:
+        base: the base model; it becomes part of the policy.
+        config: the adapter's shape and checkpointing.
+        trained_ids: added tokens whose rows are trained.
+    """
+    if config.lora is None:
+        return _for_training(base.float().requires_grad_(True), config)
+    return _for_training(get_peft_model(base, _peft_config(config, base, list(trained_ids))), config)
+
+
+def _for_training(model: CausalLM, config: ModelConfig) -> CausalLM:
     use_lean_layers(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

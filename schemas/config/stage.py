@@ -107,9 +107,10 @@ class StageConfig(Section):
     """Completions per forward and backward pass."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per update. An update has per_device_train_batch_size times this many completions."""
-    max_tokens_per_microbatch: int | None = Field(None, ge=1, le=MOST_ROWS)
-    """Tokens per forward and backward pass: prompts, completions and padding. Completions are then sorted by length and divided
-    into passes of at most this size, which replaces per_device_train_batch_size as the size of a pass. The update is the same."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None = None
+    """Tokens per forward and backward pass: completions, and each different prompt once. The completions of an update are divided
+    into passes of at most this size, which replaces per_device_train_batch_size as the size of a pass. The update is the same.
+    auto: as many as fit into the memory of the GPU (`grpo plan` shows them); on a CPU per_device_train_batch_size decides."""
     max_refills: int = Field(0, ge=0, le=MOST_TIMES)
     """How often dead groups are replaced by groups of other prompts before an update (dynamic sampling, arXiv:2503.14476)."""
     steps_per_generation: int | None = Field(None, ge=1, le=MOST_COMPLETIONS)

@@ -51,6 +51,7 @@ def test_the_curve_is_the_golden_one(train, request):
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
         {"max_tokens_per_microbatch": 300},
         {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": "auto"},
         {"skip_dead_groups": False, "beta": 0.0},
         {"resources": {"share_prompts": False}},
         {"resources": {"fold_adapter": False}},

@@ -79,8 +79,8 @@ def test_every_live_completion_is_in_one_microbatch_with_the_weights_of_the_comp
             assert not each.weights[row, length:].any()
             assert each.advantages[row].tolist() == [index + 1.0]
             assert each.sampler_logps[row].sum().item() == pytest.approx(-0.5 * length * length)
-        padded = each.tokens.prompt_ids.numel() + each.tokens.completion_ids.numel()
-        assert budget is None or padded <= budget or len(each.indices) == 1
+        tokens = int(each.tokens.prompt_mask.sum() + each.tokens.completion_mask.sum())
+        assert budget is None or tokens <= budget or len(each.indices) == 1
 
 
 def test_truncated_completions_are_left_out_when_they_are_masked():

@@ -1,0 +1,248 @@
+"""The memory that a stage needs on a GPU, by calculation: what stands all the time, then the larger of sampling and an update.
+
+    standing    weights, adapter, gradients, optimizer, the copy that is sampled from, a reference model, a server beside it
+    sampling    keys and values of all rows that are decoded at once, and their logits
+    update      one forward and backward pass, counted on the meta device at the longest prompts and completions
+
+Bytes of a pass grow with its tokens and else depend on little, so two counted passes give the size of every other one. Nothing
+here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
+from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.policy.load import load_errors
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
+from schemas.errors import ModelError
+from schemas.paths import resolve
+
+GIB = 2**30
+RESERVE = 1.5 * GIB
+"""Bytes left free: the CUDA context, the libraries' workspaces and what the allocator cannot use."""
+OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.0, "paged_adamw_8bit": 0.0}
+"""Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
+NF4_BYTES = 0.5 + 4 / 64
+"""Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
+
+
+_LINES: dict[tuple[str, str], tuple[float, float]] = {}
+"""Fixed bytes of a pass and bytes per token, by architecture and model settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of a plan."""
+
+    what: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one process of a stage needs on its GPU."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    stage: StageConfig
+    resources: ResourcesConfig
+    architecture: PreTrainedConfig
+    prompt_length: int
+    """Longest prompt in tokens."""
+    memory: float
+    """Bytes of the GPU."""
+    _policy: CausalLM = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_policy", meta_policy(self.architecture, self.model))
+
+    @cached_property
+    def standing(self) -> list[Item]:
+        """What is there all the time."""
+        return [item for item in self._standing() if item.bytes]
+
+    @cached_property
+    def sampling(self) -> list[Item]:
+        """What the local engine needs in addition while it samples; nothing where servers sample."""
+        if self.rollout.engine == "vllm":
+            return []
+        config = self.architecture
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        token = 2 * config.num_hidden_layers * key_heads * head_dim * _width(self.model.dtype)
+        steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
+        round_size = self.stage.per_device_train_batch_size * steps // self.resources.num_processes
+        rows = max(1, min(self.rollout.max_batch_size, round_size))
+        prompts = -(-rows // self.stage.num_generations)
+        cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
+        return [
+            Item(f"keys and values of {rows} rows", cached * token),
+            # Logits in float32, their sorted or filtered copy, and the probabilities.
+            Item("logits of a decoding step", 3 * 4.0 * rows * config.vocab_size),
+        ]
+
+    @property
+    def available(self) -> float:
+        """Bytes that a pass may use."""
+        return self.memory - RESERVE - sum(item.bytes for item in self.standing)
+
+    def update(self, tokens: int) -> float:
+        """Bytes of a pass of that many tokens, logits included."""
+        fixed, slope = self._line
+        return fixed + slope * tokens
+
+    @cached_property
+    def fitting_tokens(self) -> int:
+        """The most tokens that a pass may have; 0 if not even one completion of full length fits."""
+        fixed, slope = self._line
+        tokens = int((self.available - fixed) / slope)
+        return tokens if tokens >= self.prompt_length + self.rollout.max_completion_length else 0
+
+    @property
+    def pass_tokens(self) -> int:
+        """The most tokens that a pass of this stage has."""
+        completion, limit = self.rollout.max_completion_length, self.stage.max_tokens_per_microbatch
+        count = self.stage.per_device_train_batch_size
+        whole = count * completion + -(-count // self.stage.num_generations) * self.prompt_length
+        if limit is None:
+            return whole
+        total = self.stage.completions_per_update // max(1, self.resources.num_processes)
+        most = total * completion + -(-total // self.stage.num_generations) * self.prompt_length
+        if limit == "auto":
+            return min(most, self.fitting_tokens)
+        return min(most, max(limit, self.prompt_length + completion))
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the stage needs at its peak, RESERVE included."""
+        most = max(self.update(self.pass_tokens), sum(item.bytes for item in self.sampling))
+        return RESERVE + sum(item.bytes for item in self.standing) + most
+
+    @property
+    def reserve(self) -> float:
+        """Bytes that are kept free."""
+        return RESERVE
+
+    @property
+    def sampling_fits(self) -> bool:
+        """True if there is room for sampling."""
+        return sum(item.bytes for item in self.sampling) <= self.available
+
+    @property
+    def fits(self) -> bool:
+        """True if the GPU has that much memory."""
+        return self.needed <= self.memory and self.pass_tokens > 0
+
+    def with_checkpointing(self) -> "StagePlan":
+        """The plan with gradient checkpointing."""
+        model = self.model.model_copy(update={"gradient_checkpointing": True})
+        return StagePlan(model, self.rollout, self.stage, self.resources, self.architecture, self.prompt_length, self.memory)
+
+    @property
+    def _line(self) -> tuple[float, float]:
+        """Bytes of a pass as fixed + slope * tokens."""
+        # Stages of a run differ in other things, and counting takes seconds.
+        key = self.architecture.to_json_string(), self.model.model_dump_json()
+        if key not in _LINES:
+            # Both passes have more completion tokens than a chunk of the head, so that the chunk is part of what is fixed.
+            few, many = (count_pass(self._policy, Groups.equal(1, 512, size, 512)) for size in (4, 8))
+            slope = (many.peak - few.peak) / (many.tokens - few.tokens)
+            _LINES[key] = few.peak - slope * few.tokens, slope
+        return _LINES[key]
+
+    @property
+    def _shards(self) -> int:
+        return self.resources.num_processes if self.resources.fsdp else 1
+
+    @property
+    def _trained(self) -> int:
+        return sum(parameter.numel() for parameter in self._policy.parameters() if parameter.requires_grad)
+
+    def _standing(self) -> Iterator[Item]:
+        policy, shards = self._policy, self._shards
+        frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+        yield Item("frozen weights", self._frozen_bytes(frozen) / shards)
+        trained, optimizer = self._trained, OPTIMIZER_BYTES[self.stage.optim]
+        yield Item("trained weights", trained * 4.0 / shards)
+        yield Item("gradients", trained * 4.0 / shards)
+        yield Item("optimizer", trained * optimizer / shards)
+        width = _width(self.model.dtype)
+        if self.rollout.engine == "local":
+            yield Item("copy to sample from", self._copied() * width)
+        if not isinstance(policy, PeftModel) and (self.stage.beta > 0):
+            yield Item("reference model", sum(parameter.numel() for parameter in policy.parameters()) * width)
+        if self._server_beside:
+            yield Item("vLLM server", self.rollout.vllm.gpu_memory_utilization * self.memory)
+
+    @property
+    def _server_beside(self) -> bool:
+        vllm = self.rollout.vllm
+        return self.rollout.engine == "vllm" and not (vllm.sleep or vllm.devices or vllm.base_urls)
+
+    def _frozen_bytes(self, frozen: list[nn.Parameter]) -> float:
+        width = _width(self.model.dtype)
+        if self.model.quantization == "none":
+            return sum(parameter.numel() for parameter in frozen) * width
+        linear = {id(module.weight) for module in self._policy.modules() if isinstance(module, nn.Linear)}
+        head = id(self._policy.get_output_embeddings().weight)
+        return sum(p.numel() * (NF4_BYTES if id(p) in linear and id(p) != head else width) for p in frozen)
+
+    def _copied(self) -> int:
+        """Weights that the local engine has a second time: those with an adapter, or all of a sharded model."""
+        if self._shards > 1:
+            return sum(parameter.numel() for parameter in self._policy.parameters())
+        if not self.resources.fold_adapter or self.model.quantization != "none":
+            return 0
+        adapted = [module.base_layer for module in self._policy.modules() if isinstance(module, LoraLayer)]
+        return sum(layer.weight.numel() for layer in adapted if isinstance(layer, nn.Linear))
+
+
+def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
+    """The plan of each stage of a run.
+
+    Args:
+        settings: the run; only the config of its model is read, no weights.
+        memory: bytes of one GPU.
+
+    Raises:
+        ModelError: the config of the model cannot be read.
+    """
+    model = settings.model
+    with load_errors("the config of the model", f"model.path: {model.path}"):
+        architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
+    length = settings.validation.max_prompt_length
+    return [
+        StagePlan(model, settings.rollout, stage, settings.resources, architecture, length, memory) for stage in settings.stages
+    ]
+
+
+def _width(dtype: str) -> float:
+    return 4.0 if dtype == "float32" else 2.0
+
+
+def tokens_that_fit(plan: StagePlan) -> int:
+    """The tokens of a pass for `max_tokens_per_microbatch: auto`.
+
+    Raises:
+        ModelError: not even one completion of full length fits.
+    """
+    if not plan.fitting_tokens:
+        raise ModelError(
+            f"one completion of {plan.rollout.max_completion_length} tokens with its prompt does not fit into "
+            f"{plan.memory / GIB:.0f} GiB",
+            place=f"stage {plan.stage.name}",
+            fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",
+        )
+    return plan.fitting_tokens

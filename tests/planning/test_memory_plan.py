@@ -1,0 +1,152 @@
+"""Plans of memory: against counted passes, against real tensors, and as a command."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from flows.cli.options import parse_size
+from grpo_tasks.grpo.token_budget import with_token_budget
+from grpo_tasks.planning.live_memory import LiveMemory
+from grpo_tasks.planning.memory_plan import GIB, stage_plans
+from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
+from grpo_tasks.policy.load import load_base
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.load import load_config
+from schemas.config.model import ModelConfig
+from schemas.errors import ConfigError, ModelError
+from schemas.results.model import ModelRef
+from tests.benchmarks import counts
+from tests.benchmarks.shapes import SHAPES
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A folder with the config of a model of that shape, and no weights."""
+
+    def write(name):
+        config = counts.architecture(SHAPES[name]["num_hidden_layers"]).to_dict() | SHAPES[name]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+def grpo(*words):
+    found = CliRunner().invoke(app, ["plan", *map(str, words)])
+    return found.exit_code, " ".join(found.output.split())
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "memory"),
+    [
+        ("gsm8k-qwen2.5-0.5b", "qwen2.5-0.5b", "8GB"),
+        ("gsm8k-qwen2.5-0.5b-vllm", "qwen2.5-0.5b", "8GB"),
+        ("gsm8k-qwen2.5-1.5b", "qwen2.5-1.5b", "40GB"),
+        ("gsm8k-qwen2.5-1.5b-vllm", "qwen2.5-1.5b", "40GB"),
+        ("gsm8k-qwen2.5-1.5b-4gpu", "qwen2.5-1.5b", "40GB"),
+    ],
+)
+def test_presets_fit_the_card_that_they_name(preset, model, memory, shape):
+    settings = load_config(preset, [f"model.path={shape(model)}"])
+    for plan in stage_plans(settings, parse_size(memory))[:1]:
+        assert plan.fits
+        assert plan.pass_tokens >= settings.validation.max_prompt_length + settings.rollout.max_completion_length
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_what_would_make_it_fit(shape):
+    settings = ("gsm8k-qwen2.5-1.5b", "--set", f"model.path={shape('qwen2.5-1.5b')}", "--memory")
+    code, text = grpo(*settings, "40GB", "--set", "stages.0.max_tokens_per_microbatch=null")
+    assert code == 1
+    assert "does not fit" in text
+    assert "fix: max_tokens_per_microbatch: auto" in text
+    code, text = grpo(*settings, "10GB")
+    assert code == 1
+    assert "fix: model.gradient_checkpointing: true" in text
+    assert grpo(*settings, "10GB", "--set", "model.gradient_checkpointing=true")[0] == 0
+
+
+def test_the_plan_of_the_demo_is_a_command(tmp_path):
+    code, text = grpo("demo", "--memory", "4GiB")
+    assert code == 0
+    assert "Stage format" in text
+    assert "It fits into 4.0 GiB" in text
+
+
+@pytest.mark.parametrize("text", ["12", "GB", "0GB", "1e9GB", "-3GB", "3 PB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="size of memory"):
+        parse_size(text)
+
+
+def test_the_line_of_a_plan_foretells_other_passes(shape):
+    settings = load_config("gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", "model.gradient_checkpointing=false"])
+    [plan, _] = stage_plans(settings, 40 * GIB)
+    policy = meta_policy(plan.architecture, plan.model)
+    for groups in (Groups.equal(2, 300, 16, 900), Groups([200, 500], [[700, 900, 1100], [300] * 8])):
+        found = count_pass(policy, groups)
+        assert plan.update(found.tokens) == pytest.approx(found.peak, rel=0.03)
+
+
+def test_planned_weights_are_those_of_the_model():
+    settings = load_config("demo", [])
+    [plan, _] = stage_plans(settings, GIB)
+    base = load_base(ModelRef(path=settings.model.path), settings.model, device=torch.device("cpu"))
+    items = {item.what: item.bytes for item in plan.standing}
+    assert items["frozen weights"] == sum(parameter.nbytes for parameter in base.parameters())
+    assert items["optimizer"] == 2 * items["trained weights"]
+
+
+def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
+    weight = torch.empty(10, 10, device="meta")
+    with LiveMemory() as memory:
+        one = torch.empty(100, device="meta")  # 400 bytes
+        two = one + 1
+        view = two.view(10, 10)
+        assert (memory.now, memory.kernels) == (800, 1)
+        del one, two
+        assert memory.now == 400
+        product = view @ weight
+        del view
+    assert (memory.now, memory.peak) == (400, 800)
+    assert product.shape == (10, 10)
+
+
+def test_a_pass_that_waits_for_a_number_is_an_error():
+    with LiveMemory(), pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(3, device="meta").sum().item()
+
+
+def test_counts_of_an_update_stay_within_their_limits():
+    # Four layers, because the fixed part is small against them; the benchmark counts all 28.
+    two, four = (counts.count(layers, counts.MIXED) for layers in (2, 4))
+    saved = (four.saved - two.saved) / 2 / two.tokens * counts.SHAPE["num_hidden_layers"]
+    assert saved < 1.6 * counts.MIB
+    assert counts.LAYERS * (four.kernels - two.kernels) / 2 <= 4500
+    assert two.tokens == counts.MIXED.tokens  # no padding
+    assert two.masks == 0
+    assert counts.head_kernels() <= 250
+    checkpointed = [counts.count(layers, counts.MIXED, gradient_checkpointing=True) for layers in (2, 4)]
+    assert (checkpointed[1].saved - checkpointed[0].saved) / 2 / two.tokens * 28 < 0.10 * counts.MIB
+
+
+def spec_of(tmp_path, **stage):
+    settings = load_config("demo", [])
+    given = settings.stages[0].model_copy(update=stage)
+    return StageSpec(
+        key="k", stage=given, seed=1, model=settings.model, start=ModelRef(path=settings.model.path), rewards=settings.rewards,
+        rollout=settings.rollout, resources=settings.resources, train=tmp_path / "train.parquet",
+    )  # fmt: skip
+
+
+def test_auto_takes_what_the_card_holds_and_limits_nothing_on_a_cpu(tmp_path):
+    spec = spec_of(tmp_path, max_tokens_per_microbatch="auto")
+    policy = load_base(ModelRef(path="embedded:base"), ModelConfig(), device=torch.device("cpu"))
+    assert with_token_budget(spec, policy, 40).max_tokens_per_microbatch is None
+    small, large = (with_token_budget(spec, policy, 40, size * GIB).max_tokens_per_microbatch for size in (2, 4))
+    assert 1000 < small < large
+    assert with_token_budget(spec_of(tmp_path, max_tokens_per_microbatch=77), policy, 40, GIB).max_tokens_per_microbatch == 77
+    with pytest.raises(ModelError, match="does not fit into 1 GiB"):
+        with_token_budget(spec, policy, 40, GIB)
