@@ -8,7 +8,7 @@ GpuMeter         memory and energy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,8 @@ class UpdateFigures:
     """Factor of the loss in float16; None: it is not scaled."""
     skipped: bool = False
     """The scaled gradient overflowed and no step was made."""
+    _unread: list[tuple[tuple[str, ...], Float[Tensor, " _"]]] = field(default_factory=list, repr=False)
+    """Names and values of the microbatches that were added."""
 
     def add(
         self,
@@ -94,29 +96,53 @@ class UpdateFigures:
         sampler_policy_logps: Float[Tensor, "N T"] | None,
         ref_logps: Float[Tensor, "N T"] | None,
     ) -> None:
-        """Add the tokens of a microbatch. `ref_logps` is given whenever the KL is measured, also at beta 0."""
+        """Add the tokens of a microbatch. `ref_logps` is given whenever the KL is measured, also at beta 0.
+
+        The numbers stay on the device until `over` reads them all at once: each read makes the host wait for the device.
+        """
         mask = inputs.mask
-        self.loss += out.loss.item()
-        self.tokens += int(mask.sum())
-        self.entropy += entropies.sum().item()  # 0 on padding
-        self.clipped_low += out.clipped_low.item()
-        self.clipped_high += out.clipped_high.item()
+        found = {
+            "loss": out.loss,
+            "tokens": mask.sum(),
+            "entropy": entropies.sum(),  # 0 on padding
+            "clipped_low": out.clipped_low,
+            "clipped_high": out.clipped_high,
+        }
         if sampler_policy_logps is None or self.mismatch is None:
             self.mismatch = None
         else:
-            difference = (inputs.old_logps - sampler_policy_logps)[mask]  # [N, T] -> [M], the tokens that count
-            self.mismatch += difference.abs().sum().item()
-            self.mismatch_kl += _k3_sum(difference)
-            self.mismatch_max = max(self.mismatch_max, difference.abs().max().item())
+            difference = (inputs.old_logps - sampler_policy_logps).masked_fill(~mask, 0.0)  # [N, T]
+            found |= {
+                "mismatch": difference.abs().sum(),
+                "mismatch_kl": _k3_sum(difference),
+                "mismatch_max": difference.abs().max(),
+            }
         if self.kl is not None and inputs.ref_logps is not None:
-            self.kl += out.kl_sum.item()
+            found["kl"] = out.kl_sum
         elif self.kl is not None and ref_logps is not None:
-            self.kl += _k3_sum((ref_logps - inputs.logps.detach())[mask])
+            found["kl"] = _k3_sum((ref_logps - inputs.logps.detach()).masked_fill(~mask, 0.0))
         if inputs.correction is not None:
-            self.correction = (self.correction or 0.0) + (inputs.correction * mask).sum().item()
+            found["correction"] = (inputs.correction * mask).sum()
+        self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))
+
+    def _read(self) -> None:
+        """Add what `add` left on the device, microbatch by microbatch."""
+        if not self._unread:
+            return
+        numbers = iter(torch.cat([values for _, values in self._unread]).tolist())
+        for names, _ in self._unread:
+            for name, value in zip(names, numbers, strict=False):
+                if name == "mismatch_max":
+                    self.mismatch_max = max(self.mismatch_max, value)
+                elif name == "tokens":
+                    self.tokens += int(value)
+                elif name != "mismatch" or self.mismatch is not None:
+                    setattr(self, name, (getattr(self, name) or 0.0) + value)
+        self._unread.clear()
 
     def over(self, ranks: Ranks) -> "UpdateFigures":
-        """The figures of all ranks together; what is not a sum or a maximum is equal on all of them."""
+        """The figures of all microbatches and ranks; what is not a sum or a maximum is equal on all ranks."""
+        self._read()
         if ranks.count == 1:
             return self
         every_rank = ranks.gather(self)
@@ -150,9 +176,9 @@ class UpdateFigures:
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 
-def _k3_sum(log_ratio: Float[Tensor, " M"]) -> float:
-    """Sum of the k3 estimates of M tokens, finite however far apart the two policies are."""
-    return k3(log_ratio.clamp(max=MAX_LOG_RATIO)).sum().item()
+def _k3_sum(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
+    """Sum of the k3 estimates of tokens, finite however far apart the two policies are; 0 adds nothing."""
+    return k3(log_ratio.clamp(max=MAX_LOG_RATIO)).sum()
 
 
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:

@@ -1,0 +1,162 @@
+"""A pretend accelerator: tensors with real numbers in the memory of the host, which say that they are on `card:0`.
+
+An operation on tensors of both places raises an error, as it does with CUDA. Wherever the host waits for a number of the card,
+the line of our code is recorded in `WAITS`.
+"""
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import safetensors.torch
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("card")
+CARD = torch.device("card:0")
+WAITS = Counter()
+"""How often each line waited: ("learner.py:120", operation) -> times."""
+
+# CUDA accepts these with tensors of both places: copies, and reads by an index on the host.
+BOTH_PLACES = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "lift_fresh", "set_"}
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal"}
+
+
+class OnCard(torch.Tensor):
+    """A tensor on the card; `host` has its numbers."""
+
+    @staticmethod
+    def __new__(cls, host):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CARD
+        )
+        made.host = host
+        return made
+
+    def tolist(self):
+        WAITS[_line(), "tolist"] += 1
+        return self.host.tolist()
+
+    def untyped_storage(self):
+        return self.host.untyped_storage()
+
+    def storage(self):
+        return self.host.storage()
+
+    def __repr__(self):
+        return f"OnCard({self.host})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+
+class Card(TorchDispatchMode):
+    """Sends every operation through `run`."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+
+def _line():
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "/grpo_tasks/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def _is_card(device):
+    return device is not None and torch.device(device).type == "card"
+
+
+def run(function, args, kwargs):
+    name = function._schema.name.partition("::")[2]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    cards = [tensor for tensor in tensors if isinstance(tensor, OnCard)]
+    # A number on the host may meet tensors of the card; a tensor with axes may not.
+    if cards and name not in BOTH_PLACES and any(not isinstance(tensor, OnCard) and tensor.dim() for tensor in tensors):
+        raise RuntimeError(f"Expected all tensors to be on the same device: {name} at {_line()}")
+    wanted = kwargs.get("device")
+    if cards and (name in WAITING or (name == "_to_copy" and wanted is not None and not _is_card(wanted))):
+        WAITS[_line(), name] += 1
+    on_card = _is_card(wanted) if wanted is not None else bool(cards)
+    if name == "copy_":
+        on_card = isinstance(args[0], OnCard)
+        if not on_card and cards:
+            WAITS[_line(), "copy to the host"] += 1
+
+    def host(value):
+        if isinstance(value, OnCard):
+            return value.host
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "card" else value
+
+    found = function(*tree_map(host, args), **tree_map(host, kwargs))
+    if not on_card:
+        return found
+    known = {id(tensor.host): tensor for tensor in cards}
+
+    def carded(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        # An operation in place returns its argument.
+        return known[id(value)] if id(value) in known else OnCard(value)
+
+    return tree_map(carded, found)
+
+
+class _FromNumbers(TorchFunctionMode):
+    """torch.tensor fills the memory of its device itself, past the dispatcher; here on the host, and then it moves."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if function is torch.tensor and device is not None and _is_card(device):
+            del kwargs["device"]
+            return function(*args, **kwargs).to(device)
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def card():
+    """Inside it, tensors can be made on the card."""
+    with _FromNumbers(), Card():
+        yield
+
+
+# Deterministic torch fills new memory with NaN, of a wrapped tensor after its numbers have been written.
+torch.utils.deterministic.fill_uninitialized_memory = False
+# A wrapped tensor cannot be one of inference mode.
+torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.enable_grad()
+
+
+_move = torch.nn.Module.to
+
+
+def _to(module, *args, **options):
+    # A module that moves to the card keeps its parameters, and so the tie between embeddings and output layer.
+    torch.__future__.set_swap_module_params_on_conversion(any(isinstance(arg, torch.device) and _is_card(arg) for arg in args))
+    try:
+        return _move(module, *args, **options)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+torch.nn.Module.to = _to
+
+
+def _save_from_card(write):
+    """safetensors copies tensors of CUDA to the host before it writes them; the same for the card."""
+
+    def save(tensors, *args, **options):
+        on_host = {name: tensor.host if isinstance(tensor, OnCard) else tensor for name, tensor in tensors.items()}
+        return write(on_host, *args, **options)
+
+    return save
+
+
+safetensors.torch.save_file = _save_from_card(safetensors.torch.save_file)

@@ -1,0 +1,118 @@
+"""Stages on a pretend accelerator, which refuses to mix devices as CUDA does, against the same stages on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.paths import resolve
+from schemas.results.model import ModelRef
+from tests.grpo.conftest import journal
+
+WATCHED = ("reward", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 328,
+}
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+}
+SETTINGS = {"beta": 0.04, "max_steps": 2, "num_iterations": 2, "save_steps": 2}
+LETTERS = {"letters": {"function": "tests.grpo.letters:letters", "as_text": True}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a random model of that architecture and the embedded tokenizer."""
+
+    def save(name):
+        torch.manual_seed(2)
+        folder = tmp_path / name
+        AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def both(stages, **settings):
+    """The journals of the same stage, on the CPU and on the card; and the lines that waited for the card."""
+    host, card = stages.write("host", **settings), stages.write("card", **settings)
+    spec = StageSpec.load(host.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        Trainer(host, suite).train()
+    command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return journal(host), journal(card), json.loads((card.root / "waits.json").read_text())
+
+
+def assert_same(host, card):
+    assert len(host) == len(card)
+    for one, other in zip(card, host, strict=True):
+        for name in WATCHED:
+            assert one.get(name) == pytest.approx(other.get(name), rel=2e-3, abs=2e-5), name
+    assert any(line["grad_norm"] > 0 for line in host)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="as it is"),
+        *(
+            pytest.param(settings, id=str(settings), marks=pytest.mark.long)
+            for settings in (
+                {"resources": {"fuse_kernels": False}, "beta": 0.0},
+                {"resources": {"share_prompts": False, "fold_adapter": False}},
+                {"model": {"lora": None}, "optim": "adamw_torch"},
+                {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "dapo", "mask_truncated_completions": True},
+                {"max_tokens_per_microbatch": 200, "loss_type": "bnpo", "importance_sampling_level": "sequence"},
+            )
+        ),
+    ],
+)
+def test_a_stage_computes_on_the_card_what_it_computes_on_a_cpu(stages, settings):
+    host, card, _ = both(stages, **SETTINGS | settings)
+    assert_same(host, card)
+
+
+@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_runs_on_the_card(stages, model, name):
+    path = model(name)
+    host, card, _ = both(
+        stages,
+        **SETTINGS,
+        stage_rewards=[*LETTERS],
+        rewards={"functions": LETTERS},
+        model={"path": path},
+        start=ModelRef(path=path),
+        length=12,
+    )
+    assert_same(host, card)
+
+
+def test_an_update_waits_for_the_card_only_for_its_figures(stages):
+    settings = {"beta": 0.04, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    _, card, waits = both(stages, **settings)
+    assert len(card) == 3
+    counts = {file: sum(count for count, line, _ in waits if line.startswith(file)) for file in ("measure.py", "learner.py")}
+    # The figures of all microbatches are read once, and the norm of the gradient once; nothing waits to build or to score a pass.
+    assert counts == {"measure.py": 3, "learner.py": 3}
+    waiting = {line.partition(":")[0] for _, line, _ in waits}
+    assert not waiting & {"batch.py", "packed_attention.py", "packed_row.py", "lean_layers.py", "microbatches.py", "losses.py"}
