@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 PANELS = {
-    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.evaluate, run.merge),
+    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.train, run.evaluate, run.merge),
     "Look things up": (
         lists.runs,
         lists.models,

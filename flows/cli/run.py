@@ -89,6 +89,26 @@ def evaluate(
         show_evaluations(out, [one_step("evaluate", settings, device=True)(model, settings, fresh)])
 
 
+def train(
+    config: Config,
+    stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="MODEL", help=f"Start from it: {MODEL_HELP} Default: model.path of the config.")
+    ] = None,
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Train one stage of a config, and publish nothing."""
+    with report_errors() as command:
+        settings = checked_config(config, override)
+        command.folder = settings.resources.output_dir / settings.name
+        name = stage or settings.stages[0].name
+        first_line(settings, f"training the stage {name}")
+        from flows.cli.show import show_stage
+
+        show_stage(out, config, one_step("train", settings, device=True)(settings, name, start, fresh))
+
+
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that contains adapter_config.json.")],
     config: Config,
