@@ -80,9 +80,7 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     distinct = unusual["truth"].unique(maintain_order=True)
     sample = distinct if len(distinct) <= MAX_DISTINCT[how] else distinct.sample(MAX_DISTINCT[how], seed=0)
     bad = pl.Series([truth for truth in sample if not _usable(truth, how)], dtype=pl.String)
-    known = truths.with_columns(
-        bad=pl.col("truth").is_in(bad.implode()), checked=usual | pl.col("truth").is_in(sample.implode())
-    )
+    known = truths.with_columns(bad=pl.col("truth").is_in(bad.implode()), checked=usual | pl.col("truth").is_in(sample.implode()))
     # A row whose truths were not all sampled may have a usable one: it does not count.
     by_row = known.group_by("row", maintain_order=True).agg(pl.col("bad").all(), pl.col("checked").all())
     found = rows.filter(by_row["bad"])

@@ -1,8 +1,8 @@
 """Where a row stands in its file, as a person writes it.
 
-    data.jsonl:7              a line of a text file: an editor opens it there
-    data.json, record 7       the seventh record of a JSON array, which may stand on any line
-    data.parquet, row 7       a file or a hub data set without lines
+data.jsonl:7              a line of a text file: an editor opens it there
+data.json, record 7       the seventh record of a JSON array, which may stand on any line
+data.parquet, row 7       a file or a hub data set without lines
 """
 
 import re

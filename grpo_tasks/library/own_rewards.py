@@ -7,8 +7,10 @@ Rewards run in a worker process, which imports them by name. What a reward of a 
 an instance is written as its class and its attributes, which must be plain values.
 """
 
+import ast
 import functools
 import inspect
+import linecache
 import math
 import sys
 import textwrap
@@ -81,12 +83,19 @@ def _importable(value: Any) -> tuple[ModuleType, str] | None:
         return owner and (owner[0], f"{owner[1]}.{value.__name__}")
     for module in _modules_that_may_hold(value):
         qualified = getattr(value, "__qualname__", "")
-        if qualified and functools.reduce(lambda found, part: getattr(found, part, None), qualified.split("."), module) is value:
+        if qualified and _attribute(module, qualified) is value:
             return module, qualified
         for name, held in list(vars(module).items()):
             if held is value:
                 return module, name
     return None
+
+
+def _attribute(module: ModuleType, dotted: str) -> Any:
+    found: Any = module
+    for part in dotted.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _modules_that_may_hold(value: Any) -> Iterator[ModuleType]:
@@ -174,8 +183,8 @@ class _Notebook:
                 f"the worker process cannot import {value!r}: it is not a plain function", place=place, fix=_OWN_MODULE
             )
         try:
-            source = textwrap.dedent(inspect.getsource(value))
-        except (OSError, TypeError) as error:
+            source = textwrap.dedent(_class_source(value) if inspect.isclass(value) else inspect.getsource(value))
+        except (OSError, TypeError, SyntaxError) as error:
             raise ConfigError(f"the source of {name} is not known: {error}", place=place, fix=_OWN_MODULE) from error
         known = self.definitions.get(name)
         if known is not None:
@@ -211,6 +220,22 @@ class _Notebook:
         )
 
 
+def _class_source(kind: type) -> str:
+    """The source of a class, found by its methods: inspect does not know the file of a class of a notebook."""
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            lines = linecache.getlines(method.__code__.co_filename)
+            for node in ast.walk(ast.parse("".join(lines))):
+                if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and _within(node, method):
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    return "".join(lines[first - 1 : node.end_lineno])
+    raise OSError("it has no method that was written in Python")
+
+
+def _within(node: ast.ClassDef, method: FunctionType) -> bool:
+    return node.lineno <= method.__code__.co_firstlineno <= (node.end_lineno or 0)
+
+
 _WITH_ATTRIBUTES = """\
 def _with_attributes(kind, attributes):
     made = object.__new__(kind)
@@ -232,4 +257,6 @@ def _is_plain(value: object) -> bool:
 def _names_in(code: CodeType) -> set[str]:
     """Every global name that the code may read, also inside comprehensions and inner functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+    # Every module has __name__ and the like of its own.
+    own = {name for name in code.co_names if not name.startswith("__")}
+    return own.union(*map(_names_in, inner))
