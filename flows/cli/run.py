@@ -8,7 +8,7 @@ import typer
 
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
-from flows.cli.options import MODEL_HELP, Config, Fresh, OptionalConfig, Set
+from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def train(
     config: Config,
     stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", metavar="MODEL", help=f"Start from it: {MODEL_HELP} Default: model.path of the config.")
+        str | None,
+        typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path."),
     ] = None,
     override: Set = None,
     fresh: Fresh = False,
@@ -110,7 +111,7 @@ def train(
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that contains adapter_config.json.")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help=ADAPTER_HELP)],
     config: Config,
     into: Annotated[Path | None, typer.Option("--into", metavar="DIR", help="Copy the merged model to this folder.")] = None,
     override: Set = None,

@@ -13,7 +13,6 @@ from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
 from schemas.errors import UserError
 
-
 ROW_NAMES = "FILE:LINE; in a JSON array or a Parquet file FILE:N is its record or row N"
 
 
