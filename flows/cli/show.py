@@ -192,8 +192,10 @@ def show_comparison(console: Console, found: "Comparison") -> None:
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
     table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
     for row in found.figures:
-        interval = f"{100 * row.difference:+.1f} ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
-        table.add_row(row.name, f"{row.first:.1%}", f"{row.second:.1%}", interval)
+        scale, digits = (100, 1) if row.share else (1, 3)
+        change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
+        values = [f"{value:.1%}" if row.share else f"{value:.3f}" for value in (row.first, row.second)]
+        table.add_row(row.name, *values, f"{change} ({low} to {high})")
     console.print(table)
     settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
     for setting in found.settings:

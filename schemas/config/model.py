@@ -60,8 +60,8 @@ class ModelConfig(Section):
     }
 
     path: Address = "embedded:base"
-    """Local folder or hub id of a causal language model, or a registered model: NAME, NAME@ALIAS or NAME/VERSION. embedded:base is the
-    tiny model that ships with this project."""
+    """Local folder or hub id of a causal language model, or a registered model: NAME, NAME@ALIAS or NAME/VERSION. embedded:base
+    is the tiny model that ships with this project."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). Leave it empty for local folders."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -52,7 +52,10 @@ ELSEWHERE = {
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, 'grpo("rewards"'),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
-    "grpo run config.yaml --set model.path=grpo-demo@champion": (NAMES, '"run", "small.yaml", "--set", "model.path=small@champion"'),
+    "grpo run config.yaml --set model.path=grpo-demo@champion": (
+        NAMES,
+        '"run", "small.yaml", "--set", "model.path=small@champion"',
+    ),
     "grpo train config.yaml --stage correctness --from grpo-demo@champion": (NAMES, '"train", "small.yaml", "--from"'),
     "grpo trace data.csv:17 config.yaml": (COMMAND_LINE, 'grpo("trace"'),
     "grpo download grpo-demo@champion my-model": (REPORTS, 'grpo("download"'),
