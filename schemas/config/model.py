@@ -43,6 +43,9 @@ class AddedToken(Section):
     special: bool = False
     """Special tokens are left out of the text that rewards and evaluation see, like an end-of-turn token. A stop string that
     contains one keeps it."""
+    like: TokenText | None = None
+    """Text that the token starts out like: its embedding begins as the mean of this text's tokens, so that the model emits it now
+    and then, and rewards can tell. Empty: the mean of all tokens, which a model rarely emits."""
 
 
 class ModelConfig(Section):
