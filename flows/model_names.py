@@ -11,13 +11,15 @@ A folder on this disk wins over a registered name.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 from flows.preflight import REGISTERED, check_model
+from grpo_tasks.content.hub import hub_snapshot
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
-from schemas.paths import EMBEDDED, is_local
+from schemas.paths import EMBEDDED, is_local, resolve
 from schemas.results.model import ModelRef
 
 
@@ -38,12 +40,10 @@ def registered_model(name: str, tracking: TrackingConfig, folder: Path) -> Model
         ModelError: the name has the form of a registered version, and there is no such version.
         TrackingError: the registry cannot be reached.
     """
-    if not could_be_registered(name):
+    if not _is_registered(name, tracking):
         return None
-    from grpo_tasks.tracking.models import download_model, find_champion
+    from grpo_tasks.tracking.models import download_model
 
-    if not is_registered_name(name) and find_champion(name, tracking) is None:
-        return None
     return download_model(name, tracking, folder.resolve())
 
 
@@ -56,14 +56,70 @@ def named_model(name: str, config: RunConfig) -> ModelRef:
     if found is not None:
         return found
     check_model(name, "MODEL")
-    return ModelRef(path=str(path.resolve()) if is_local(name) else name)
+    own = is_local(name) and not name.startswith(EMBEDDED)
+    return ModelRef(path=str(path.resolve()) if own else name)
 
 
-def adapter_model(folder: Path, config: RunConfig) -> ModelRef:
-    """The adapter of a folder on the base model of the config; raises `ModelError` when the folder holds none."""
+def adapter_model(name: str, config: RunConfig) -> ModelRef:
+    """The adapter of a folder, of a registered version (the one that it was merged from) or of a hub id, on the base model of the
+    config.
+
+    Raises:
+        ModelError: there is no adapter of that name.
+        TrackingError: the registry cannot be reached.
+    """
+    folder = Path(name) if is_local(name) else _fetched_adapter(name, config)
     if not is_adapter(folder):
-        raise ModelError("no adapter there", place=str(folder), fix="name a folder that contains adapter_config.json")
-    return named_model(str(folder), config)
+        raise ModelError("no adapter there", place=name, fix="name a folder that contains adapter_config.json")
+    return ModelRef(path=config.model.path, revision=config.model.revision, adapter=folder.resolve())
+
+
+def _fetched_adapter(name: str, config: RunConfig) -> Path:
+    if _is_registered(name, config.tracking):
+        from grpo_tasks.tracking.models import download_adapter
+
+        return download_adapter(name, config.tracking, config.resources.output_dir.resolve() / config.name / "downloads")
+    check_model(name, "ADAPTER")
+    return hub_snapshot(name)
+
+
+def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:
+    """Copy the model that a name stands for into the new folder `into`; a sentence about what is there now.
+
+    Raises:
+        ModelError: there is no such model, or `into` holds other files.
+        TrackingError: the registry cannot be reached.
+    """
+    if _is_registered(name, tracking):
+        from grpo_tasks.tracking.models import ORIGIN, fetch_version
+        from grpo_tasks.tracking.registry import find_version, lineage_of
+
+        version = find_version(name, tracking)
+        folder = fetch_version(version, tracking, into)
+        lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
+        return f"{version.name} version {version.version}: {folder} (every file verified)"
+    if not is_adapter(Path(name)):
+        check_model(name, "MODEL")
+    if into.exists() and any(into.iterdir()):
+        raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
+    source = Path(resolve(name)) if is_local(name) else hub_snapshot(name)
+    unfinished = into.with_name(f"{into.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    # The hub's cache consists of links; a copy of their files outlives it.
+    shutil.copytree(source, unfinished)
+    if into.exists():
+        into.rmdir()
+    unfinished.replace(into)
+    return f"{name}: {into}"
+
+
+def _is_registered(name: str, tracking: TrackingConfig) -> bool:
+    """Whether a name stands for a registered version; a bare NAME does when it has a champion."""
+    if not could_be_registered(name) or is_registered_name(name):
+        return is_registered_name(name)
+    from grpo_tasks.tracking.models import find_champion
+
+    return find_champion(name, tracking) is not None
 
 
 def is_adapter(folder: Path) -> bool:

@@ -39,8 +39,8 @@ def evaluate(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
         return evaluation_of(run, "model", named_model(model, config), validated_data(run))
 
 
-def merge(adapter: Path, config: RunConfig, into: Path | None = None) -> MergeProof:
-    """Merge the adapter of the folder `adapter` and prove the merge; copy the merged model to the folder `into`."""
+def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergeProof:
+    """Merge an adapter (any name that `adapter_model` takes) and prove it; copy the merged model to the folder `into`."""
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
     if into is not None and into.exists() and any(into.iterdir()):

@@ -38,8 +38,8 @@ def evaluate_flow(model: str, config: RunConfig, fresh: bool = False) -> EvalRep
 
 
 @locked_flow(name="grpo-merge", description="Merge an adapter into the base model and prove the merge.")
-def merge_flow(adapter: Path, config: RunConfig, into: Path | None = None) -> MergeProof:
-    """`adapter`: a folder that contains adapter_config.json; `into`: where to copy the merged model."""
+def merge_flow(adapter: str, config: RunConfig, into: Path | None = None) -> MergeProof:
+    """`adapter`: a folder with adapter_config.json, a hub id, or a registered version; `into`: where to copy the merged model."""
     return one_step.merge(adapter, config, into)
 
 
@@ -50,8 +50,8 @@ def train_flow(config: RunConfig, stage: str, start: str | None = None, fresh: b
 
 
 @locked_flow(name="grpo-publish", description="Merge an adapter, compare it with base and champion, register it, decide.")
-def publish_flow(adapter: Path, config: RunConfig, fresh: bool = False) -> Publication:
-    """`adapter`: a folder that contains adapter_config.json, trained from the base model of the config."""
+def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Publication:
+    """`adapter`: as for a merge, trained from the base model of the config."""
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
     with open_flow_run(config, flow="publish", fresh=fresh) as run:

@@ -1,17 +1,26 @@
-"""The server that Prefect starts for a flow when none is configured, closed to everybody but this process and its children.
+"""The server that Prefect starts for a flow when none is configured.
 
-Prefect leaves that server open: any web page in a browser on this machine could write to its database, and a worker would later
-execute what it finds there. A random password, which only this process tree knows, prevents that.
+closed      Prefect leaves that server open: any web page in a browser on this machine could write to its database, and a worker
+            would later execute what it finds there. A random password, which only this process tree knows, prevents that.
+outlasting  Ctrl-C in a terminal reaches every process of the command. If the server ended first, the run could not record its own
+            end: it would ask again and again, and fail with an error. So the server has a session of its own, and ends last. It
+            also ends when the command is killed.
 """
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+import prefect.server.api.server as prefect_server
 from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
+
+from grpo_tasks.processes.lifetime import PARENT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +39,26 @@ def lock_temporary_server() -> None:
     os.environ["PREFECT_API_AUTH_STRING"] = password
     # On a slow or busy machine the server needs more than the 20 s that Prefect allows.
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
+    prefect_server.SubprocessASGIServer._run_uvicorn_command = _start_supervised  # type: ignore[assignment, method-assign]
     refresh_global_settings_context()
+
+
+_start = prefect_server.SubprocessASGIServer._run_uvicorn_command
+
+
+def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subprocess.Popen[Any]":
+    """Start the server as Prefect does, but below a supervisor with a session of its own."""
+
+    def popen(*, args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
+        supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args]
+        return subprocess.Popen(supervised, env=env | {PARENT: str(os.getpid())}, start_new_session=True)
+
+    # Prefect has no setting for it.
+    prefect_server.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment, attr-defined]
+    try:
+        return _start(server)
+    finally:
+        prefect_server.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 class _LockedFlow(Flow[P, R]):

@@ -22,7 +22,12 @@ _INDENT = "    "
 
 
 def trace(
-    row: Annotated[str, typer.Argument(metavar="ROW", help="A prompt_id (a column of every table), or FILE:LINE of the data.")],
+    row: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROW", help="A prompt_id (a column of every table), or FILE:LINE of the data. A JSON array counts records."
+        ),
+    ],
     config: Config,
     override: Set = None,
 ) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
-from flows.cli.options import MODEL_HELP, Model, TrackingUri
+from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
 
@@ -29,21 +29,16 @@ def rollback(
 
 
 def download(
-    model: Model,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Download a registered model and verify every file. Resumes an interrupted download."""
+    """Download a model. Every file of a registered one is verified, and an interrupted download is resumed."""
     with report_errors():
         prepare_environment()
-        from grpo_tasks.tracking.models import ORIGIN, fetch_version
-        from grpo_tasks.tracking.registry import find_version, lineage_of
+        from flows.model_names import fetch_model
 
-        tracking = tracking_at(tracking_uri)
-        version = find_version(model, tracking)
-        folder = fetch_version(version, tracking, into)
-        lineage_of(f"{version.name}/{version.version}", tracking).save(folder / ORIGIN)
-        out.print(f"{version.name} version {version.version}: {folder} (every file verified)", soft_wrap=True)
+        out.print(fetch_model(model, into, tracking_at(tracking_uri)), soft_wrap=True)
 
 
 def chat(
@@ -70,7 +65,7 @@ def chat(
         answer_questions(out, model, question, system=system, settings=settings, tracking=tracking_at(tracking_uri))
 
 
-def lineage(model: Model, tracking_uri: TrackingUri = None) -> None:
+def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
     """Show where a registered model came from: run, data, rewards, config, commit, environment."""
     with report_errors():
         prepare_environment()
@@ -100,7 +95,7 @@ def compare(
 
 
 def reproduce(
-    model: Model,
+    model: Registered,
     output_dir: Annotated[Path, typer.Option("--output-dir", metavar="DIR", help="New folder for everything written.")] = Path(
         "reproduced"
     ),

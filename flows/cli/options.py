@@ -15,12 +15,15 @@ OptionalConfig = Annotated[
     str | None, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset. Without it, grpo lists those here.")
 ]
 MODEL_HELP = "NAME, NAME@ALIAS or NAME/VERSION of a registered model, a model folder, or a hub id."
+ADAPTER_HELP = "A folder with adapter_config.json, a hub id, or NAME, NAME@ALIAS or NAME/VERSION: the adapter of that version."
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field, for example stages.0.learning_rate=1e-5. Repeatable."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run every step again, even if its inputs have not changed.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for the champion of that name.")]
+Registered = Annotated[
+    str, typer.Argument(metavar="MODEL", help="NAME@ALIAS, NAME/VERSION, or NAME for the champion of that name.")
+]
 
 
 def _refuse_password(address: str | None) -> str | None:

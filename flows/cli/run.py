@@ -8,7 +8,7 @@ import typer
 
 from flows.cli.environment import checked_config, named_config, prepare_flow, prepare_step
 from flows.cli.errors import report_errors
-from flows.cli.options import MODEL_HELP, Config, Fresh, OptionalConfig, Set
+from flows.cli.options import ADAPTER_HELP, MODEL_HELP, Config, Fresh, OptionalConfig, Set
 from flows.cli.show import out
 
 if TYPE_CHECKING:
@@ -89,8 +89,29 @@ def evaluate(
         show_evaluations(out, [one_step("evaluate", settings, device=True)(model, settings, fresh)])
 
 
+def train(
+    config: Config,
+    stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Stage to train. Default: the first one.")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="MODEL", help=f"Where training starts: {MODEL_HELP} Default: model.path."),
+    ] = None,
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Train one stage of a config, and publish nothing."""
+    with report_errors() as command:
+        settings = checked_config(config, override)
+        command.folder = settings.resources.output_dir / settings.name
+        name = stage or settings.stages[0].name
+        first_line(settings, f"training the stage {name}")
+        from flows.cli.show import show_stage
+
+        show_stage(out, config, one_step("train", settings, device=True)(settings, name, start, fresh))
+
+
 def merge(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that contains adapter_config.json.")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help=ADAPTER_HELP)],
     config: Config,
     into: Annotated[Path | None, typer.Option("--into", metavar="DIR", help="Copy the merged model to this folder.")] = None,
     override: Set = None,

@@ -7,14 +7,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.report import opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
-from schemas.metrics import HEADLINES, figure_text
+from schemas.metrics import HEADLINES, REWARD, figure_text
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof
+from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Lineage, PipelineResult, Reproduction
 
 if TYPE_CHECKING:
@@ -106,6 +107,19 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
         console.print(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")
 
 
+def show_stage(console: Console, config: str, result: StageResult) -> None:
+    """Print how a stage ended, where its weights are, and what can be done with them."""
+    best = "" if result.best_step is None else f", weights of update {result.best_step}"
+    console.print(f"stage {result.stage}: {result.steps} updates, stopped by {result.stopped}{best}", highlight=False)
+    if REWARD in result.metrics:
+        console.print(f"mean reward of the last updates: {result.metrics[REWARD]:.3f}", highlight=False)
+    weights = result.model.adapter or result.model.path
+    console.print(f"weights: {weights}", soft_wrap=True, highlight=False)
+    console.print(f"evaluate them: grpo evaluate {weights} {config}", soft_wrap=True, highlight=False)
+    if result.model.adapter is not None:
+        console.print(f"merge them:    grpo merge {weights} {config} --into DIR", soft_wrap=True, highlight=False)
+
+
 def show_merge(console: Console, proof: MergeProof) -> None:
     """Print where the merged model is, and how it compares with base + adapter."""
     console.print(f"merged model: {proof.model.path}", soft_wrap=True)
@@ -136,7 +150,7 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
 
 def show_trace(console: Console, trace: "Trace") -> None:
     """Print what happened to one row, step by step."""
-    console.print(f"[bold]{trace.source}:{trace.line}[/], {trace.split}", highlight=False)
+    console.print(f"{row_place(trace.source, trace.line)}, {trace.split}", markup=False, highlight=False, style="bold")
     if trace.faults is not None:
         for fault in trace.faults.iter_rows(named=True):
             console.print(f"refused: {fault['rule']}: {fault['meaning']} (found {fault['value']!r})", markup=False)
@@ -180,8 +194,10 @@ def show_comparison(console: Console, found: "Comparison") -> None:
     titles = [f"{run.name} {run.run_id[:8]}" for run in (found.first, found.second)]
     table = Table("figure", *titles, "difference", title=f"{found.prompts} common held-out prompts", title_justify="left")
     for row in found.figures:
-        interval = f"{100 * row.difference:+.1f} ({100 * row.low:+.1f} to {100 * row.high:+.1f})"
-        table.add_row(row.name, f"{row.first:.1%}", f"{row.second:.1%}", interval)
+        scale, digits = (100, 1) if row.share else (1, 3)
+        change, low, high = (f"{scale * value:+.{digits}f}" for value in (row.difference, row.low, row.high))
+        values = [f"{value:.1%}" if row.share else f"{value:.3f}" for value in (row.first, row.second)]
+        table.add_row(row.name, *values, f"{change} ({low} to {high})")
     console.print(table)
     settings = Table("setting", *titles, title=f"{len(found.settings)} settings differ", title_justify="left")
     for setting in found.settings:

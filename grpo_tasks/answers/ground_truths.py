@@ -14,6 +14,7 @@ import polars as pl
 from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.content.places import row_place
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.errors import DataError
 
@@ -62,22 +63,28 @@ class UnusableTruths:
 
 
 def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
-    """Check the ground truths of accepted rows, each distinct one once.
+    """Check the ground truths of accepted rows, each distinct one once. Of several right answers of a row one usable is enough.
 
     Args:
-        rows: a table with the columns answer (null for a row without ground truth), source and line.
+        rows: a table with the columns answer (null for a row without ground truth), source and line; and answers, where
+            rows list several.
         how: the equality that rewards and evaluation use.
     """
     rows = rows.filter(pl.col("answer").is_not_null())
     if how == "exact":
         return UnusableTruths(how, 0, rows.height, "")
-    unusual = rows["answer"].filter(~rows["answer"].str.contains(_PLAIN_NUMBER)) if how != "choice" else rows["answer"]
-    distinct = unusual.unique(maintain_order=True)
+    listed = pl.coalesce("answers", pl.concat_list("answer")) if "answers" in rows.columns else pl.concat_list("answer")
+    truths = rows.select(row=pl.int_range(pl.len()), truth=listed).explode("truth")
+    usual = pl.lit(value=False) if how == "choice" else pl.col("truth").str.contains(_PLAIN_NUMBER)
+    unusual = truths.filter(~usual)
+    distinct = unusual["truth"].unique(maintain_order=True)
     sample = distinct if len(distinct) <= MAX_DISTINCT[how] else distinct.sample(MAX_DISTINCT[how], seed=0)
     bad = pl.Series([truth for truth in sample if not _usable(truth, how)], dtype=pl.String)
-    found = rows.filter(pl.col("answer").is_in(bad.implode()))
-    checked = rows.height - len(unusual) + int(unusual.is_in(sample.implode()).sum())
-    return UnusableTruths(how, found.height, checked, _shown(found))
+    known = truths.with_columns(bad=pl.col("truth").is_in(bad.implode()), checked=usual | pl.col("truth").is_in(sample.implode()))
+    # A row whose truths were not all sampled may have a usable one: it does not count.
+    by_row = known.group_by("row", maintain_order=True).agg(pl.col("bad").all(), pl.col("checked").all())
+    found = rows.filter(by_row["bad"])
+    return UnusableTruths(how, found.height, int(by_row["checked"].sum()), _shown(found))
 
 
 def truths_check(completion: CompletionConfig) -> Callable[[pl.DataFrame, Equality], UnusableTruths]:
@@ -100,7 +107,7 @@ def _shown(found: pl.DataFrame) -> str:
         return ""
     row = found.row(0, named=True)
     answer = row["answer"] if len(row["answer"]) <= _SHOWN_CHARS else row["answer"][: _SHOWN_CHARS - 1] + "…"
-    return f"first {answer!r} in {row['source']}:{row['line']}"
+    return f"first {answer!r} in {row_place(row['source'], row['line'])}"
 
 
 def _fix(how: Equality) -> str:

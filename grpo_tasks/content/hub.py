@@ -1,7 +1,7 @@
 """Identifies a model of the Hugging Face hub by content: the commit behind its revision, and a check of its cached files.
 
 A commit is a hash over its files. A branch such as `main` moves, so the hub is asked for its current commit; without a network
-the commit that was fetched last counts. Nothing is downloaded here. The cache names each file after its own hash (SHA-256 for
+the commit that was fetched last counts. Only `hub_snapshot` downloads. The cache names each file after its own hash (SHA-256 for
 large files, git's SHA-1 for small ones), so a damaged file is found before it is used.
 """
 
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from grpo_tasks.content.hashes import file_sha256, files_below
-from schemas.errors import DamagedError
+from schemas.errors import DamagedError, ModelError
 
 REPLY_TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -30,6 +30,25 @@ def hub_commit(repository: str, revision: str | None) -> str:
     if commit:
         _check_files(folder / "snapshots" / commit)
     return commit
+
+
+def hub_snapshot(repository: str) -> Path:
+    """The folder in the hub's cache with all files of a model; what is missing is downloaded.
+
+    Raises:
+        ModelError: there is no such model, or the hub cannot be reached and the cache does not have it.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository))
+    except Exception as error:  # no network, no such model, no permission: huggingface_hub has a class for each
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(
+            f"the hub did not give {repository}: {reason}",
+            place=repository,
+            fix="check the name and the network; for a model on this disk name its folder",
+        ) from error
 
 
 def _commit(repository: str, revision: str, folder: Path) -> str:

@@ -41,6 +41,30 @@ def add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken
     return [token_id(tokenizer, token.token) for token in tokens if token.token not in before]
 
 
+def starting_rows(
+    tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[AddedToken], new_ids: Sequence[int]
+) -> dict[int, list[int]]:
+    """By new token id: the known tokens of the text that it starts out like (`added_tokens[].like`).
+
+    Raises:
+        ConfigError: such a text has no tokens that the model knows.
+    """
+    rows = {}
+    for token in tokens:
+        number = token_id(tokenizer, token.token)
+        if token.like is None or number not in new_ids:
+            continue
+        known = [one for one in tokenizer.encode(token.like, add_special_tokens=False) if one not in new_ids]
+        if not known:
+            raise ConfigError(
+                f"{token.like!r} has no token that the model knows",
+                place=f"model.added_tokens {token.token}",
+                fix="name a text of known tokens in like, or leave it out",
+            )
+        rows[number] = known
+    return rows
+
+
 def token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int:
     """The id of a token that the tokenizer has.
 

@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import orjson
 
+from grpo_tasks.content.places import holds_array
 from grpo_tasks.data.records import Fault, Record, short_json, shorten
 from schemas.errors import DataError
 
@@ -77,16 +78,6 @@ def wrong_encoding(path: Path, encoding: str) -> Iterator[None]:
             place=str(path),
             fix="set the source's encoding, or remove the setting to have it found out",
         ) from error
-
-
-def holds_array(path: Path, file: BinaryIO) -> bool:
-    """Whether a `.json` file holds one array of records, and not a record on each line; leaves the file where it is."""
-    if path.suffix.lower() != ".json":
-        return False
-    place = file.tell()
-    start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    file.seek(place)
-    return start.startswith(b"[")
 
 
 class Span(NamedTuple):

@@ -143,7 +143,7 @@ def _needs_answer(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.Exp
 
 def completions_have_no_answer(config: JudgeInputs | RunConfig) -> bool:
     """Whether completions are free text, in which nothing is compared with a ground truth."""
-    return bool(getattr(config.completion, "format", "tags") == "none")
+    return config.completion.format == "none"
 
 
 def _compare_rows(

@@ -14,6 +14,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.content.markdown import code, table
+from grpo_tasks.content.places import place_in, row_place
 from grpo_tasks.data.judge import EXACT_ROWS, Verdict
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import QUARANTINE
@@ -140,7 +141,7 @@ def _left_out(verdict: Verdict) -> list[str]:
     if verdict.dropped.is_empty():
         return []
     first = verdict.dropped.row(0, named=True)
-    example = code(f"{first['source']}:{first['line']} {first['value']}")
+    example = code(f"{row_place(first['source'], first['line'])} {first['value']}")
     return [
         "",
         f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {example}.",
@@ -189,16 +190,11 @@ def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
         right=["rows"],
     )
     examples = [
-        [code(_place(row["source"], row["line"], units)), row["rule"], code(row["value"])]
+        [code(place_in(row["source"], row["line"], units.get(row["source"], "line"))), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
     return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
-
-
-def _place(source: str, number: int, units: Mapping[str, str]) -> str:
-    unit = units.get(source, "line")
-    return f"{source}:{number}" if unit == "line" else f"{source}, {unit} {number}"
 
 
 def _lengths(verdict: Verdict) -> str:
@@ -225,10 +221,11 @@ def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
         if count.rows:
             lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
             first = verdict.quarantine.filter(rule=count.rule).head(rows)
-            lines.extend(f"    {row['source']}:{row['line']}  {row['value'][:160]!r}" for row in first.iter_rows(named=True))
+            rows_shown = ((row_place(row["source"], row["line"]), row["value"][:160]) for row in first.iter_rows(named=True))
+            lines.extend(f"    {place}  {value!r}" for place, value in rows_shown)
     return "\n".join(lines)
 
 
 def _first_row(verdict: Verdict) -> str:
     first = verdict.quarantine.row(0, named=True)
-    return f"{first['source']}:{first['line']}"
+    return row_place(first["source"], first["line"])

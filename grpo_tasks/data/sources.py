@@ -18,6 +18,7 @@ import orjson
 import pyarrow.parquet as pq
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.content.places import Unit, holds_array
 from grpo_tasks.data.chunks import (
     PARALLEL_FROM_BYTES,
     RAW_ARROW,
@@ -28,7 +29,7 @@ from grpo_tasks.data.chunks import (
     read_chunks,
     read_chunks_in_parallel,
 )
-from grpo_tasks.data.jsonl import UTF8, encoding_of, holds_array, open_as_utf8, read_jsonl
+from grpo_tasks.data.jsonl import UTF8, encoding_of, open_as_utf8, read_jsonl
 from grpo_tasks.data.records import Columns, Fields, Record
 from grpo_tasks.data.tabular import csv_delimiter, csv_encoding, read_csv, read_hub, read_parquet
 from schemas.config.data import DataConfig, DataSource, template_columns
@@ -48,7 +49,6 @@ _FORMATS = {
 }
 
 Split = Literal["train", "eval"]
-Unit = Literal["line", "row", "record"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
@@ -122,7 +123,7 @@ def finding(function: str, check: str, detail: str, row: Row, *, probe: str, tex
         outcome="warned" if warn else "failed",
         detail=detail,
         prompt_id=row.prompt_id,
-        place=f"{row.source}:{row.line}",
+        place=row_place(row.source, row.line),
         probe=probe,
         completion=shorten(text, SHOWN_CHARS),
     )

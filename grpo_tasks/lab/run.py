@@ -13,6 +13,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
@@ -115,7 +116,7 @@ def _columns(rows: Sequence[Row]) -> list[LabCheck]:
             outcome="warned",
             detail=f"reward functions do not receive the column {name}: one of their arguments has that name; rename the column",
             prompt_id=row.prompt_id,
-            place=f"{row.source}:{row.line}",
+            place=row_place(row.source, row.line),
         )
         for name, row in sorted(hidden.items())
     ]

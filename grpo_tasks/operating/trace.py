@@ -8,9 +8,12 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.places import parse_place
 from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
 from schemas.errors import UserError
+
+ROW_NAMES = "FILE:LINE; in a JSON array or a Parquet file FILE:N is its record or row N"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def trace_row(folder: Path, name: str) -> Trace:
 
     Args:
         folder: where the steps of the run left their folders, `resources.output_dir`/`name`.
-        name: a prompt_id, or FILE:LINE with the file as the config spells it.
+        name: a prompt_id, or a place such as data.csv:17 or `data.json, record 17`, with the file as the config spells it.
 
     Raises:
         UserError: there is no run in the folder, or no row has that name.
@@ -44,16 +47,16 @@ def trace_row(folder: Path, name: str) -> Trace:
     validated = _newest(folder / "validate_data").get("all")
     if validated is None:
         raise UserError("no validated data there", place=str(folder), fix="grpo validate CONFIG or grpo run CONFIG comes first")
-    source, _, line = name.rpartition(":")
-    by_line = (pl.col("source") == source) & (pl.col("line") == (int(line) if line.isdecimal() else 0))
+    source, line = parse_place(name)
+    by_line = (pl.col("source") == source) & (pl.col("line") == line)
     for split in ("train", "eval"):
         rows = read_table(validated / f"{split}.parquet").filter((pl.col("prompt_id") == name) | by_line)
         if not rows.is_empty():
             return _accepted(folder, split, rows.head(1))
     faults = read_table(validated / QUARANTINE).filter(by_line)
     if faults.is_empty():
-        raise UserError(f"no row is called {name}", place=str(validated), fix="name a prompt_id of its tables, or FILE:LINE")
-    return Trace(faults["split"][0], source, int(line), faults=faults)
+        raise UserError(f"no row is called {name}", place=str(validated), fix=f"name a prompt_id of its tables, or {ROW_NAMES}")
+    return Trace(faults["split"][0], source, line, faults=faults)
 
 
 def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:

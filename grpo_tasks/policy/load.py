@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, token_id
+from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
@@ -146,7 +146,8 @@ def load_base(
     if adds_tokens(ref, config):
         tokenizer = load_tokenizer(ModelRef(path=ref.path, revision=ref.revision))
         new_ids = add_tokens(tokenizer, added_tokens(config))
-        widen(model, len(tokenizer), new_ids, seed=token_seed)
+        like = starting_rows(tokenizer, added_tokens(config), new_ids)
+        widen(model, len(tokenizer), new_ids, seed=token_seed, like=like)
     if not getattr(model, "is_quantized", False):
         # A quantized model is loaded straight to its device and cannot be moved.
         model = model.to(device)

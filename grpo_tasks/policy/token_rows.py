@@ -9,7 +9,7 @@ peft keeps the trained rows of an adapter by themselves (`trainable_token_indice
 stays small. Where the output layer is tied to the embeddings, both read the same trained rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ NOISE = 0.02
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, vocab_size: int, new_ids: Sequence[int], *, seed: int) -> None:
+def widen(
+    model: PreTrainedModel, vocab_size: int, new_ids: Sequence[int], *, seed: int, like: Mapping[int, Sequence[int]] | None = None
+) -> None:
     """Make room for `vocab_size` tokens and give the rows of `new_ids` their initial values, in place.
 
-    A new row is the mean of the known ones, so that the token is neither likely nor impossible at first, plus a little noise, so
-    that several new tokens differ. The values depend only on the seed and on the known rows.
+    A new row is the mean of the known ones, or of the rows that `like` names for it, plus a little noise, so that several new
+    tokens differ. The values depend only on the seed and on the known rows.
     """
     if not new_ids:
         return
@@ -48,7 +50,9 @@ def widen(model: PreTrainedModel, vocab_size: int, new_ids: Sequence[int], *, se
         # float32: a sum over 150,000 rows in bfloat16 would be far off.
         rows = weight[:known].float()
         noise = torch.randn(len(new_ids), rows.shape[1], generator=torch.Generator().manual_seed(seed))
-        values = rows.mean(0) + NOISE * rows.std(0) * noise.to(rows.device)
+        average, starts = rows.mean(0), like or {}
+        means = [rows[list(starts[number])].mean(0) if number in starts else average for number in new_ids]
+        values = torch.stack(means) + NOISE * rows.std(0) * noise.to(rows.device)
         weight[torch.tensor(new_ids, device=weight.device)] = values.to(weight.dtype)
 
 

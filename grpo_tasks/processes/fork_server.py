@@ -16,6 +16,7 @@ the first). It breaks these promises:
     the log has every line       what its server prints while it imports goes to the terminal, not to the step's log
 """
 
+import gc
 import json
 import os
 import runpy
@@ -26,7 +27,6 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import torch
 from setproctitle import setproctitle
 
 from grpo_tasks.processes.lifetime import PARENT
@@ -40,9 +40,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
+    # What is imported stays, so the garbage collector need not look through it: neither now, which takes a fifth of the time, nor
+    # in each child, which would copy the memory that it shares with this process.
+    gc.disable()
+    import torch
+
     if sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None:
         # By name: this room is a layer below the policy room, so it cannot import it.
         import_module("grpo_tasks.policy.libraries").import_libraries()
+    gc.freeze()
+    gc.enable()
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
         while True:
             request = json.loads(connection.recv_bytes())

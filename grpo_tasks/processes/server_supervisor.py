@@ -5,8 +5,8 @@
                             +--forks--> guard, which waits for the end of the supervisor and nothing else
 
 The supervisor ends the whole process group when it receives a signal to end, when its caller has ended, however that happened, or
-when the server has ended by itself. The guard ends the group when the supervisor is killed. The server's sockets are removed
-too: vLLM leaves them in the temporary folder. Standard library only: it has to start at once.
+when the server has ended by itself, whose exit code it then has. The guard ends the group when the supervisor has ended. The
+sockets of the server are removed too: vLLM leaves them in the temporary folder. Standard library only: it has to start at once.
 """
 
 import os
@@ -42,6 +42,10 @@ def main(command: list[str]) -> NoReturn:
     server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets})
     while server.poll() is None and not stop_requested and os.getppid() == caller:
         time.sleep(POLL_S)
+    code = server.poll()
+    if code is not None:
+        # The guard ends what the server has left.
+        os._exit(code if code >= 0 else 128 - code)
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)

@@ -55,14 +55,26 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A prompt that one model answers right and the other wrong, judged by the first sample of each."""
+    """A prompt that one model answers right and the other wrong, judged by the first sample of each.
+
+    Without ground truth: a prompt for which the two samples earn different rewards.
+    """
 
     prompt_id: str
     question: str
     first: str
-    first_right: bool
+    first_right: bool | None
+    first_reward: float | None
     second: str
-    second_right: bool
+    second_right: bool | None
+    second_reward: float | None
+
+    @property
+    def second_is_better(self) -> bool:
+        """Whether the second model's sample is the right one, or the one with the higher reward."""
+        if self.second_right is not None:
+            return self.second_right
+        return (self.second_reward or 0.0) > (self.first_reward or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +145,21 @@ def _by_prompt(samples: pl.DataFrame, column: str) -> pl.DataFrame:
 
 
 def _disagreements(first: PastRun, second: PastRun) -> list[Disagreement]:
-    columns = ["prompt_id", "completion", "correct"]
-    left, right = (run.samples.filter(pl.col("sample") == 0).select(columns) for run in (first, second))
-    both = left.join(right, on="prompt_id", suffix="_second").filter(pl.col("correct") != pl.col("correct_second"))
+    """One right and one wrong answer first; then, where there is no ground truth, the largest differences in reward."""
+    left, right = (_first_samples(run.samples) for run in (first, second))
+    both = left.join(right, on="prompt_id", suffix="_second").sort("prompt_id")
+    contrary = both.filter(pl.col("correct") != pl.col("correct_second"))
+    change = (pl.col(f"{REWARD}_second") - pl.col(REWARD)).abs()
+    unjudged = both.filter(pl.col("correct").is_null() | pl.col("correct_second").is_null()).filter(change > 0)
+    found = pl.concat([contrary, unjudged.sort(change, descending=True, maintain_order=True)]).head(_MAX_DISAGREEMENTS)
     questions = first.prompts | second.prompts
-    return [
-        Disagreement(prompt_id, questions.get(prompt_id, ""), *rest)
-        for prompt_id, *rest in both.sort("prompt_id").head(_MAX_DISAGREEMENTS).iter_rows()
-    ]
+    return [Disagreement(prompt_id, questions.get(prompt_id, ""), *rest) for prompt_id, *rest in found.iter_rows()]
+
+
+def _first_samples(samples: pl.DataFrame) -> pl.DataFrame:
+    reward = pl.col(REWARD).cast(pl.Float64) if REWARD in samples.columns else pl.lit(None, pl.Float64)
+    right = pl.col("correct").cast(pl.Boolean)
+    return samples.filter(pl.col("sample") == 0).select("prompt_id", "completion", right, reward.alias(REWARD))
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from grpo_tasks.content.places import row_place
 from schemas.errors import RewardError
 
 SHOWN_CHARS = 200
@@ -179,7 +180,7 @@ def batch_of(
 
 def origin_of(row: Row) -> str:
     """Where a row comes from, for a person: file, line and prompt_id."""
-    return f"{row.source}:{row.line} (prompt_id {row.prompt_id})"
+    return f"{row_place(row.source, row.line)} (prompt_id {row.prompt_id})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,9 @@ def _without_docstrings(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     tree = _parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 

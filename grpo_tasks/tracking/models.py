@@ -9,6 +9,7 @@ upload (log_model.py) and register (publishing.py).
 import json
 import logging
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
-from grpo_tasks.tracking.registry import CHAMPION, SHA_TAG, find_version, version_or_none
+from grpo_tasks.tracking.registry import ADAPTER_TAG, CHAMPION, SHA_TAG, find_version, version_or_none
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
@@ -25,6 +26,8 @@ from schemas.results.model import ModelRef
 
 FOLDER = "model"
 """Folder of a logged model in which MLflow keeps the files of a transformers model."""
+ADAPTER = "adapter"
+"""Artifact path, in the run of a stage, of its adapter."""
 ORIGIN = "grpo.json"
 """File that `grpo download` adds to a model's folder: its lineage."""
 
@@ -96,6 +99,42 @@ def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> Model
     target = directory / f"{version.name}-{version.version}-{(version.run_id or 'none')[:8]}"
     folder = fetch_version(version, tracking, target, ours=True)
     return ModelRef(path=str(folder), sha256=version.tags[SHA_TAG])
+
+
+def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) -> Path:
+    """The adapter that a version was merged from, below `directory`, verified and fetched once.
+
+    Raises:
+        ModelError: there is no such version, its stage left no adapter, or the file differs from what was recorded.
+        TrackingError: the store cannot be reached.
+    """
+    version = find_version(reference, tracking)
+    store, run_id = open_store(tracking), version.run_id or ""
+    name, sha256 = f"version {version.version} of {version.name}", version.tags.get(ADAPTER_TAG, "")
+    target = directory / f"{version.name}-{version.version}-{run_id[:8] or 'none'}-adapter"
+    if _is_adapter(target, sha256):
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+
+    def work(client: MlflowClient) -> bool:
+        experiment = client.get_run(run_id).info.experiment_id
+        stages = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run_id}' and tags.`{SHA_TAG}` = '{sha256}'")
+        holding = [run.info.run_id for run in stages if ADAPTER in {item.path for item in client.list_artifacts(run.info.run_id)}]
+        if holding:
+            with store.as_default(), tempfile.TemporaryDirectory() as folder:
+                shutil.copytree(mlflow.artifacts.download_artifacts(f"runs:/{holding[0]}/{ADAPTER}", dst_path=folder), target)
+        return bool(holding)
+
+    if not (run_id and sha256 and store.ask(work)):
+        raise ModelError(f"{name} has no adapter", place=store.uri, fix=f"it is complete: grpo download {reference} DIR")
+    if not _is_adapter(target, sha256):
+        raise ModelError(f"the adapter of {name} differs from what was recorded (other SHA-256)", place=store.uri)
+    return target
+
+
+def _is_adapter(folder: Path, sha256: str) -> bool:
+    weights = folder / "adapter_model.safetensors"
+    return weights.is_file() and file_sha256(weights) == sha256
 
 
 def fetch_version(version: ModelVersion, tracking: TrackingConfig, target: Path, *, ours: bool = False) -> Path:

@@ -19,6 +19,7 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
+from grpo_tasks.tracking.models import ADAPTER
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
 from schemas.results.evaluation import EvalReport, Interval
@@ -87,7 +88,7 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     _show_completions(run, stage.completions(0).parent)
     if (stage.final / "adapter_config.json").exists():
         # A fully fine-tuned stage leaves a complete model. It stays on disk, because the merged model is what is published.
-        run.files(stage.final, "adapter")
+        run.files(stage.final, ADAPTER)
     _upload(run, result.directory, (stage.spec.name, stage.journal.name, stage.events.name, stage.result.name), None)
     plots = result.directory / "plots"
     if stage.journal.exists():

@@ -26,6 +26,8 @@ CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
 SHA_TAG = "grpo.sha256"
 """Tag of a version, a logged model or a stage's run: SHA-256 over all files of the model."""
+ADAPTER_TAG = "grpo.adapter_sha256"
+"""Tag of a version: SHA-256 of the weights of its last stage."""
 ROLLED_BACK_TAG = "grpo.rolled_back"
 DECISION_TAG = "grpo.decision"
 _VERSION = re.compile("[0-9]{1,9}")
@@ -138,7 +140,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         run_id=run_id,
         experiment=store.ask(lambda client: client.get_experiment(run.info.experiment_id)).name,
         model_sha256=tags.get(SHA_TAG, ""),
-        adapter_sha256=tags.get("grpo.adapter_sha256", ""),
+        adapter_sha256=tags.get(ADAPTER_TAG, ""),
         data_digest=tags.get("grpo.data_digest", run.data.tags.get("grpo.data_digest", "")),
         config_sha256=tags.get("grpo.config_sha256", ""),
         code_sha256=tags.get("grpo.code_sha256", ""),

@@ -24,6 +24,7 @@ from grpo_tasks.tracking import records
 from grpo_tasks.tracking.description import describe_environment, flatten
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
+from grpo_tasks.tracking.registry import ADAPTER_TAG
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -130,7 +131,7 @@ class TrackedRun:
     @property
     def origin(self) -> dict[str, str]:
         """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
-        last = {"grpo.adapter_sha256": self._stages[-1].sha256} if self._stages else {}
+        last = {ADAPTER_TAG: self._stages[-1].sha256} if self._stages else {}
         return last | ({"grpo.data_digest": self._data_digest} if self._data_digest else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:

@@ -43,6 +43,9 @@ class AddedToken(Section):
     special: bool = False
     """Special tokens are left out of the text that rewards and evaluation see, like an end-of-turn token. A stop string that
     contains one keeps it."""
+    like: TokenText | None = None
+    """Text that the token starts out like: its embedding begins as the mean of this text's tokens, so that the model emits it now
+    and then, and rewards can tell. Empty: the mean of all tokens, which a model rarely emits."""
 
 
 class ModelConfig(Section):
@@ -60,7 +63,8 @@ class ModelConfig(Section):
     }
 
     path: Address = "embedded:base"
-    """Local folder or hub id of a causal language model. embedded:base is the tiny model that ships with this project."""
+    """Local folder or hub id of a causal language model, or a registered model: NAME, NAME@ALIAS or NAME/VERSION. embedded:base
+    is the tiny model that ships with this project."""
     revision: str | None = None
     """Hub revision (branch, tag or commit). Leave it empty for local folders."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -43,6 +43,13 @@ def test_text_under_mathematical_equality_is_a_warning_because_identical_text_is
     assert "identical" in found.warning
 
 
+def test_a_row_with_several_right_answers_is_usable_when_one_of_them_is():
+    table = rows("seven", "Paris", "8").with_columns(answers=pl.Series([["seven", "7"], ["Paris", "Lutetia"], None]))
+    found = find_unusable_truths(table, "numeric")
+    assert (found.count, found.of) == (1, 3)
+    assert "'Paris' in a.jsonl:2" in found.first
+
+
 def test_a_long_column_is_checked_by_a_sample_of_its_distinct_answers():
     limit = MAX_DISTINCT["math"]
     found = find_unusable_truths(rows(*(f"{n} apples each" for n in range(2 * limit)), *["7"] * 1_000), "math")

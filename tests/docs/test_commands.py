@@ -34,6 +34,7 @@ RUN = {
 }
 COMMAND_LINE, REPORTS = "tests/flows/test_command_line.py", "tests/flows/test_reports.py"
 SERVERS, EXAMPLES = "tests/operating/conftest.py", "tests/examples/test_examples.py"
+NAMES = "tests/flows/test_model_names.py"
 ELSEWHERE = {
     "python train.py": ("tests/library/test_example.py", "EXAMPLE, *SETTINGS"),
     "make demo": ("tests/flows/conftest.py", '"run", "demo"'),
@@ -51,6 +52,11 @@ ELSEWHERE = {
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, 'grpo("rewards"'),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
+    "grpo run config.yaml --set model.path=grpo-demo@champion": (
+        NAMES,
+        '"run", "small.yaml", "--set", "model.path=small@champion"',
+    ),
+    "grpo train config.yaml --stage correctness --from grpo-demo@champion": (NAMES, '"train", "small.yaml", "--from"'),
     "grpo trace data.csv:17 config.yaml": (COMMAND_LINE, 'grpo("trace"'),
     "grpo download grpo-demo@champion my-model": (REPORTS, 'grpo("download"'),
     "grpo download my-csv@champion my-model": (REPORTS, 'grpo("download"'),

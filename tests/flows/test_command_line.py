@@ -288,9 +288,9 @@ def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(wo
     place, _ = worked
     config = load_config(str(place.root / "small.yaml"))
     with pytest.raises(ModelError, match="not empty"):
-        merge_flow.fn(place.adapter, config, place.root / "merged")
+        merge_flow.fn(str(place.adapter), config, place.root / "merged")
     with pytest.raises(ModelError, match="no adapter there"):
-        merge_flow.fn(place.root, config)
+        merge_flow.fn(str(place.root), config)
 
 
 def test_the_written_config_is_the_one_that_ran(worked):

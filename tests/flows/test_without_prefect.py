@@ -88,6 +88,14 @@ def test_a_missing_file_or_column_is_refused_before_anything_heavy_is_imported(h
     assert imported == set()
 
 
+def test_a_command_looks_for_garbage_less_often_than_python_does_by_default(here, monkeypatch):
+    set_to = []
+    monkeypatch.setattr("flows.cli.main.gc.set_threshold", lambda *thresholds: set_to.append(thresholds))
+    CliRunner().invoke(app, ["presets"])
+    [(objects, *_)] = set_to
+    assert objects > 100 * 700
+
+
 def test_only_the_first_rows_are_read_for_it(here):
     write_config(here)
     rows = [{"question": f"{n}?", "answer": n} for n in range(300)] + [{"other": 1}]

@@ -5,14 +5,74 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
+from grpo_tasks.policy.merge import merge
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
-from tests.grpo.conftest import journal
+from schemas.results.model import MergeSpec
+from tests.grpo.conftest import SYSTEM, journal
 
 CPU = torch.device("cpu")
 MODEL = {"added_tokens": [{"token": "<search>", "special": True}], "merged_dtype": "float32"}
+
+
+REWARD = """
+def searches(prompts, completions, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(text.endswith("<search>")) for text in texts]
+"""
+LEARNING = {
+    "rewards": {"functions": {"searches": {"function": "searching:searches"}}},
+    "stage_rewards": ["searches"],
+    "length": 24,
+    "num_generations": 16,
+    "per_device_train_batch_size": 64,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "constant",
+    "max_steps": 20,
+}
+
+
+def asked(model, tokenizer, spec):
+    """The greedy completion of a question of the data."""
+    ids = prompt_ids(tokenizer, [SYSTEM, {"role": "user", "content": "What is 15 + 27?"}])
+    sampling = Sampling.of(spec.rollout, temperature=0.0)
+    return LocalEngine(model, tokenizer).generate([Request(ids, 0)], sampling)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_model_learns_to_emit_an_added_token_and_to_stop_there(train, base_ref, tmp_path, monkeypatch, name):
+    (tmp_path / "searching.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    # As likely as a digit at first: it comes up now and then, which is all that learning needs. A special token is part of the
+    # text where a stop string names it.
+    token = {"token": "<search>", "special": name == "stop", "like": "7"}
+    model = {"added_tokens": [token], "merged_dtype": "float32"}
+    result, directory = train(model=model, rollout={name: ["<search>"]}, **LEARNING)
+    spec = StageSpec.load(directory.spec)
+    tokenizer = load_tokenizer(base_ref, spec.model)
+    before = asked(load_policy(base_ref, spec.model, device=CPU, token_seed=spec.seed), tokenizer, spec)
+    assert "<search>" not in before.text
+    after = asked(load_policy(result.model, spec.model, device=CPU), tokenizer, spec)
+    assert after.text.endswith("<search>")
+    assert (after.finish_reason, after.token_ids[-1]) == ("stop", tokenizer.convert_tokens_to_ids("<search>"))
+    rewards = [line["reward"] for line in journal(directory)]
+    assert rewards[0] < 0.5 < 0.9 < sum(rewards[-5:]) / 5
+    # The sampler and the trainer agree about the new token too.
+    difference = "sampling/sampling_logp_difference/max"
+    assert max(line[difference] for line in journal(directory) if difference in line) < 1e-3
+    # Merged it is the same policy, and the folder alone has the token and emits it.
+    chats = [[SYSTEM, {"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 31)]
+    merge(MergeSpec(model=spec.model, ref=result.model, prompts=chats, max_new_tokens=8), tmp_path / "merged", device=CPU)
+    folder = tmp_path / "merged" / "model"
+    merged, reloaded = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert asked(merged, reloaded, spec).token_ids == after.token_ids
 
 
 def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):

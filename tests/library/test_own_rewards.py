@@ -1,14 +1,20 @@
 """Which functions of a notebook can be used as rewards, and how the others are refused."""
 
 import importlib.util
+import json
 import math
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from grpo_tasks.library.own_rewards import add_rewards, rewards_sha256
-from schemas.config.rewards import RewardsConfig
+from grpo_tasks.rewards.registry import load_function
+from schemas.config.completion import CompletionConfig
+from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
 LIMIT = 3
@@ -79,3 +85,160 @@ def test_functions_of_two_folders_are_refused(tmp_path, monkeypatch):
     section = RewardsConfig(module_dir=tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="several folders"):
         add_rewards(section, {"roots": in_a_notebook(uses_globals, monkeypatch)}, tmp_path)
+
+
+SAID = [[{"content": "please, please; thanks"}]]
+SCRIPT = """
+import dataclasses
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+from grpo_tasks.library.own_rewards import add_rewards
+from schemas.config.rewards import RewardConfig, RewardsConfig
+from schemas.errors import ConfigError
+
+LIMIT = 10
+
+
+def count_words(text, words):
+    return min(float(sum(text.count(word) for word in words)), LIMIT)
+
+
+def uses_a_helper(completions, **columns):
+    return [count_words(completion[0]["content"], ("please",)) for completion in completions]
+
+
+async def later(completions, **columns):
+    return uses_a_helper(completions)
+
+
+def weighted(completions, weight, words=("x",), **columns):
+    return [weight * count_words(completion[0]["content"], words) for completion in completions]
+
+
+class Polite:
+    def __init__(self, words=("please",)):
+        self.words = words
+
+    def __call__(self, completions, **columns):
+        return self.score(completions)
+
+    def score(self, completions, **columns):
+        return [math.floor(count_words(completion[0]["content"], self.words)) for completion in completions]
+
+
+class VeryPolite(Polite):
+    def score(self, completions, **columns):
+        return [10.0 * one for one in super().score(completions)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    value: float
+
+    def __call__(self, completions, **columns):
+        return [self.value for _ in completions]
+
+
+class Holder(Polite):
+    def score(self, completions, **columns):
+        return [0.0]
+
+
+FORMS = {
+    "helper": uses_a_helper,
+    "async": later,
+    "class": Polite,
+    "instance": Polite(("please", "thanks")),
+    "method": Polite(["thanks"]).score,
+    "subclass": VeryPolite(("thanks",)),
+    "slots": Fixed(4.0),
+    "partial": functools.partial(weighted, weight=0.5, words=("please", "thanks")),
+    "of-an-instance": functools.partial(Polite(("please",)), note=None),
+}
+folder = Path(sys.argv[1])
+section = add_rewards(RewardsConfig(), FORMS, folder)
+refused = {}
+for name, reward in {"holds": Holder(folder), "lambda": lambda **_: [1.0]}.items():
+    try:
+        add_rewards(RewardsConfig(), {name: reward}, folder)
+    except ConfigError as error:
+        refused[name] = str(error)
+print(json.dumps({"functions": {name: one.function for name, one in section.functions.items()}, "refused": refused}))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """What a script that defines rewards of every form gets for them, and the folder of the module that is written."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, folder / "script.py", folder]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    assert done.returncode == 0, done.stderr
+    sys.path.insert(0, str(folder))
+    yield json.loads(done.stdout)
+    sys.path.remove(str(folder))
+    sys.modules.pop("notebook_rewards")
+
+
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        ("helper", 2.0),
+        ("async", 2.0),
+        ("class", 2.0),
+        ("instance", 3.0),
+        ("method", 1.0),
+        ("subclass", 10.0),
+        ("slots", 4.0),
+        ("partial", 1.5),
+        ("of-an-instance", 2.0),
+    ],
+)
+def test_what_a_script_defines_scores_in_a_process_that_only_has_the_module_that_was_written(script, name, score):
+    reward = RewardConfig(function=script["functions"][name])
+    assert reward.function.startswith("notebook_rewards:")
+    assert load_function(name, reward, RewardsConfig(), CompletionConfig()).call(completions=SAID) == [score]
+
+
+def test_an_instance_that_holds_more_than_plain_values_is_refused_with_the_attribute(script):
+    assert "its attribute words is no plain value" in script["refused"]["holds"]
+    assert "not a plain function" in script["refused"]["lambda"]
+
+
+def test_a_class_an_instance_a_method_and_a_partial_of_a_module_are_imported_from_there(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text(
+        "import functools\n"
+        "class Judge:\n"
+        "    def __call__(self, completions, **columns):\n"
+        "        return [1.0 for _ in completions]\n"
+        "    def score(self, completions, **columns):\n"
+        "        return [2.0 for _ in completions]\n"
+        "judge = Judge()\n"
+        "half = functools.partial(judge.score, weight=0.5)\n"
+        "short = lambda completions, **columns: [3.0 for _ in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    judges = importlib.import_module("judges")
+    given = {"a": judges.Judge, "b": judges.judge, "c": judges.judge.score, "d": judges.half, "e": judges.short}
+    section = add_rewards(RewardsConfig(), given, tmp_path / "stage")
+    named = [reward.function for reward in section.functions.values()]
+    assert named == ["judges:Judge", "judges:judge", "judges:judge.score", "judges:half", "judges:short"]
+    assert section.module_dir == tmp_path
+    scores = [
+        load_function(name, one, section, CompletionConfig()).call(completions=SAID) for name, one in section.functions.items()
+    ]
+    assert scores == [[1.0], [1.0], [2.0], [2.0], [3.0]]
+    monkeypatch.delitem(sys.modules, "judges")
+
+
+def test_two_different_functions_of_one_name_are_refused(tmp_path, monkeypatch):
+    first = in_a_notebook(uses_globals, monkeypatch)
+    second = in_a_notebook(uses_a_table, monkeypatch)
+    monkeypatch.setattr(second, "__name__", "uses_globals")
+    with pytest.raises(ConfigError, match="two different rewards are called uses_globals"):
+        add_rewards(RewardsConfig(), {"a": first, "b": second}, tmp_path)

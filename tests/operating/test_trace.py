@@ -2,7 +2,9 @@
 
 import polars as pl
 import pytest
+from rich.console import Console
 
+from flows.cli.show import show_trace
 from grpo_tasks.operating.trace import trace_row
 from schemas.errors import DamagedError, UserError
 
@@ -49,6 +51,17 @@ def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
     found = trace_row(run, "mine.jsonl:2")
     assert found.prompt is None
     assert found.faults["rule"].to_list() == ["content_empty"]
+
+
+@pytest.mark.parametrize("name", ["rows.json:4", "rows.json, record 4"])
+def test_a_row_of_a_json_array_is_a_record_and_is_found_under_both_names(run, name, monkeypatch, capsys):
+    monkeypatch.chdir(run)
+    (run / "rows.json").write_text('[{"question": "1 + 1?"}]')
+    prompt = {"role": "user", "content": "1 + 1?"}
+    row = {"prompt_id": "fedc", "source": "rows.json", "line": 4, "prompt_tokens": 9, "answer": "2", "prompt": [prompt]}
+    pl.DataFrame([row]).write_parquet(run / "validate_data" / "all-key" / "train.parquet")
+    show_trace(Console(width=200), trace_row(run, name))
+    assert capsys.readouterr().out.startswith("rows.json, record 4, train\n")
 
 
 def test_a_row_that_is_not_there_is_refused(run):

@@ -12,7 +12,7 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.policy.token_rows import logits_of
 from schemas.config.model import ModelConfig
-from schemas.errors import ModelError
+from schemas.errors import ConfigError, ModelError
 from schemas.results.model import MergeSpec, ModelRef
 
 CPU = torch.device("cpu")
@@ -84,6 +84,28 @@ def test_another_model_than_that_of_the_config_keeps_its_own_tokens(base_ref, un
     assert "<ask>" not in load_tokenizer(base_ref, config).get_vocab()
     plain = load_base(base_ref, ModelConfig(), device=CPU)
     assert load_base(base_ref, config, device=CPU).config.vocab_size == plain.config.vocab_size
+
+
+def test_a_token_starts_out_like_the_text_that_it_names(base_ref):
+    like = ModelConfig(
+        path=base_ref.path, added_tokens=[{"token": "<ask>", "like": "7"}, {"token": "<two>", "like": "77"}, "<mean>"]
+    )
+    plain, tokenizer = load_base(base_ref, ModelConfig(), device=CPU), load_tokenizer(base_ref, like)
+    rows = load_base(base_ref, like, device=CPU).get_input_embeddings().weight
+    seven = plain.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("7")]
+    near = [
+        torch.cosine_similarity(rows[tokenizer.convert_tokens_to_ids(name)], seven, dim=0)
+        for name in ("<ask>", "<two>", "<mean>")
+    ]
+    assert near[0] > 0.99
+    assert near[1] > 0.99
+    assert near[2] < 0.5
+
+
+def test_a_text_of_no_known_token_is_no_start(base_ref):
+    config = ModelConfig(path=base_ref.path, added_tokens=["<ask>", {"token": "<more>", "like": "<ask>"}])
+    with pytest.raises(ConfigError, match="no token that the model knows"):
+        load_base(base_ref, config, device=CPU)
 
 
 def test_tokens_get_their_ids_in_the_order_of_the_config_and_special_ones_leave_the_text(ref, config):

@@ -8,18 +8,10 @@ from typer.testing import CliRunner
 
 from flows.cli.init import run_name
 from flows.cli.main import app
-from grpo_tasks.answers.ground_truths import find_unusable_truths
-from grpo_tasks.data.records import Columns
-from grpo_tasks.data.report import Origin
-from grpo_tasks.data.sources import ROWS, load_sources
-from grpo_tasks.data.validation import validate_rows
 from schemas.config.load import load_config
-from schemas.config.run import JudgeInputs
+from tests.flows.place import Place
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-NEEDS_TEMPLATES = pytest.mark.skipif(
-    len(Columns._fields) <= 3, reason="the reader knows neither templates nor rows without answers"
-)
 FILES = [
     ("gsm8k/train.jsonl", "numeric"),
     ("mawps/multiarith.jsonl", "numeric"),
@@ -27,8 +19,8 @@ FILES = [
     ("reasoning_gym/countdown.jsonl", "math"),
     ("reasoning_gym/knights_knaves.jsonl", "exact"),
     ("logic_kk/3ppl_train.parquet", "exact"),
-    pytest.param("svamp/svamp_700.json", "numeric", marks=NEEDS_TEMPLATES),
-    pytest.param("reasoning_gym/propositional_logic.jsonl", None, marks=NEEDS_TEMPLATES),
+    ("svamp/svamp_700.json", "numeric"),
+    ("reasoning_gym/propositional_logic.jsonl", None),
 ]
 
 
@@ -52,23 +44,23 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("file", "equality"), FILES)
-def test_every_shared_file_gets_a_config_that_the_pipeline_accepts(here, file, equality):
+def test_every_shared_file_gets_a_config_that_is_validated_probed_and_trained_without_editing(tmp_path, file, equality):
     if not SHARED.exists():
         pytest.skip(f"no shared data at {SHARED}")
-    init(SHARED / file, "--yes", "--out", "made.yaml")
-    config = load_config("made.yaml")
+    place = Place(tmp_path)
+    place.grpo("init", SHARED / file, "--yes", "--out", "made.yaml")
+    config = load_config(place.root / "made.yaml")
     if equality:
         assert config.completion.equality == equality
-    loaded = load_sources(config.data, directory=here)
-    inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
-    origin = Origin("", here, 0.0, loaded.sources)
-    # Raises when more rows are refused than the config allows, or when no answer can be right.
-    report = validate_rows(
-        here / ROWS, inputs, origin, check_truths=find_unusable_truths, model=config.model, rollout=config.rollout
-    )
-    assert report.train_rows > 50
-    assert report.prompt_tokens.limit + config.rollout.max_completion_length <= 2048
+    assert " 0 to train on" not in place.grpo("validate", "made.yaml")
+    assert " 0 checks failed" in place.grpo("rewards", "made.yaml")
+    last = len(config.stages) - 1
+    trained = place.grpo("train", "made.yaml", "--stage", config.stages[last].name, "--set", f"stages.{last}.max_steps=3")
+    assert f"stage {config.stages[last].name}: 3 updates" in trained
+    [journal] = place.root.glob("runs/*/train_stage/*/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in journal.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_the_only_file_of_the_folder_is_taken_and_columns_with_other_names_are_found(here):

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
+from rich.console import Console
 
+from flows.cli.show import show_comparison
 from grpo_tasks.reporting.compare import compare_runs, write_comparison
 from grpo_tasks.tracking.past_runs import PastRun
 from schemas.metrics import KL, REWARD
@@ -93,6 +95,32 @@ def test_prompts_on_which_the_models_disagree_are_shown_with_both_verdicts():
     assert [(row.prompt_id, row.first_right, row.second_right) for row in found] == [
         ("b", False, True), ("c", False, True), ("d", True, False),
     ]  # fmt: skip
+
+
+def test_without_ground_truth_the_prompts_with_the_largest_differences_in_reward_are_shown(tmp_path):
+    def judged(run, *scores):
+        given = pl.Series([value for score in scores for value in (score, 9.0)], dtype=pl.Float64)
+        return replace(run, samples=run.samples.with_columns(reward=given, correct=pl.lit(None, pl.Boolean)))
+
+    found = compare_runs(judged(FIRST, 0.5, 0.25, 1.0, None), judged(SECOND, 0.5, 0.5, 0.0, 1.0))
+    assert [(row.prompt_id, row.first_reward, row.second_reward) for row in found.disagreements] == [
+        ("c", 1.0, 0.0),
+        ("b", 0.25, 0.5),
+    ]
+    assert [row.second_is_better for row in found.disagreements] == [False, True]
+    page = write_comparison(found, tmp_path / "page.html").read_text()
+    assert "first, reward 1.000" in page
+    assert "second, reward 0.500" in page
+    assert "right" not in page.partition("Prompts on which the models disagree")[2].replace("bright", "")
+
+
+def test_a_reward_is_printed_as_a_number_and_a_share_in_percent(capsys):
+    scores = FIRST.samples.with_columns(reward=pl.lit(1.5))
+    show_comparison(Console(width=200), compare_runs(replace(FIRST, samples=scores), replace(SECOND, samples=scores)))
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert "1.500" in lines["reward"]
+    assert "%" not in lines["reward"]
+    assert "50.0%" in lines["accuracy"]
 
 
 def test_only_common_prompts_are_compared():

@@ -1,6 +1,7 @@
 """Every field of the configuration is a parameter; none is dropped and none is cut."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, flatten
+from grpo_tasks.tracking.description import MAX_KEY, MAX_VALUE, describe_environment, flatten
 from schemas.config.load import PRESETS, load_config
 from schemas.config.run import RunConfig
 
@@ -75,3 +76,8 @@ def test_mlflow_accepts_every_key_of_a_users_parameters(params):
     for key, value in flat.items():
         assert len(key) <= MAX_KEY
         _validate_param(key, value)
+
+
+def test_every_installed_distribution_is_named_with_its_version():
+    known = {found.name.lower(): found.version for found in metadata.distributions() if found.name}
+    assert describe_environment().packages == dict(sorted(known.items()))
