@@ -222,7 +222,7 @@ class _FrozenHead(torch.autograd.Function):
         one = torch.ones(1, 1, dtype=torch.float32, device=hidden.device)
         for chunk, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
             logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
-            logps.append(logp.gather(-1, wanted[:, None]))
+            logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
             probabilities = logp.exp()
             # sum p log p as [m, 1, V] x [m, V, 1]: a product and a sum would make one more [m, V].
             entropies.append(torch.bmm(probabilities[:, None], logp[:, :, None]).flatten())
@@ -238,7 +238,8 @@ class _FrozenHead(torch.autograd.Function):
             ctx.save_for_backward(torch.cat(kept).mul_(-1.0 / temperature).to(hidden.dtype))
         entropy = -torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
-        return torch.cat(logps).squeeze(-1), entropy
+        # Not a view of them: FSDP hooks into what a pass returns.
+        return torch.cat(logps), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:

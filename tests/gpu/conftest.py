@@ -1,0 +1,30 @@
+"""Where the tests of this folder run. GRPO_TEST_DEVICE=cpu runs them on a CPU, which tests the tests."""
+
+import os
+
+import pytest
+import torch
+
+from tests.grpo.conftest import stages, train  # noqa: F401 - fixtures
+
+DEVICE = os.environ.get("GRPO_TEST_DEVICE", "cuda")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/gpu/" in item.nodeid:
+            item.add_marker(pytest.mark.gpu)
+            if DEVICE == "cuda" and not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """No TF32: float32 is compared with a CPU's."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture
+def device():
+    return torch.device(DEVICE)
