@@ -48,8 +48,8 @@ check: lint types coverage test test-ci ## run what CI runs: lint, types, covera
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning (7 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
 
-bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B
-	$(BIN)/python -m tests.benchmarks --gpu
+bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B (ARGS="--budget 300")
+	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 
 count: $(READY) ## count what an update would ask of a GPU, without one: bytes, kernels, syncs; writes .bench/counts.json
 	$(BIN)/python -m tests.benchmarks.counts

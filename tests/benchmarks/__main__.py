@@ -134,33 +134,10 @@ def cpu_lines() -> list[Line]:
     return lines
 
 
-def gpu_lines() -> list[Line]:
-    """The comparisons of `make bench-gpu`: Qwen2.5 shapes with random weights, bfloat16."""
-    from tests.benchmarks.shapes import SHAPES, random_model
-
-    lines = []
-    for shape in SHAPES:
-        with random_model(shape) as model:
-            for length in (256, 1024):
-                for group in (8, 16):
-                    work = Work(
-                        model, prompt_tokens=512, completion_tokens=length, prompts=4, group=group, updates=2,
-                        dtype="bfloat16", beta=0.0, batch=group, device="cuda", threads=8,
-                    )  # fmt: skip
-                    ours, theirs = step("ours", work), step("theirs", work)
-                    name, what = f"{shape}_{length}_{group}", f"{shape}, 4 x {group} completions of {length}, 512-token prompts"
-                    lines.append(Line(f"step_{name}", f"update: {what}", "s", ours["step_s"], theirs["step_s"]))
-                    rate = [work.completions * length / side["rollout_s"] for side in (ours, theirs)]
-                    lines.append(Line(f"decode_{name}", f"decode: {what}", "tokens/s", *rate, higher_is_better=True))
-                    peak = [side["peak_bytes"] for side in (ours, theirs)]
-                    lines.append(Line(f"memory_{name}", f"peak memory: {what}", "bytes", *peak))
-    return lines
-
-
 def main() -> None:
     """Measure, print, write."""
-    gpu, began = "--gpu" in sys.argv, time.monotonic()
-    lines = gpu_lines() if gpu else cpu_lines()
+    began = time.monotonic()
+    lines = cpu_lines()
     table = Table("what", "ours", "theirs", "ratio", "promised", title=f"ours and theirs, {time.monotonic() - began:.0f} s")
     for line in lines:
         promised = "" if line.promised is None else f"{line.promised:g}"
@@ -171,7 +148,7 @@ def main() -> None:
     content = {line.name: {"ours": line.ours, "theirs": line.theirs, "ratio": line.ratio, "unit": line.unit} for line in lines}
     content["machine"] = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()} | versions
     content["date"] = datetime.now(UTC).date().isoformat()
-    path = OUT / ("results-gpu.json" if gpu else "results.json")
+    path = OUT / "results.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -93,7 +93,9 @@ class Timing:
     """Median duration of an update in seconds."""
     rollout_s: float
     peak_bytes: int = 0
-    """Peak memory of the card; 0 on a CPU."""
+    """The most bytes of tensors that lived at once on the card, weights included; 0 on a CPU."""
+    reserved_bytes: int = 0
+    """The most bytes that the allocator held."""
 
 
 def noise(prompts, completions, *, tied=0.0, **columns):
@@ -117,7 +119,7 @@ def ours(work: Work) -> Timing:
     return Timing(
         statistics.median(step["step_time"] for step in steps),
         statistics.median(step["rollout_time"] for step in steps),
-        _peak(device),
+        *_peak(device),
     )
 
 
@@ -213,17 +215,19 @@ def theirs(work: Work) -> Timing:
         )
         _reset_peak(work.device)
         trainer.train()
-    return Timing(statistics.median(times[1:]), statistics.median(rollouts[1:]), _peak(work.device))
+    return Timing(statistics.median(times[1:]), statistics.median(rollouts[1:]), *_peak(work.device))
 
 
 def _reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        # One definition for both sides: from here to the end. A trainer that meters itself would begin anew at each update.
+        torch.cuda.reset_peak_memory_stats = lambda *_, **__: None
 
 
-def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+def _peak(device: str) -> tuple[int, int]:
+    return (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
 
 
 if __name__ == "__main__":
