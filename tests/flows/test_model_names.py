@@ -100,7 +100,7 @@ def test_every_command_takes_every_name_of_a_model(done, command, name):
     assert COMMANDS[command][1] in output
 
 
-def test_a_pipeline_continues_from_a_registered_model_by_one_setting(done, place):
+def test_a_pipeline_continues_from_a_registered_model_by_one_setting(place):
     output = place.grpo("run", "small.yaml", "--set", "model.path=small@champion", "--set", "name=second")
     assert "second version 1" in output
     [run] = [run for run in place.runs("second") if "mlflow.parentRunId" not in run.data.tags]
