@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, named_model, with_local_model
-from flows.steps import base_model, evaluation_of, probed_rewards, trained_stage, validated_data
+from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, trained_stage, validated_data
 from grpo_tasks.merge_adapter import merge_adapter
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
@@ -61,4 +61,5 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
     config = with_local_model(config)
     with open_flow_run(config, flow="train", fresh=fresh) as run:
         ref = named_model(start, config) if start else base_model(config)
-        return trained_stage(run, config.stage(stage), ref, validated_data(run))
+        data = validated_data(run)
+        return trained_stage(run, config.stage(stage), ref, data, measured_difficulty(run, ref, data))

@@ -104,14 +104,8 @@ def num_updates(stage: StageConfig, num_prompts: int) -> int:
     """Updates of a stage: max_steps, or as many complete rollouts as cover num_train_epochs."""
     if stage.max_steps is not None:
         return stage.max_steps
-    rollouts = math.ceil(stage.num_train_epochs * num_prompts / prompts_per_rollout(stage))
+    rollouts = math.ceil(stage.num_train_epochs * num_prompts / stage.prompts_per_rollout)
     return rollouts * stage.updates_per_rollout
-
-
-def prompts_per_rollout(stage: StageConfig) -> int:
-    """Prompts of a rollout: those of all the updates that train on it."""
-    rounds = (stage.steps_per_generation or stage.gradient_accumulation_steps) // stage.gradient_accumulation_steps
-    return rounds * stage.completions_per_update // stage.num_generations
 
 
 def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
