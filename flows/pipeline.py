@@ -37,6 +37,7 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
             run,
             data,
             lab,
+            difficulty,
             evaluations=evaluations,
             stages=stages,
             proof=merged,

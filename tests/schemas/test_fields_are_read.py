@@ -23,6 +23,7 @@ THROUGH = {
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
+    ("DifficultyConfig", "success"): ("RunConfig", "difficulty_of"),
     ("TaskConfig", "rewards"): ("DataConfig", "rewards_of"),
     ("TrackingConfig", "experiment"): ("RunConfig", "experiment"),
     ("TrackingConfig", "registered_model"): ("RunConfig", "registered_model"),
