@@ -52,7 +52,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
         rewards=rewards,
         rollout=rollout,
         resources=work.run.resources,
-        train=data.train if choice is None else choice.write(work.directory),
+        train=data.train if choice is None else choice.write(directory),
         eval=data.eval,
         tasks=tasks,
     )

@@ -21,14 +21,12 @@ from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import DifficultyInputs
 from schemas.errors import DataError
-from schemas.results.difficulty import DifficultyReport, StageDifficulty
+from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty
 from schemas.tables import PassRates
 
 REPORT = "report.md"
 CONFIDENCE = 0.95
 """Confidence level of the intervals."""
-BINS = ("never solved", "up to 25 %", "25 to 50 %", "50 to 75 %", "75 to 100 %", "always solved")
-"""Headings of a histogram of pass rates; an upper bound belongs to its bin."""
 _EXAMPLES = 20
 _SHOWN_CHARS = 120
 _SCHEMA = pl.Schema(

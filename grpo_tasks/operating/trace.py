@@ -10,7 +10,7 @@ import polars as pl
 
 from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
-from grpo_tasks.stage.kept_prompts import LEFT_OUT
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.errors import UserError
 
 
@@ -87,7 +87,7 @@ def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
 
 
 def _left_out(folder: Path, condition: pl.Expr) -> dict[str, str]:
-    tables = {name: made / LEFT_OUT for name, made in _newest(folder / "train_stage").items()}
+    tables = {name: StageDir(made).left_out for name, made in _newest(folder / "train_stage").items()}
     found = {name: read_table(table).filter(condition) for name, table in tables.items() if table.exists()}
     return {name: rows["reason"][0] for name, rows in found.items() if not rows.is_empty()}
 

@@ -13,10 +13,8 @@ import yaml
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
-from grpo_tasks.evaluation.pass_rates import BINS
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
-from grpo_tasks.stage.kept_prompts import LEFT_OUT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
 from schemas.config.run import RunConfig
@@ -33,7 +31,7 @@ from schemas.metrics import (
     figure_text,
 )
 from schemas.results.data import DataReport
-from schemas.results.difficulty import DifficultyReport
+from schemas.results.difficulty import BINS, DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -215,7 +213,9 @@ def events_of(stage: StageResult) -> list[dict[str, object]]:
 
 def left_out_of(run: RunResults) -> dict[str, list[dict[str, Any]]]:
     """By stage, the prompts that it left out, likely wrong ground truths first; at most so many as a person reads."""
-    tables = {stage.stage: stage.directory / LEFT_OUT for stage in run.stages if stage.kept is not None and stage.kept.left_out}
+    tables = {
+        stage.stage: StageDir(stage.directory).left_out for stage in run.stages if stage.kept is not None and stage.kept.left_out
+    }
     return {name: pl.read_parquet(table).head(_MAX_LEFT_OUT).to_dicts() for name, table in tables.items()}
 
 

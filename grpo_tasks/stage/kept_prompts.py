@@ -11,12 +11,11 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.data.table import PASS_RATE_COLUMNS, read_table
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError
 from schemas.results.model import KeptPrompts
 
-TRAIN = "train.parquet"
-LEFT_OUT = "left_out.parquet"
 _ROUNDING = 1e-9
 """1/3 lies in a band that ends at 0.3333333333."""
 
@@ -31,11 +30,11 @@ class Choice:
     """Rows left out (schemas/tables.py LeftOut), likely wrong ground truths first."""
     counts: KeptPrompts
 
-    def write(self, directory: Path) -> Path:
-        """Write both tables into the folder of the stage; the path of the rows to train on."""
-        self.left_out.write_parquet(directory / LEFT_OUT)
-        self.kept.write_parquet(directory / TRAIN)
-        return directory / TRAIN
+    def write(self, directory: StageDir) -> Path:
+        """Write both tables into the stage directory; the path of the rows to train on."""
+        self.left_out.write_parquet(directory.left_out)
+        self.kept.write_parquet(directory.train)
+        return directory.train
 
 
 def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Choice:

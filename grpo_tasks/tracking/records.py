@@ -17,7 +17,6 @@ from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from grpo_tasks.processes.entry import RESULT
-from grpo_tasks.stage.kept_prompts import LEFT_OUT, TRAIN
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
@@ -114,8 +113,8 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     run.files(plots, "plots")
     figures = {f"{FINAL}{name}": value for name, value in result.metrics.items()}
     if result.kept is not None:
-        _upload(run, result.directory, (TRAIN, LEFT_OUT), "prompts")
-        _show(run, result.directory / LEFT_OUT, "prompts/left_out.json")
+        _upload(run, result.directory, (stage.train.name, stage.left_out.name), "prompts")
+        _show(run, stage.left_out, "prompts/left_out.json")
         figures |= {f"prompts/{name}": value for name, value in result.kept.model_dump().items()}
     run.metrics(figures, timestamp_ms=made_at(result, run), step=result.steps)
     run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})

@@ -324,16 +324,13 @@ class StageConfig(Section):
     @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps taken on one round of sampled completions."""
-        return self._batches_per_rollout * self.num_iterations
+        rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+        return rounds * self.num_iterations
 
     @property
     def prompts_per_rollout(self) -> int:
         """Prompts of a rollout: those of all the updates that train on it."""
-        return self._batches_per_rollout * self.completions_per_update // self.num_generations
-
-    @property
-    def _batches_per_rollout(self) -> int:
-        return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.num_generations
 
 
 def _nearest_batch(stage: StageConfig) -> str:

@@ -6,6 +6,9 @@ from typing import ClassVar, Literal
 from schemas.results.base import Result, StepResult
 from schemas.results.evaluation import Interval
 
+BINS = ("never solved", "up to 25 %", "25 to 50 %", "50 to 75 %", "75 to 100 %", "always solved")
+"""Headings of a histogram of pass rates; an upper bound belongs to its bin."""
+
 
 class StageDifficulty(Result):
     """Pass rates of the training prompts by the rewards of one stage."""
@@ -18,7 +21,7 @@ class StageDifficulty(Result):
     never_solved: int
     always_solved: int
     histogram: list[int]
-    """Prompts by pass rate, in the bins of grpo_tasks/evaluation/pass_rates.py BINS."""
+    """Prompts by pass rate, in the bins of BINS."""
 
 
 class DifficultyReport(StepResult):

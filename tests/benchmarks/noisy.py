@@ -10,7 +10,7 @@ Of the 256 prompts, 64 are the demo's, 96 are the demo's with a wrong label, and
 never seen. Data, measurement and held-out draws do not depend on the seed; the training does. Every piece is the product's:
 `load_data`, the sampler, the rewards, `choose_prompts` and the trainer.
 
-    python -m tests.benchmarks.noisy SEED all|kept [FOLDER]      prints one line of JSON
+    python -m tests.benchmarks.noisy SEED all|kept [FOLDER [SETTINGS]]      prints one line of JSON; SETTINGS of the stage as JSON
 """
 
 import json
@@ -18,6 +18,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import torch
@@ -123,7 +124,7 @@ def kept_rows(config: RunConfig, stage: StageConfig, data: DataReport, start: Mo
     rates = measured_rates(samples, reached, config.completion)
     choice = choose_prompts(data.train, rates, stage)
     print(choice.counts.summary(), file=sys.stderr)
-    return choice.write(folder)
+    return choice.write(StageDir(folder))
 
 
 class WatchedTrainer(Trainer):
@@ -159,12 +160,13 @@ class WatchedTrainer(Trainer):
         return float(score_samples(table, rows, self.spec.completion)["correct"].mean())
 
 
-def measure(seed: int, *, keep: bool, folder: Path = FOLDER) -> Outcome:
-    """Train with this seed on all prompts, or on those that are kept."""
+def measure(seed: int, *, keep: bool, folder: Path = FOLDER, **settings: Any) -> Outcome:
+    """Train with this seed on all prompts, or on those that are kept; further arguments are settings of the stage."""
     folder = folder.resolve()
     config, data, start = prepared(folder)
-    stage = config.stage("correctness")
-    directory = StageDir(folder / f"{'kept' if keep else 'all'}-{seed}")
+    stage = StageConfig(**config.stage("correctness").model_dump() | settings)
+    variant = "".join(f"-{name}-{value}" for name, value in sorted(settings.items()))
+    directory = StageDir(folder / f"{'kept' if keep else 'all'}-{seed}{variant}")
     directory.root.mkdir(exist_ok=True)
     train = data.train
     if keep:
@@ -187,4 +189,6 @@ def measure(seed: int, *, keep: bool, folder: Path = FOLDER) -> Outcome:
 
 if __name__ == "__main__":
     where = Path(sys.argv[3]) if len(sys.argv) > 3 else FOLDER
-    print("\n" + json.dumps(asdict(measure(int(sys.argv[1]), keep={"all": False, "kept": True}[sys.argv[2]], folder=where))))
+    changed = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    keep = {"all": False, "kept": True}[sys.argv[2]]
+    print("\n" + json.dumps(asdict(measure(int(sys.argv[1]), keep=keep, folder=where, **changed))))

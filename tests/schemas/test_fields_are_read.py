@@ -21,6 +21,7 @@ THROUGH = {
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
+    ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
     ("DifficultyConfig", "success"): ("RunConfig", "difficulty_of"),
