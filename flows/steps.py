@@ -71,7 +71,7 @@ def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, sta
         run,
         label,
         start,
-        data,
+        data.train_table,
         config.difficulty_of(stages, measured=stages[0].measure_difficulty),
         model=_sampled_model(config.model, start),
         rollout=config.rollout,

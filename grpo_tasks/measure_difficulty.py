@@ -26,7 +26,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import DifficultyInputs
-from schemas.results.data import DataReport
+from schemas.results.data import PromptTable
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef
 
@@ -36,7 +36,7 @@ def measure_difficulty(
     work: Work,
     label: str,
     start: ModelRef,
-    data: DataReport,
+    prompts: PromptTable,
     inputs: DifficultyInputs,
     *,
     model: ModelConfig,
@@ -45,7 +45,7 @@ def measure_difficulty(
 ) -> DifficultyReport:
     """Sample every training prompt from the model `start`, all completions at once, and note how often each prompt is solved."""
     began = time.perf_counter()
-    rows = read_prompts(data.train)
+    rows = read_prompts(prompts.path)
     if inputs.pass_rate_column is not None:
         rates = column_rates(rows, inputs.pass_rate_column, [stage.name for stage in inputs.stages])
     else:
@@ -53,7 +53,7 @@ def measure_difficulty(
             inputs.samples,
             model=model,
             ref=start,
-            prompts=data.train,
+            prompts=prompts.path,
             rollout=rollout,
             resources=work.run.resources,
             seed=seed,
@@ -61,7 +61,7 @@ def measure_difficulty(
         spec.save(work.directory / SPEC)
         run_module("grpo_tasks.rollout", work.directory)
         samples = pl.read_parquet(work.directory / SAMPLES)
-        solved = solved_by_stage(samples, chosen_rows(data.train, None), inputs, log=work.directory / "rewards.log")
+        solved = solved_by_stage(samples, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")
         rates = measured_rates(samples, solved, inputs.completion)
         samples.with_columns(solved).write_parquet(work.directory / SAMPLES)
     report = write_rates(rates, rows, inputs, work.directory, key=work.key, label=label)
