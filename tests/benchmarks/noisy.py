@@ -1,6 +1,6 @@
 """noisy256: what it brings to leave out prompts that cannot teach, before training.
 
-    demo, stage format --adapter--> start --4 completions of each of 256 prompts--> pass rates --keep_pass_rate--> prompts
+    demo, stage format --adapter--> start --8 completions of each of 256 prompts--> pass rates --keep_pass_rate--> prompts
                                       |                                                                              |
                                       +---------------------- 100 rounds on all prompts, or on those ---------------+
                                                                  |
@@ -48,11 +48,13 @@ from schemas.results.model import ModelRef
 FOLDER = Path(".bench/noisy256")
 GOAL = 0.88
 ROUNDS = 100
+MOST_COMPLETIONS = 6_400
+"""Completions of all rounds: 8 prompts with 8 completions each."""
 EVALUATE_EVERY = 5
 HELD_OUT_SAMPLES = 2
-MEASURED_SAMPLES = 4
-KEEP = [0.1, 1.0]
-"""With four samples a rate of 1 says little, a rate of 0 more: only prompts that were never solved are left out."""
+MEASURED_SAMPLES = 8
+KEEP = [0.1, 0.9]
+"""Leaves out the prompts that no completion solves, and those that all solve."""
 CLEAN, WRONG, HARD = 64, 96, 96
 
 
