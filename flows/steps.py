@@ -44,7 +44,14 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     config = run.config
     stages = [_reward_settings(stage) for stage in config.stages]
     tasks = config.task_rewards()
-    inputs = LabInputs(completion=config.completion, rewards=config.rewards, stages=stages, lab=config.lab, tasks=tasks)
+    inputs = LabInputs(
+        completion=config.completion,
+        rewards=config.rewards,
+        stages=stages,
+        lab=config.lab,
+        success=config.difficulty.success,
+        tasks=tasks,
+    )
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
 
 

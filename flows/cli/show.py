@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_tasks.lab.report import opinions
+from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, figure_text
@@ -100,6 +100,8 @@ def show_lab(console: Console, report: LabReport) -> None:
             f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
             f"mean reward {forecast.mean_reward:.2f}"
         )
+    for line in advice(report.forecasts):
+        console.print(line, markup=False, highlight=False)
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 

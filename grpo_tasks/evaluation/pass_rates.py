@@ -21,7 +21,7 @@ from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import DifficultyInputs
 from schemas.errors import DataError
-from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty
+from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty, histogram
 from schemas.tables import PassRates
 
 REPORT = "report.md"
@@ -171,14 +171,6 @@ def _frequent_answers(samples: pl.DataFrame, completion: CompletionConfig) -> pl
         },
         schema={"prompt_id": pl.String, "frequent_answer": pl.String, "frequent_share": pl.Float64},
     )
-
-
-def histogram(rates: Iterable[float]) -> list[int]:
-    """How many pass rates fall into each of `BINS`."""
-    counts = [0] * len(BINS)
-    for rate in rates:
-        counts[0 if rate == 0.0 else len(BINS) - 1 if rate == 1.0 else min(4, math.ceil(rate * 4))] += 1
-    return counts
 
 
 def summarise_rates(table: pl.DataFrame) -> list[StageDifficulty]:

@@ -341,6 +341,8 @@ class LabInputs(Section):
     """Which rewards each stage uses."""
     lab: LabConfig
     """How the functions are probed."""
+    success: Fraction = DifficultyConfig().success
+    """Share of the full reward from which a completion counts as solved."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Reward functions that apply to each task; None: all of the stage."""
 

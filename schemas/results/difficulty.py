@@ -1,5 +1,7 @@
 """Results of measuring how hard the training prompts are. Those that a stage then trains on are in model.py."""
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -8,6 +10,14 @@ from schemas.results.evaluation import Interval
 
 BINS = ("never solved", "up to 25 %", "25 to 50 %", "50 to 75 %", "75 to 100 %", "always solved")
 """Headings of a histogram of pass rates; an upper bound belongs to its bin."""
+
+
+def histogram(rates: Iterable[float]) -> list[int]:
+    """How many pass rates fall into each of `BINS`."""
+    counts = [0] * len(BINS)
+    for rate in rates:
+        counts[0 if rate == 0.0 else len(BINS) - 1 if rate == 1.0 else min(4, math.ceil(rate * 4))] += 1
+    return counts
 
 
 class StageDifficulty(Result):

@@ -6,11 +6,11 @@ import polars as pl
 import pytest
 from scipy import stats
 
-from grpo_tasks.evaluation.pass_rates import column_rates, histogram, measured_rates, summarise_rates, write_rates
+from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, summarise_rates, write_rates
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
-from schemas.results.difficulty import BINS
+from schemas.results.difficulty import BINS, histogram
 from schemas.tables import PassRates
 
 
