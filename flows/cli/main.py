@@ -10,6 +10,8 @@ A command loads a config and calls a flow; it computes nothing itself. Help, a d
 each command imports what is heavy inside its function.
 """
 
+from collections.abc import Callable
+
 import typer
 
 from flows.cli import init, inspection, lists, models, operate, run
@@ -20,8 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-PANELS = {
-    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.evaluate, run.merge),
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.difficulty, run.evaluate, run.merge),
     "Look things up": (
         lists.runs,
         lists.models,

@@ -12,6 +12,7 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, figure_text
 from schemas.results.data import DataReport
+from schemas.results.difficulty import BINS, DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof
@@ -102,6 +103,18 @@ def show_lab(console: Console, report: LabReport) -> None:
         )
     for line in advice(report.forecasts):
         console.print(line, markup=False, highlight=False)
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_difficulty(console: Console, report: DifficultyReport) -> None:
+    """Print how many training prompts are solved how often, by the rewards of each stage."""
+    table = Table("rewards of stage")
+    for heading in ("prompts", "mean pass rate", *BINS):
+        table.add_column(heading, justify="right")
+    for one in report.stages:
+        mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
+        table.add_row(one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram))
+    console.print(table)
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 

@@ -6,15 +6,16 @@
                                                                  |
                                     held-out accuracy, 512 x 2 samples, the same random numbers at every look
 
-Of the 256 prompts, 64 are the demo's, 96 are the demo's with a wrong label, and 96 are sums of three digits, which the model has
-never seen. Data, measurement and held-out draws do not depend on the seed; the training does. Every piece is the product's:
-`load_data`, the sampler, the rewards, `choose_prompts` and the trainer.
+Of the 256 prompts, 64 are the demo's, 96 are the demo's with a wrong label (the answer of another row), and 96 are sums of three
+digits, which the model has never seen. Data, measurement and held-out draws do not depend on the seed; the training does. Every
+piece is the product's: `load_data`, the sampler, the rewards, `choose_prompts` and the trainer.
 
     python -m tests.benchmarks.noisy SEED all|kept [FOLDER [SETTINGS]]      prints one line of JSON; SETTINGS of the stage as JSON
 """
 
 import json
 import random
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,13 +73,18 @@ class Outcome:
     """Held-out accuracy after all rounds."""
 
 
-def write_rows(path: Path) -> None:
-    """The 256 training rows, always the same."""
+def write_rows(path: Path, *, near: bool = False) -> None:
+    """The 256 training rows, always the same.
+
+    A wrong label is the answer of another row. With `near` it misses the right one by 1, 2, 3 or 10, as the model's errors do.
+    """
     rows = [json.loads(line) for line in Path(resolve("embedded:arithmetic_train.jsonl")).read_text().splitlines()]
     draw = random.Random(256)
     chosen = draw.sample(rows, CLEAN + WRONG)
     for row in chosen[CLEAN:]:
-        row["answer"] = str(int(row["answer"]) + draw.choice([-10, -3, -2, -1, 1, 2, 3, 10]))
+        right = int(row["answer"])
+        others = [int(other["answer"]) for other in rows if int(other["answer"]) != right]
+        row["answer"] = str(right + draw.choice([-10, -3, -2, -1, 1, 2, 3, 10]) if near else draw.choice(others))
     pairs = set()
     while len(pairs) < HARD:
         pairs.add((draw.randint(100, 999), draw.randint(100, 999)))
@@ -169,7 +175,9 @@ def measure(seed: int, *, keep: bool, folder: Path = FOLDER, **settings: Any) ->
     stage = StageConfig(**config.stage("correctness").model_dump() | settings)
     variant = "".join(f"-{name}-{value}" for name, value in sorted(settings.items()))
     directory = StageDir(folder / f"{'kept' if keep else 'all'}-{seed}{variant}")
-    directory.root.mkdir(exist_ok=True)
+    # An earlier run would be resumed.
+    shutil.rmtree(directory.root, ignore_errors=True)
+    directory.root.mkdir()
     train = data.train
     if keep:
         stage = stage.model_copy(update={"keep_pass_rate": KEEP})

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "grpo down": (SERVERS, 'grpo("down"'),
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, 'grpo("rewards"'),
+    "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty_pipeline.py", 'grpo("difficulty"'),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
     "grpo trace data.csv:17 config.yaml": (COMMAND_LINE, 'grpo("trace"'),
     "grpo download grpo-demo@champion my-model": (REPORTS, 'grpo("download"'),

@@ -4,12 +4,17 @@ import json
 
 import polars as pl
 import pytest
+from rich.console import Console
 
+from flows import one_step
+from flows.cli.show import describe_difficulty, show_plan
 from flows.steps import MEASURING_SEED, _sampled_model
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.measure_difficulty import measure_difficulty
+from schemas.config.load import load_config
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
 from schemas.results.data import PromptTable
 from schemas.results.model import ModelRef
 
@@ -116,3 +121,23 @@ def test_pass_rates_of_a_column_are_taken_without_sampling(tmp_path, rows, monke
     assert pl.read_parquet(report.pass_rates).filter(stage="answers")["pass_rate"].sort().to_list() == [
         pytest.approx(line / 10) for line in range(1, 7)
     ]
+
+
+def test_the_command_refuses_a_config_that_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        one_step.difficulty(load_config("demo"))
+    assert refused.value.fix == "--set difficulty.samples=8"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_names_the_measurement_and_the_band():
+    console = Console(width=200, record=True)
+    config = load_config("demo", ["difficulty.samples=8", "stages.1.keep_pass_rate=[0.1,0.9]"])
+    show_plan(console, config)
+    text = console.export_text()
+    assert "measure_difficulty" in text
+    assert "8 completions of every training prompt" in text
+    assert "pass rates 0.1 to 0.9" in text
+    assert describe_difficulty(load_config("demo")) == ""
+    assert describe_difficulty(load_config("demo", ["difficulty.pass_rate_column=rate"])) == "column rate of the data"

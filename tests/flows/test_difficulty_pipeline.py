@@ -92,3 +92,12 @@ def test_too_few_prompts_stop_before_any_training(finished):
     assert "too few prompts are left" in shown
     assert "difficulty.min_prompts" in shown
     assert set(place.root.glob("runs/small/train_stage/*")) == before
+
+
+def test_the_command_measures_without_training(finished):
+    place, _ = finished
+    before = set(place.root.glob("runs/small/train_stage/*"))
+    shown = place.grpo("difficulty", "small.yaml")
+    assert "never solved" in shown
+    assert "again" in shown
+    assert set(place.root.glob("runs/small/train_stage/*")) == before
