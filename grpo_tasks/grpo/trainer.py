@@ -19,7 +19,7 @@ from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Collector, Round, Rounds
-from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates
+from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
@@ -61,7 +61,7 @@ class Trainer:
         self.rows: list[PromptRow] = read_prompts(spec.train)
         self.held_out = _held_out_rows(spec)
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
-        self.schedule = PromptSchedule(len(self.rows), stage.prompts_per_rollout, self.seed, mixture)
+        self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(stage), self.seed, mixture)
         self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
         self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
