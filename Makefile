@@ -45,7 +45,7 @@ audit: $(READY) ## list known vulnerabilities of the installed packages (needs t
 
 check: lint types coverage test test-ci ## run what CI runs: lint, types, coverage, test, test-ci
 
-bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning (7 minutes); writes .bench/results.json
+bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
 
 bench-gpu: $(READY) ## the same comparison on a GPU, with the shapes of Qwen2.5-0.5B and 1.5B (ARGS="--budget 300")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, named_model, with_local_model
-from flows.steps import base_model, evaluation_of, probed_rewards, trained_stage, validated_data
+from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, trained_stage, validated_data
 from grpo_tasks.merge_adapter import merge_adapter
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -30,6 +31,21 @@ def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
     config = with_local_model(config)
     with open_flow_run(config, flow="rewards", fresh=fresh) as run:
         return probed_rewards(run, validated_data(run))
+
+
+def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
+    """Measure how often the base model solves each training prompt, by the rewards of each stage."""
+    given = config.difficulty
+    if given.samples == 0 and given.pass_rate_column is None:
+        raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="--set difficulty.samples=8")
+    config = with_local_model(config)
+    # Every stage, also one that would measure from its own start, which only a run has.
+    stages = [stage.model_copy(update={"measure_difficulty": False, "keep_pass_rate": None}) for stage in config.stages]
+    config = config.model_copy(update={"stages": stages})
+    with open_flow_run(config, flow="difficulty", fresh=fresh) as run:
+        report = measured_difficulty(run, base_model(config), validated_data(run))
+    assert report is not None, "there are samples or a column"
+    return report
 
 
 def evaluate(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
@@ -61,4 +77,5 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
     config = with_local_model(config)
     with open_flow_run(config, flow="train", fresh=fresh) as run:
         ref = named_model(start, config) if start else base_model(config)
-        return trained_stage(run, config.stage(stage), ref, validated_data(run))
+        data = validated_data(run)
+        return trained_stage(run, config.stage(stage), ref, data, measured_difficulty(run, ref, data))

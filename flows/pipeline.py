@@ -2,7 +2,7 @@
 
 from flows.flow_run import open_flow_run
 from flows.model_names import with_local_model
-from flows.steps import base_model, evaluation_of, probed_rewards, rivals_of, trained_stage, validated_data
+from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, rivals_of, trained_stage, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
@@ -21,10 +21,11 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
         data = validated_data(run)
         lab = probed_rewards(run, data)
         model = base_model(config)
+        difficulty = measured_difficulty(run, model, data)
         evaluations = [base := evaluation_of(run, "base", model, data)]
         stages = []
         for stage in config.stages:
-            stages.append(trained_stage(run, stage, model, data))
+            stages.append(trained_stage(run, stage, model, data, difficulty))
             model = stages[-1].model
             if config.evaluation.stages:
                 evaluations.append(evaluation_of(run, stage.name, model, data))
@@ -36,6 +37,7 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
             run,
             data,
             lab,
+            difficulty,
             evaluations=evaluations,
             stages=stages,
             proof=merged,

@@ -5,7 +5,7 @@ from pathlib import Path
 from prefect import get_run_logger
 
 from flows.flow_run import open_flow_run
-from flows.steps import base_model, trained_stage, validated_data
+from flows.steps import base_model, measured_difficulty, trained_stage, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
@@ -43,8 +43,9 @@ def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_u
         for difference in differences:
             get_run_logger().warning("this has changed since then: %s", difference)
         ref = base_model(config)
+        difficulty = measured_difficulty(run, ref, data)
         for stage in config.stages:
-            result = trained_stage(run, stage, ref, data)
+            result = trained_stage(run, stage, ref, data, difficulty)
             ref = result.model
         same = result.sha256 == lineage.adapter_sha256
         run.tracked.handle.tags({"grpo.same_adapter": str(same).lower()})

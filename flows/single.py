@@ -13,6 +13,7 @@ from grpo_tasks.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -29,6 +30,12 @@ def validate_flow(config: RunConfig, fresh: bool = False) -> DataReport:
 def rewards_flow(config: RunConfig, fresh: bool = False) -> LabReport:
     """Test every reward of every stage."""
     return one_step.rewards(config, fresh)
+
+
+@locked_flow(name="grpo-difficulty", description="Measure how often the base model solves each training prompt.")
+def difficulty_flow(config: RunConfig, fresh: bool = False) -> DifficultyReport:
+    """Measure how often the base model solves each training prompt."""
+    return one_step.difficulty(config, fresh)
 
 
 @locked_flow(name="grpo-evaluate", description="Evaluate a model on the held-out prompts.")

@@ -3,19 +3,27 @@
 from collections.abc import Sequence
 
 from flows.flow_run import FlowRun
+from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluate_model import evaluate_model
 from grpo_tasks.evaluation.paired import deciding_metric
+from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
+from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
+from schemas.config.model import ModelConfig
 from schemas.config.run import JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, ModelRef, StageResult
+
+MEASURING_SEED = 0
+"""Seed of measured pass rates. It is not the seed of the run, so that runs with other seeds use the same measurement."""
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -36,7 +44,14 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     config = run.config
     stages = [_reward_settings(stage) for stage in config.stages]
     tasks = config.task_rewards()
-    inputs = LabInputs(completion=config.completion, rewards=config.rewards, stages=stages, lab=config.lab, tasks=tasks)
+    inputs = LabInputs(
+        completion=config.completion,
+        rewards=config.rewards,
+        stages=stages,
+        lab=config.lab,
+        success=config.difficulty.success,
+        tasks=tasks,
+    )
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
 
 
@@ -46,14 +61,66 @@ def _reward_settings(stage: StageConfig) -> StageConfig:
     return StageConfig(name=stage.name, rewards=stage.rewards, num_generations=group, per_device_train_batch_size=group)
 
 
-def trained_stage(run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport) -> StageResult:
-    """Train one stage from the model `start`."""
+def measured_difficulty(run: FlowRun, start: ModelRef, data: DataReport) -> DifficultyReport | None:
+    """The pass rates of the training prompts for the stages that do not measure their own; None where no stage has any.
+
+    Stops when `keep_pass_rate` of one of these stages leaves too few prompts.
+    """
+    difficulty, stages = run.config.difficulty, [stage for stage in run.config.stages if not stage.measure_difficulty]
+    if not stages or (difficulty.samples == 0 and difficulty.pass_rate_column is None):
+        return None
+    return _difficulty(run, "start", start, data, stages)
+
+
+def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, stages: Sequence[StageConfig]) -> DifficultyReport:
     config = run.config
+    report = measure_difficulty(
+        run,
+        label,
+        start,
+        data.train_table,
+        config.difficulty_of(stages, measured=stages[0].measure_difficulty),
+        model=_sampled_model(config.model, start),
+        rollout=config.rollout,
+        seed=config.seed if config.model.added_tokens else MEASURING_SEED,
+    )
+    for stage in stages:
+        require_prompts(
+            choose_prompts(data.train, read_table(report.pass_rates), stage).counts, stage, config.difficulty.min_prompts
+        )
+    return report
+
+
+def _sampled_model(model: ModelConfig, start: ModelRef) -> ModelConfig:
+    """The settings of the model without those that only training or merging uses, which are no reason to measure again."""
+    neutral = ModelConfig()
+    # A server needs the rank of an adapter.
+    lora = neutral.lora if start.adapter is None and model.lora is not None else model.lora
+    unused = {"gradient_checkpointing": neutral.gradient_checkpointing, "merged_dtype": neutral.merged_dtype, "lora": lora}
+    return model.model_copy(update=unused)
+
+
+def trained_stage(
+    run: FlowRun, stage: StageConfig, start: ModelRef, data: DataReport, difficulty: DifficultyReport | None
+) -> StageResult:
+    """Train one stage from the model `start`, on the prompts that its `keep_pass_rate` leaves.
+
+    Args:
+        run: the run of the flow.
+        stage: the stage.
+        start: the model that it starts from.
+        data: the validated data.
+        difficulty: what `measured_difficulty` returned; a stage with `measure_difficulty` measures its own.
+    """
+    config = run.config
+    if stage.measure_difficulty:
+        difficulty = _difficulty(run, stage.name, start, data, [stage])
     return train_stage(
         run,
         stage,
         start,
         data,
+        difficulty,
         model=config.model,
         completion=config.completion,
         rewards=config.rewards,

@@ -1,8 +1,10 @@
 """Step: one GRPO stage in a process of its own, followed live."""
 
+from grpo_tasks.data.table import read_table
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.running.step import Work, step
 from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.kept_prompts import choose_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.completion import CompletionConfig
@@ -12,6 +14,7 @@ from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef, StageResult
 
 
@@ -21,11 +24,12 @@ from schemas.results.model import ModelRef, StageResult
     resumable=True,
     device=True,
 )
-def train_stage(
+def train_stage(  # noqa: PLR0913 - each of them counts in the key
     work: Work,
     stage: StageConfig,
     start: ModelRef,
     data: DataReport,
+    difficulty: DifficultyReport | None,
     *,
     model: ModelConfig,
     completion: CompletionConfig,
@@ -34,8 +38,10 @@ def train_stage(
     seed: int,
     tasks: dict[str, TaskConfig],
 ) -> StageResult:
-    """Train one stage from the model `start`; an interrupted stage resumes from its last checkpoint."""
+    """Train one stage from the model `start`; an interrupted stage resumes from its last checkpoint. With pass rates the stage
+    trains on the prompts that its `keep_pass_rate` leaves."""
     directory = StageDir(work.directory)
+    choice = None if difficulty is None else choose_prompts(data.train, read_table(difficulty.pass_rates), stage)
     spec = StageSpec(
         key=work.key,
         stage=stage,
@@ -46,7 +52,7 @@ def train_stage(
         rewards=rewards,
         rollout=rollout,
         resources=work.run.resources,
-        train=data.train,
+        train=data.train if choice is None else choice.write(directory),
         eval=data.eval,
         tasks=tasks,
     )
@@ -56,4 +62,4 @@ def train_stage(
     with StageProgress(stage, directory, ship=shipper.ship, ship_every_s=shipper.flush_interval_s) as progress:
         result = run_stage(spec, work.directory, tick=progress.tick)
     work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
-    return result
+    return result if choice is None else result.model_copy(update={"kept": choice.counts})

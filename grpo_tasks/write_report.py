@@ -7,6 +7,7 @@ from grpo_tasks.reporting.report import RunResults, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -18,6 +19,7 @@ def write_report(
     work: Work,
     data: DataReport,
     lab: LabReport,
+    difficulty: DifficultyReport | None,
     *,
     evaluations: Sequence[EvalReport],
     stages: Sequence[StageResult],
@@ -37,6 +39,7 @@ def write_report(
         stages=stages,
         proof=proof,
         decision=decision,
+        difficulty=difficulty,
     )
     html = write_html(results, work.directory)
     text = markdown(results)

@@ -1,6 +1,6 @@
 """Columns of the tables on disk, as pandera models.
 
-    Raw -> (verdict) -> Prompts + Quarantine      Prompts -> Samples -> (scores)
+    Raw -> (verdict) -> Prompts + Quarantine      Prompts -> Samples -> (scores)      PassRates -> StagePrompts + LeftOut
 
 `prompt_id` is the first 16 hex digits of the SHA-256 of (messages, answer), where the answer may be null, and of answers and task
 where the row has several answers or a task; with `sample` (or stage, step and sample in a stage's
@@ -65,6 +65,62 @@ class Prompts(pa.DataFrameModel):
     """After the chat template. Exact up to 100,000 rows of data; beyond, an upper bound where that is within the limit."""
     extra: str
     """Other columns of the row as one JSON object; reward functions get them as keyword arguments."""
+
+    class Config:
+        """pandera: no other columns."""
+
+        strict = True
+
+
+class StagePrompts(Prompts):
+    """Rows that a stage trains on, where pass rates are known before training."""
+
+    pass_rate: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    """Share of completions that solve the prompt by the rewards of the stage; null where it is unknown."""
+    pass_rate_low: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    """Lower bound of its interval; null for a rate from the user's data."""
+    pass_rate_high: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+
+
+class LeftOut(pa.DataFrameModel):
+    """Training rows that a stage leaves out because of their pass rate."""
+
+    prompt_id: str
+    source: str
+    line: int = pa.Field(ge=1)
+    question: str
+    """Last message of the prompt."""
+    answer: str = pa.Field(nullable=True)
+    """Ground truth; where it is never reached, it may be wrong."""
+    pass_rate: float = pa.Field(ge=0.0, le=1.0)
+    pass_rate_low: float = pa.Field(nullable=True)
+    pass_rate_high: float = pa.Field(nullable=True)
+    reason: str = pa.Field(isin=["never_solved", "below", "above", "always_solved"])
+    frequent_answer: str = pa.Field(nullable=True)
+    """Answer that the model gives most often; null where it gives none."""
+    frequent_share: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    """Share of completions with that answer."""
+
+    class Config:
+        """pandera: no other columns."""
+
+        strict = True
+
+
+class PassRates(pa.DataFrameModel):
+    """How often the training prompts are solved, one line for each stage and prompt."""
+
+    stage: str
+    """Stage whose rewards decide what is solved."""
+    prompt_id: str
+    pass_rate: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    """Null where no reward function of the stage applies."""
+    pass_rate_low: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    pass_rate_high: float = pa.Field(nullable=True, ge=0.0, le=1.0)
+    samples: int = pa.Field(nullable=True, ge=0)
+    """Completions that were judged; null for a rate from the user's data."""
+    frequent_answer: str = pa.Field(nullable=True)
+    frequent_share: float = pa.Field(nullable=True, ge=0.0, le=1.0)
 
     class Config:
         """pandera: no other columns."""

@@ -32,7 +32,16 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run the pipeline": (init.init, run.run, run.validate, run.rewards, run.train, run.evaluate, run.merge),
+    "Run the pipeline": (
+        init.init,
+        run.run,
+        run.validate,
+        run.rewards,
+        run.difficulty,
+        run.train,
+        run.evaluate,
+        run.merge,
+    ),
     "Look things up": (
         lists.runs,
         lists.models,

@@ -74,6 +74,16 @@ def rewards(config: Config, override: Set = None, fresh: Fresh = False) -> None:
         show_lab(out, one_step("rewards", settings, device=True)(settings, fresh))
 
 
+def difficulty(config: Config, override: Set = None, fresh: Fresh = False) -> None:
+    """Measure how often the base model solves each training prompt, before you choose keep_pass_rate of a stage."""
+    with report_errors():
+        settings = checked_config(config, override)
+        first_line(settings, "measuring the training prompts")
+        from flows.cli.show import show_difficulty
+
+        show_difficulty(out, one_step("difficulty", settings, device=True)(settings, fresh))
+
+
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     config: Config,

@@ -8,11 +8,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_tasks.content.places import row_place
-from grpo_tasks.lab.report import opinions
+from grpo_tasks.lab.report import advice, opinions
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import HEADLINES, REWARD, figure_text
 from schemas.results.data import DataReport
+from schemas.results.difficulty import BINS, DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from grpo_tasks.planning.memory_plan import StagePlan
     from grpo_tasks.reporting.compare import Comparison
 
+PASS_RATES = ("pass_rate", "pass_rate_low", "pass_rate_high", "samples")
+"""Columns of pass rates that `grpo trace` shows."""
 out = Console()
 """Standard output of every command."""
 GIB = 2**30
@@ -39,6 +42,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
     table.add_row("prepare_data", sources)
     table.add_row("validate_data", f"prompts up to {config.validation.max_prompt_length} tokens")
     table.add_row("probe_rewards", ", ".join(sorted({name for stage in config.stages for name in stage.rewards})))
+    if described := describe_difficulty(config):
+        table.add_row("measure_difficulty", described)
     table.add_row("evaluate_model", f"base: {config.model.path}")
     for stage in config.stages:
         table.add_row(f"train_stage {stage.name}", describe_stage(stage))
@@ -49,12 +54,22 @@ def show_plan(console: Console, config: RunConfig) -> None:
     console.print(table)
 
 
+def describe_difficulty(config: RunConfig) -> str:
+    """Where pass rates come from, in one line; empty where no stage has any."""
+    difficulty = config.difficulty
+    measured = f"{difficulty.samples} completions of every training prompt" if difficulty.samples else ""
+    if difficulty.pass_rate_column is None or all(stage.measure_difficulty for stage in config.stages):
+        return measured
+    return f"column {difficulty.pass_rate_column} of the data"
+
+
 def describe_stage(stage: StageConfig) -> str:
     """A stage in one line."""
     length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
     prompts = stage.completions_per_update // stage.num_generations
     sizes = f"{prompts} prompts x {stage.num_generations} completions"
-    return f"{length} of {sizes}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
+    band = "" if stage.keep_pass_rate is None else f"; pass rates {stage.keep_pass_rate[0]:g} to {stage.keep_pass_rate[1]:g}"
+    return f"{length} of {sizes}{band}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
 
 
 def show_data(console: Console, report: DataReport) -> None:
@@ -89,6 +104,20 @@ def show_lab(console: Console, report: LabReport) -> None:
             f"  stage {forecast.stage}: {forecast.share_with_signal:.0%} of the base model's groups have different rewards, "
             f"mean reward {forecast.mean_reward:.2f}"
         )
+    for line in advice(report.forecasts):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
+
+
+def show_difficulty(console: Console, report: DifficultyReport) -> None:
+    """Print how many training prompts are solved how often, by the rewards of each stage."""
+    table = Table("rewards of stage")
+    for heading in ("prompts", "mean pass rate", *BINS):
+        table.add_column(heading, justify="right")
+    for one in report.stages:
+        mean = "unknown" if one.mean is None else f"{one.mean.value:.1%}"
+        table.add_row(one.stage, f"{one.prompts:,}", mean, *(f"{count:,}" for count in one.histogram))
+    console.print(table)
     console.print(f"report: {report.directory / 'report.md'}", soft_wrap=True)
 
 
@@ -159,6 +188,10 @@ def show_trace(console: Console, trace: "Trace") -> None:
         console.print(f"prompt {row['prompt_id']}, {row['prompt_tokens']} tokens, ground truth {row['answer']!r}", markup=False)
         for message in row["prompt"]:
             console.print(f"  {message['role']}: {message['content']}", markup=False)
+    for label, rows in trace.pass_rates.items():
+        _show_rows(console, f"pass rate, measured from {label}", rows, ("stage", *PASS_RATES, "frequent_answer"))
+    for stage, reason in trace.left_out.items():
+        console.print(f"stage {stage} does not train on it: {reason.replace('_', ' ')}", markup=False)
     for stage, rows in trace.completions.items():
         _show_rows(console, f"stage {stage}", rows, ("step", "sample", "reward", "advantage", "completion"))
     for label, rows in trace.samples.items():

@@ -4,7 +4,7 @@ train.parquet, eval.parquet --read_prompts--> PromptRow     for the lab, the tra
 quarantine.parquet, ...     --read_table----> DataFrame
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from schemas.errors import DamagedError
 from schemas.prompts import PLAIN
 
 QUARANTINE = "quarantine.parquet"
+PASS_RATE_COLUMNS = ("pass_rate", "pass_rate_low", "pass_rate_high")
+"""Columns of a stage's rows that validated rows do not have: the pass rate and its interval."""
 
 Message = Mapping[str, str]
 """One chat message: role and content."""
@@ -40,6 +42,13 @@ class PromptRow:
     """Every ground truth where the data lists them; None where the answer is a single value or missing."""
     task: str = ""
     """Task of the row; empty when the data has a single task."""
+
+    pass_rate: float | None = None
+    """Share of completions that solve the prompt, measured before training; None where it is unknown."""
+    pass_rate_low: float | None = None
+    """Lower bound of its interval; None where the interval is unknown."""
+    pass_rate_high: float | None = None
+    """Upper bound of its interval."""
 
     @property
     def truths(self) -> tuple[str, ...]:
@@ -92,5 +101,13 @@ def read_table(path: Path) -> pl.DataFrame:
 
 def _row(fields: Mapping[str, Any]) -> PromptRow:
     given = {name: fields[name] for name in ("prompt_id", "source", "line", "answer", "prompt_tokens", "task")}
+    given |= {name: fields[name] for name in PASS_RATE_COLUMNS if name in fields}
     answers = None if fields["answers"] is None else tuple(fields["answers"])
     return PromptRow(**given, messages=tuple(fields["prompt"]), extra=orjson.loads(fields["extra"]), answers=answers)
+
+
+def pass_rate_columns(rows: Sequence[PromptRow]) -> dict[str, list[float | None]]:
+    """The pass rates of rows as columns of a table; none where no pass rate is known."""
+    if all(row.pass_rate is None for row in rows):
+        return {}
+    return {name: [getattr(row, name) for row in rows] for name in PASS_RATE_COLUMNS}

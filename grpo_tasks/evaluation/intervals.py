@@ -58,7 +58,7 @@ def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
     assert values.size == 0 or (values.min() >= 0.0 and values.max() <= 1.0), "shares lie between 0 and 1"
     plain = mean_interval(values, confidence=confidence)
     if np.ptp(values) == 0.0 and 0.0 < plain.value < 1.0:
-        low, high = _wilson(plain.value, values.size, confidence)
+        low, high = wilson_interval(plain.value, values.size, confidence)
         return Interval(value=plain.value, low=low, high=high)
     # Clopper-Pearson for n prompts that all fail: [0, 1 - (alpha / 2)^(1/n)], and mirrored for n that all succeed. The interval
     # always reaches at least from the latter's lower bound to the former's upper bound, whatever the resamples say.
@@ -66,11 +66,11 @@ def rate_interval(values: NDArray[np.float64], *, confidence: float) -> Interval
     return Interval(value=plain.value, low=min(plain.low, bound), high=max(plain.high, 1.0 - bound))
 
 
-def _wilson(rate: float, num_prompts: int, confidence: float) -> tuple[float, float]:
-    """Wilson's score interval, for prompts that all have the same share strictly between 0 and 1."""
+def wilson_interval(rate: float, num_trials: int, confidence: float) -> tuple[float, float]:
+    """Wilson's score interval of a rate in independent trials: at 0 of 8 it is 0 to 0.32, at 8 of 8 it is 0.68 to 1."""
     from scipy import stats
 
     z2 = float(stats.norm.ppf(0.5 + confidence / 2.0)) ** 2
-    centre = (rate + z2 / (2 * num_prompts)) / (1 + z2 / num_prompts)
-    half = np.sqrt(z2 * rate * (1 - rate) / num_prompts + z2**2 / (4 * num_prompts**2)) / (1 + z2 / num_prompts)
-    return float(centre - half), float(centre + half)
+    centre = (rate + z2 / (2 * num_trials)) / (1 + z2 / num_trials)
+    half = np.sqrt(z2 * rate * (1 - rate) / num_trials + z2**2 / (4 * num_trials**2)) / (1 + z2 / num_trials)
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_tasks.data.table import pass_rate_columns
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
@@ -257,6 +258,7 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             "advantage": advantages.mean(-1).numpy(),
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
             **scores.logged_columns(),
+            **pass_rate_columns(rows),
         }
     )
 

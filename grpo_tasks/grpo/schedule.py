@@ -110,8 +110,7 @@ def num_updates(stage: StageConfig, num_prompts: int) -> int:
 
 def prompts_per_rollout(stage: StageConfig) -> int:
     """Prompts of a rollout: those of all the updates that train on it."""
-    rounds = (stage.steps_per_generation or stage.gradient_accumulation_steps) // stage.gradient_accumulation_steps
-    return rounds * stage.completions_per_update // stage.num_generations
+    return stage.prompts_per_rollout
 
 
 def make_optimizer(stage: StageConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

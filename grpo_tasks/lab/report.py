@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.rewards.contract import shorten
+from schemas.results.difficulty import BINS
 from schemas.results.lab import LabCheck, SignalForecast
 
 _MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
@@ -25,6 +26,8 @@ FIXES = {
 
 STRICT_LINE = "These opinions do not stop the run. lab.strict: true lets them; lab.ignore_checks: [{names}] silences them."
 """What follows the table of opinions."""
+MANY = 0.5
+"""Share of the sampled prompts that are never solved, or always, from which the report advises to measure all prompts."""
 DETAIL_CHARS = 200
 """Characters of a finding in the table of opinions."""
 MAX_OPINIONS = 12
@@ -39,6 +42,22 @@ def opinions(checks: Sequence[LabCheck]) -> tuple[list[list[str]], str]:
         rows.append(["...", "", f"{len(warned) - MAX_OPINIONS} more in report.md", ""])
     names = dict.fromkeys(one.check for one in warned)
     return rows, STRICT_LINE.format(names=", ".join(names)) if rows else ""
+
+
+def advice(forecasts: Sequence[SignalForecast]) -> list[str]:
+    """What to do about prompts that cannot teach; nothing where the first stage has few of them.
+
+    Later stages start from a better model than the one that was sampled.
+    """
+    first = forecasts[0] if forecasts else None
+    if first is None or first.never_or_always < MANY:
+        return []
+    never, always, known = first.pass_rates[0], first.pass_rates[-1], sum(first.pass_rates)
+    return [
+        f"{never} of {known} sampled prompts are never solved by the rewards of stage {first.stage} "
+        f"and {always} always. Such prompts teach nothing, or have a wrong ground truth. difficulty.samples: 8 "
+        "measures all prompts before training, and keep_pass_rate: [0.1, 0.9] of a stage leaves such prompts out."
+    ]
 
 
 def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForecast], left_out: Sequence[str] = ()) -> str:
@@ -105,3 +124,8 @@ def _forecasts(forecasts: Sequence[SignalForecast]) -> Iterable[str]:
     ]
     columns = ["stage", "groups", "groups with signal", "mean reward", "mean std in a group"]
     yield table(columns, rows, right=columns[1:])
+    known = [[one.stage, *map(str, one.pass_rates)] for one in forecasts if one.pass_rates]
+    if known:
+        yield "Prompts by their pass rate, the share of their completions that are solved:"
+        yield table(["stage", *BINS], known, right=BINS)
+    yield from advice(forecasts)

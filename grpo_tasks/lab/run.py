@@ -18,7 +18,7 @@ from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
-from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_totals
+from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_solved, stage_totals
 from grpo_tasks.rewards.contract import RESERVED, Row, TaskRewards, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig
@@ -155,8 +155,14 @@ def _forecasts(
     config: LabInputs | RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]
 ) -> list[SignalForecast]:
     scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
+    share = config.difficulty.success if isinstance(config, RunConfig) else config.success
     return [
-        forecast(stage.name, samples, stage_totals(stage, config.rewards, scores))
+        forecast(
+            stage.name,
+            samples,
+            stage_totals(stage, config.rewards, scores),
+            stage_solved(stage, config.rewards, scores, share),
+        )
         for stage in config.stages
         if samples and all(name in scores for name in stage.rewards)
     ]

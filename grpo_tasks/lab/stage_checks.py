@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings
 from grpo_tasks.lab.probe_set import ProbeSet, finding, passed
 from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
-from grpo_tasks.rewards.totals import stage_weights, total_scores
+from grpo_tasks.rewards.suite import full_score
+from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
 from schemas.results.lab import LabCheck, SignalForecast
@@ -88,8 +89,22 @@ def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str
         rewards: holds their weights.
         scores: N scores of each function by name; None where it does not apply.
     """
+    return total_scores(_matrix(stage, scores), stage_weights(stage, rewards))
+
+
+def stage_solved(
+    stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]], share: float
+) -> NDArray[np.float64]:
+    """[N] 1 for a completion that reaches this share of the full reward of the stage, else 0 (rewards/totals.py `solved`)."""
+    settings = [resolved for name in stage.rewards if (resolved := rewards.resolve(name)) is not None]
+    full = np.array([full_score(one) for one in settings])
+    return solved(_matrix(stage, scores), stage_weights(stage, rewards), full, share)
+
+
+def _matrix(stage: StageConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
+    """[N, F] scores; NaN where a function does not apply."""
     columns = [[np.nan if score is None else score for score in scores[name]] for name in stage.rewards]
-    return total_scores(np.array(columns, dtype=np.float64).T, stage_weights(stage, rewards))
+    return np.array(columns, dtype=np.float64).T
 
 
 def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, FunctionFindings]) -> list[LabCheck]:

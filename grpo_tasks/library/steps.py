@@ -1,7 +1,7 @@
 """The steps of the pipeline as plain functions: no server, no tracking, no skipped steps.
 
     load_data -> DataReport -> train_stage -> StageResult -> merge -> MergeProof -> evaluate -> EvalReport
-                                                                                    generate -> texts
+               measure_difficulty -> DifficultyReport --^                           generate -> texts
 
     from grpo_tasks.library.steps import evaluate, generate, load_data, merge, train_stage
     from schemas.config.load import load_config
@@ -35,22 +35,27 @@ from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.table import read_chats
+from grpo_tasks.data.table import read_chats, read_prompts, read_table
 from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
-from grpo_tasks.rewards.held_out import reward_columns
+from grpo_tasks.rewards.held_out import reward_columns, solved_by_stage
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
-from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.run import JudgeInputs, RunConfig, ScoringInputs
+from schemas.config.section import Section
 from schemas.config.stage import StageConfig
+from schemas.errors import ConfigError
 from schemas.paths import resolve
 from schemas.results.base import Result
 from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import MergeProof, MergeSpec, ModelRef, StageResult
 
@@ -83,6 +88,49 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     )
 
 
+def measure_difficulty(
+    config: RunConfig, data: DataReport, directory: str | Path, *, start: ModelRef | None = None
+) -> DifficultyReport:
+    """Measure how often each training prompt is solved, by the rewards of each stage of the config.
+
+    Args:
+        config: its sections difficulty (`samples`, or `pass_rate_column`), completion, rewards, stages, rollout and resources.
+        data: what `load_data` returned.
+        directory: gets pass_rates.parquet, report.md, and samples.parquet with every completion.
+        start: the model to sample from; by default the base model.
+
+    Returns:
+        Histograms and counts, with the path of the table. `train_stage` takes it and keeps the prompts in `keep_pass_rate`.
+
+    Raises:
+        ConfigError: the config asks for no samples and names no column.
+        DataError: a value of the column is no number between 0 and 1.
+    """
+    began, folder, inputs = time.perf_counter(), _folder(directory), config.difficulty_of(config.stages)
+    rows = read_prompts(data.train)
+    if inputs.pass_rate_column is not None:
+        rates = column_rates(rows, inputs.pass_rate_column, [stage.name for stage in inputs.stages])
+    elif inputs.samples == 0:
+        raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="difficulty.samples: 8")
+    else:
+        spec = SampleSpec.of_training(
+            inputs.samples,
+            model=config.model,
+            ref=start or base_model(config),
+            prompts=data.train,
+            rollout=config.rollout,
+            resources=config.resources,
+            seed=config.seed,
+        )
+        spec.save(folder / SPEC)
+        run_module("grpo_tasks.rollout", folder)
+        samples = pl.read_parquet(folder / SAMPLES)
+        solved = solved_by_stage(samples, chosen_rows(data.train, None), inputs)
+        rates = measured_rates(samples, solved, inputs.completion)
+    report = write_rates(rates, rows, inputs, folder, key=_key(inputs, file_sha256(data.train)), label="start")
+    return report.model_copy(update={"seconds": time.perf_counter() - began})
+
+
 def train_stage(
     config: RunConfig,
     stage: str | StageConfig,
@@ -91,6 +139,7 @@ def train_stage(
     *,
     start: ModelRef | None = None,
     rewards: Mapping[str, Reward] | None = None,
+    difficulty: DifficultyReport | None = None,
     in_process: bool = False,
 ) -> StageResult:
     """Train one GRPO stage. Calling it again resumes an interrupted stage, and only reads a finished one.
@@ -103,6 +152,7 @@ def train_stage(
         start: the model to start from, for example the `model` of an earlier `StageResult`; by default the base model.
         rewards: reward functions to use besides those of the stage, by name: a function with TRL's signature
             `f(prompts, completions, **columns) -> list[float]`, or "package.module:function".
+        difficulty: what `measure_difficulty` returned. The stage then trains on the prompts that its `keep_pass_rate` leaves.
         in_process: train in this process, for a debugger. By default a child process trains.
 
     Returns:
@@ -126,14 +176,20 @@ def train_stage(
         rewards=section,
         rollout=config.rollout,
         resources=config.resources,
-        train=data.train,
+        train=data.train if difficulty is None else _kept(config, settings, data, difficulty, folder),
         eval=data.eval,
         tasks=config.data.tasks,
     )
     # The stage is another one if the contents of its model, data or rewards are others, even under the same names.
-    contents = [*_model_sha256(start), file_sha256(data.train), file_sha256(data.eval), rewards_sha256(section)]
+    contents = [*_model_sha256(start), file_sha256(spec.train), file_sha256(data.eval), rewards_sha256(section)]
     unkeyed = spec.model_copy(update={"resources": type(spec.resources)()})
     return run_stage(spec.model_copy(update={"key": _key(unkeyed, *contents)}), folder, in_process=in_process)
+
+
+def _kept(config: RunConfig, stage: StageConfig, data: DataReport, difficulty: DifficultyReport, folder: Path) -> Path:
+    choice = choose_prompts(data.train, read_table(difficulty.pass_rates), stage)
+    require_prompts(choice.counts, stage, config.difficulty.min_prompts)
+    return choice.write(StageDir(folder))
 
 
 def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path) -> MergeProof:
@@ -261,7 +317,7 @@ def _folder(directory: str | Path) -> Path:
     return folder
 
 
-def _key(inputs: Result | JudgeInputs, *contents: str) -> str:
+def _key(inputs: Result | Section, *contents: str) -> str:
     """Name of what a result was made from; `contents` are hashes of what the inputs only name."""
     return hashlib.sha256("\n".join([inputs.model_dump_json(), *contents]).encode()).hexdigest()
 

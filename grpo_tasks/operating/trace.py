@@ -1,6 +1,6 @@
 """One row on its way through a run, read from the folders that the steps have left.
 
-line of a file -> verdict -> prompt -> completions of each stage with their rewards -> samples of each evaluation
+line of a file -> verdict -> prompt -> pass rate -> completions of each stage with their rewards -> samples of each evaluation
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ import polars as pl
 from grpo_tasks.content.places import parse_place
 from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.stage.stage_dir import StageDir
 from schemas.errors import UserError
 
 ROW_NAMES = "FILE:LINE; in a JSON array or a Parquet file FILE:N is its record or row N"
@@ -27,6 +28,10 @@ class Trace:
     """Rules that a refused row breaks (schemas/tables.py Quarantine)."""
     prompt: pl.DataFrame | None = None
     """The accepted row (schemas/tables.py Prompts)."""
+    pass_rates: dict[str, pl.DataFrame] = field(default_factory=dict)
+    """By the model that was measured (start, or a stage with its own measurement): pass rates by the rewards of each stage."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By stage that does not train on the row because of its pass rate: the reason."""
     completions: dict[str, pl.DataFrame] = field(default_factory=dict)
     """By stage: its completions with rewards and advantages, from the updates whose tables were kept."""
     samples: dict[str, pl.DataFrame] = field(default_factory=dict)
@@ -69,7 +74,25 @@ def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
         name: read_table(made / "samples.parquet").filter(same_prompt)
         for name, made in _newest(folder / "evaluate_model").items()
     }
-    return Trace(split, row["source"][0], row["line"][0], prompt=row, completions=stages, samples=evaluations)
+    return Trace(
+        split,
+        row["source"][0],
+        row["line"][0],
+        prompt=row,
+        pass_rates={
+            name: read_table(made / "pass_rates.parquet").filter(same_prompt)
+            for name, made in _newest(folder / "measure_difficulty").items()
+        },
+        left_out=_left_out(folder, same_prompt),
+        completions=stages,
+        samples=evaluations,
+    )
+
+
+def _left_out(folder: Path, condition: pl.Expr) -> dict[str, str]:
+    tables = {name: StageDir(made).left_out for name, made in _newest(folder / "train_stage").items()}
+    found = {name: read_table(table).filter(condition) for name, table in tables.items() if table.exists()}
+    return {name: rows["reason"][0] for name, rows in found.items() if not rows.is_empty()}
 
 
 def _read_all(tables: list[Path], condition: pl.Expr) -> pl.DataFrame:

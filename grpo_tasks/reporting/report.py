@@ -31,6 +31,7 @@ from schemas.metrics import (
     figure_text,
 )
 from schemas.results.data import DataReport
+from schemas.results.difficulty import BINS, DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -41,6 +42,7 @@ STAGE_METRICS = tuple((name, PROGRESS[name]) for name in (REWARD, REWARD_STD, KL
 _TASK_PREFIXES = tuple(family.removesuffix("*") for family in TASK_FAMILIES.values())
 _MAX_REJECTED = 20
 _MAX_SAMPLES = 4
+_MAX_LEFT_OUT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class RunResults:
     stages: Sequence[StageResult]
     proof: MergeProof
     decision: PublishedFacts
+    difficulty: DifficultyReport | None = None
+    """Pass rates from the start of the first stage; None where none were known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ def write_html(run: RunResults, directory: Path) -> Path:
         sources=run.data.sources,
         rejected=pl.read_parquet(run.data.directory / QUARANTINE).head(_MAX_REJECTED).to_dicts(),
         lab=run.lab,
+        difficulty=run.difficulty,
+        bins=BINS,
+        left_out=left_out_of(run),
         proof=run.proof,
         costs=costs_of(run),
     )
@@ -130,6 +137,7 @@ def markdown(run: RunResults) -> str:
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
         table(["model", *figures], models, right=figures),
         f"{run.data.rows} rows read, {run.data.quarantined} rejected.",
+        *(f"Stage {stage.stage}: {stage.kept.summary()}." for stage in run.stages if stage.kept is not None),
         table(["step", *costs], [_cost_row(cost) for cost in costs_of(run)], right=costs),
         f"Full report: `report/report.html` in the artifacts of the MLflow run {run.run_id}.",
     ]
@@ -167,6 +175,7 @@ def costs_of(run: RunResults) -> list[Cost]:
     steps = [
         Cost("validate_data", run.data.seconds),
         Cost("probe_rewards", run.lab.seconds),
+        *([Cost("measure_difficulty", run.difficulty.seconds)] if run.difficulty is not None else []),
         *(Cost(f"evaluate_model {report.label}", report.seconds) for report in run.evaluations),
         *(_stage_cost(stage) for stage in run.stages),
         Cost("merge_adapter", run.proof.seconds),
@@ -200,6 +209,14 @@ def _stage_cost(stage: StageResult) -> Cost:
 def events_of(stage: StageResult) -> list[dict[str, object]]:
     """The events of a stage: alarms of its guards, and what it did about them."""
     return [event | {"stage": stage.stage} for event in read_events(StageDir(stage.directory).events)]
+
+
+def left_out_of(run: RunResults) -> dict[str, list[dict[str, Any]]]:
+    """By stage, the prompts that it left out, likely wrong ground truths first; at most so many as a person reads."""
+    tables = {
+        stage.stage: StageDir(stage.directory).left_out for stage in run.stages if stage.kept is not None and stage.kept.left_out
+    }
+    return {name: pl.read_parquet(table).head(_MAX_LEFT_OUT).to_dicts() for name, table in tables.items()}
 
 
 def samples_of(run: RunResults) -> dict[str, list[Pair]]:

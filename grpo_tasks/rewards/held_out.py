@@ -1,6 +1,6 @@
-"""Scores of held-out completions by reward functions, as columns for the evaluation, which knows no reward.
+"""Scores of sampled completions by reward functions, as columns for the evaluation, which knows no reward.
 
-    samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean
+    samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean; or solved, by stage
 
 A column is null where no function, or the function, applies.
 
@@ -15,10 +15,10 @@ import numpy as np
 import polars as pl
 
 from grpo_tasks.rewards.contract import Row, batch_of
-from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rewards.totals import total_scores
+from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
+from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
-from schemas.config.run import ScoringInputs
+from schemas.config.run import DifficultyInputs, ScoringInputs
 from schemas.metrics import REWARD, REWARD_MEAN, member
 
 CHUNK = 64
@@ -61,6 +61,35 @@ def reward_columns(
         weighted = len(scoring.weighted)
         columns[REWARD] = total_scores(scores.raw[:, :weighted], np.asarray(scores.weights)[:weighted])
     return pl.DataFrame(columns).with_columns(pl.all().fill_nan(None))
+
+
+def solved_by_stage(
+    samples: pl.DataFrame, rows: Sequence[Row], inputs: DifficultyInputs, *, log: Path | None = None
+) -> pl.DataFrame:
+    """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
+
+    Args:
+        samples: as in `reward_columns`, `inputs.samples` consecutive ones for each prompt.
+        rows: the row of every prompt_id.
+        inputs: the stages with their rewards, and the share of the full reward that counts as solved.
+        log: file that receives what the functions print.
+
+    Raises:
+        RewardError: a function with on_error raise failed.
+        ConfigError: a function cannot be loaded.
+    """
+    names = list(dict.fromkeys(name for stage in inputs.stages for name in stage.rewards))
+    scoring = ScoringInputs(rewards=inputs.rewards, weighted=[], reported=names, tasks=inputs.tasks)
+    table = reward_columns(samples, rows, scoring, completion=inputs.completion, per_prompt=inputs.samples, log=log)
+    columns = {}
+    for stage in inputs.stages:
+        scores = table.select(member(REWARD_MEAN, name) for name in stage.rewards).fill_null(np.nan).to_numpy()
+        settings = [resolved for name in stage.rewards if (resolved := inputs.rewards.resolve(name)) is not None]
+        full = np.array([full_score(one) for one in settings])
+        columns[stage.name] = pl.Series(
+            solved(scores, stage_weights(stage, inputs.rewards), full, inputs.success), nan_to_null=True
+        )
+    return pl.DataFrame(columns)
 
 
 def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row]) -> Scores:

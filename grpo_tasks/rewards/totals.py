@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
 
+_ROUNDING = 1e-9
+"""A sum of weights may miss the full reward by this much."""
 Real = TypeVar("Real", bound=np.floating[Any])
 
 
@@ -22,6 +24,27 @@ def total_scores(scores: NDArray[Real], weights: NDArray[Real]) -> NDArray[Real]
     """[...] totals from [..., F] scores (NaN: does not apply) and [F] weights; NaN where no function applies."""
     totals = np.nansum(scores * weights, axis=-1)
     return np.where(np.isnan(scores).all(axis=-1), np.nan, totals).astype(scores.dtype)
+
+
+def solved(
+    scores: NDArray[np.float64], weights: NDArray[np.float64], full: NDArray[np.float64], share: float
+) -> NDArray[np.float64]:
+    """[N] 1 for a completion that is solved, else 0; NaN where no function applies.
+
+    A completion is solved when its total reaches `share` of the full reward: the total of a completion that earns the full score
+    of every function that applies. With 0/1 functions and a share near 1 all of them must succeed; a graded function may miss a
+    part of its score. A function that only punishes (full score 0, or a negative weight) adds nothing to the full reward, and
+    what it takes away counts.
+
+    Args:
+        scores: [N, F] scores of the functions; NaN: does not apply.
+        weights: [F] weights.
+        full: [F] full scores (suite.py `full_score`).
+        share: between 0 and 1.
+    """
+    totals = total_scores(scores, weights)
+    best = np.where(np.isnan(scores), 0.0, np.maximum(weights * full, 0.0)).sum(axis=-1)
+    return np.where(np.isnan(totals), np.nan, totals >= share * best - _ROUNDING)
 
 
 def mean_total(totals: NDArray[Real]) -> float | None:

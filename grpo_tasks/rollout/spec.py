@@ -56,6 +56,32 @@ class SampleSpec(Result):
             seed=seed,
         )
 
+    @classmethod
+    def of_training(
+        cls,
+        num_samples: int,
+        *,
+        model: ModelConfig,
+        ref: ModelRef,
+        prompts: Path,
+        rollout: RolloutConfig,
+        resources: ResourcesConfig,
+        seed: int,
+    ) -> "SampleSpec":
+        """Completions of every prompt, sampled as in training."""
+        return cls(
+            model=model,
+            ref=ref,
+            prompts=prompts,
+            max_prompts=None,
+            num_samples=num_samples,
+            temperature=rollout.temperature,
+            greedy=False,
+            rollout=rollout,
+            resources=resources,
+            seed=seed,
+        )
+
 
 def chosen_rows(prompts: Path, limit: int | None) -> list[PromptRow]:
     """The rows to sample for, sorted by prompt id, so that they do not depend on the order of the file."""

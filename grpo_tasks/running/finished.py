@@ -27,7 +27,7 @@ from schemas.results.base import StepResult
 
 Made = TypeVar("Made", bound=StepResult)
 
-REBUILT = ("final", "checkpoints", "spec.json")
+REBUILT = ("final", "checkpoints", "spec.json", "train.parquet", "left_out.parquet")
 """What a stage writes again when it continues from a checkpoint."""
 DAMAGED = "damaged.txt"
 """Lists the files of a folder that differ from the manifest, until `clear` has dealt with them."""

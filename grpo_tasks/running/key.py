@@ -3,7 +3,7 @@
 Prefect's TASK_SOURCE policy hashes only the lines of the task itself. The logic is in the rooms, so an edited room would give
 back the old result. Here the code of the rooms counts too, without its comments and docstrings.
 
-    counts by its content    data files, model folders, the user's own reward modules, outputs of earlier steps
+    counts by its content    data files, tables of rows, model folders, the user's own reward modules, outputs of earlier steps
     counts by its JSON       everything else in the inputs
     does not count           where a file lies, when or how fast a step ran, machine settings (they are no inputs)
 """
@@ -30,6 +30,7 @@ from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results.base import StepResult
+from schemas.results.data import PromptTable
 from schemas.results.model import ModelRef
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +102,8 @@ def _model_json(value: BaseModel) -> Any:
     if isinstance(value, StepResult):
         # The key alone is not enough: a step that runs again may write other bytes under the same key (on a GPU it does).
         return [value.key, outputs_sha256(value.manifest, value.OUTPUTS)]
+    if isinstance(value, PromptTable):
+        return file_sha256(value.path)
     if isinstance(value, ModelRef):
         return model_contents(value)
     fields = {name: _json_value(getattr(value, name)) for name in type(value).model_fields}

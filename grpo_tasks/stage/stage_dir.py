@@ -1,6 +1,8 @@
 """The stage directory: everything about one stage, on disk.
 
 spec.json                what to train (StageSpec), written by whoever starts the stage
+train.parquet            where pass rates are known: the rows that the stage trains on, with their pass rates
+left_out.parquet         rows that it leaves out because of their pass rate
 metrics.jsonl            journal, one line per update
 events.jsonl             guards, resumes, handled reward errors
 completions/             step-000020.parquet: all completions of that update with rewards and advantages
@@ -64,6 +66,16 @@ class StageDir:
     def spec(self) -> Path:
         """The `StageSpec`."""
         return self.root / SPEC
+
+    @property
+    def train(self) -> Path:
+        """Rows to train on, where pass rates are known (schemas/tables.py StagePrompts)."""
+        return self.root / "train.parquet"
+
+    @property
+    def left_out(self) -> Path:
+        """Rows that the stage leaves out because of their pass rate (schemas/tables.py LeftOut)."""
+        return self.root / "left_out.parquet"
 
     @property
     def journal(self) -> Path:

@@ -1,6 +1,7 @@
 """What each kind of result becomes in MLflow: one function per kind, which reads the result's folder only.
 
     PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
+    DifficultyReport -> difficulty/LABEL/
     EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
     ReportResult -> report/
 
@@ -22,6 +23,7 @@ from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -80,6 +82,19 @@ def record_lab(run: RunHandle, result: LabReport) -> None:
     run.metrics(figures, timestamp_ms=made_at(result, run))
 
 
+def record_difficulty(run: RunHandle, result: DifficultyReport) -> None:
+    """The report and the pass rates; the mean and the counts of each stage as metrics difficulty/LABEL/STAGE/..."""
+    folder = f"difficulty/{result.label}"
+    _upload(run, result.directory, (REPORT, result.pass_rates.name), folder)
+    figures: dict[str, float] = {}
+    for stage in result.stages:
+        name = f"{folder}/{stage.stage}"
+        figures |= {f"{name}/never_solved": stage.never_solved, f"{name}/always_solved": stage.always_solved}
+        if stage.mean is not None:
+            figures |= interval_metrics({f"{name}/mean_pass_rate": stage.mean})
+    run.metrics(figures, timestamp_ms=made_at(result, run))
+
+
 def record_stage(run: RunHandle, result: StageResult) -> None:
     """Everything of a stage into its child run: journal, completions, adapter, plots, final figures."""
     stage = StageDir(result.directory)
@@ -98,6 +113,10 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
         plot_stage(stage.journal, plots)
     run.files(plots, "plots")
     figures = {f"{FINAL}{name}": value for name, value in result.metrics.items()}
+    if result.kept is not None:
+        _upload(run, result.directory, (stage.train.name, stage.left_out.name), "prompts")
+        _show(run, stage.left_out, "prompts/left_out.json")
+        figures |= {f"prompts/{name}": value for name, value in result.kept.model_dump().items()}
     run.metrics(figures, timestamp_ms=made_at(result, run), step=result.steps)
     run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})
 

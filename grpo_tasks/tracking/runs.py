@@ -30,6 +30,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
@@ -116,6 +117,8 @@ class TrackedRun:
                 step, work = "validate_data", partial(records.record_data, run, result)
             case LabReport():
                 step, work = "probe_rewards", partial(records.record_lab, run, result)
+            case DifficultyReport():
+                step, work = f"measure_difficulty.{result.label}", partial(records.record_difficulty, run, result)
             case EvalReport():
                 step, work = f"evaluate_model.{result.label}", partial(records.record_evaluation, run, result)
             case MergeProof():

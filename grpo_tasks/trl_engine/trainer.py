@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
@@ -146,6 +146,7 @@ class _Recorder(TrainerCallback):
                 "advantage": list(self.trainer._logs["advantages"])[-len(rows) :],
                 **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
                 **scores.logged_columns(),
+                **pass_rate_columns(rows),
             }
         )
 

@@ -8,6 +8,7 @@
       completion  what an answer is, where it stands, and when it is right
       rewards     reward functions with weights
       rollout     how completions are sampled
+      difficulty  pass rates of the training prompts, known before training
       stages[]    GRPO, one entry per stage; each starts from the model of the previous one
       evaluation  held-out evaluation, before and after training
       promotion   when the alias `champion` moves
@@ -20,7 +21,7 @@ step checks what depends on the data or the tokenizer. `load.py` reads files and
 A check of fields of one section stands in that section; a check across sections stands here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -33,8 +34,8 @@ from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
-from schemas.config.stage import StageConfig
-from schemas.config.types import Name
+from schemas.config.stage import DifficultyConfig, StageConfig
+from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
@@ -49,6 +50,7 @@ class RunConfig(Section):
         "machine_and_checks": (
             "validation",
             "lab",
+            "difficulty",
             "tracking",
             "resources",
         ),
@@ -72,6 +74,8 @@ class RunConfig(Section):
     """How the reward lab probes reward functions before training."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
+    difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
+    """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
     """GRPO stages, in order. Each starts from the model of the previous one."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -109,6 +113,19 @@ class RunConfig(Section):
                         f"no reward of stages.{index} applies to the task {task}; "
                         f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_difficulty(self) -> Self:
+        measured, given = self.difficulty.samples > 0, self.difficulty.pass_rate_column is not None
+        for index, stage in enumerate(self.stages):
+            if stage.measure_difficulty and not measured:
+                raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
+            if stage.keep_pass_rate is not None and not measured and not given:
+                raise ValueError(
+                    f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
+                    "that holds them with difficulty.pass_rate_column"
+                )
         return self
 
     @model_validator(mode="after")
@@ -152,6 +169,25 @@ class RunConfig(Section):
         section = self.rewards.model_copy(update={"functions": functions})
         return ScoringInputs(
             rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
+        )
+
+    def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False) -> "DifficultyInputs":
+        """What the pass rates by the rewards of these stages depend on, and nothing that only training uses.
+
+        With `measured` they are measured even where a column of the data holds them.
+        """
+        names = {name for stage in stages for name in stage.rewards}
+        used = {name: resolved for name in sorted(names) if (resolved := self.rewards.resolve(name)) is not None}
+        # The configured weight counts, as in an evaluation.
+        functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
+        return DifficultyInputs(
+            samples=self.difficulty.samples,
+            success=self.difficulty.success,
+            pass_rate_column=None if measured else self.difficulty.pass_rate_column,
+            completion=self.completion,
+            rewards=self.rewards.model_copy(update={"functions": functions}),
+            stages=[StageConfig(name=stage.name, rewards=stage.rewards) for stage in stages],
+            tasks=self.task_rewards(),
         )
 
     def task_rewards(self, everywhere: Iterable[str] = ()) -> dict[str, list[str] | None]:
@@ -305,5 +341,26 @@ class LabInputs(Section):
     """Which rewards each stage uses."""
     lab: LabConfig
     """How the functions are probed."""
+    success: Fraction = DifficultyConfig().success
+    """Share of the full reward from which a completion counts as solved."""
+    tasks: dict[str, list[str] | None] = Field(default_factory=dict)
+    """Reward functions that apply to each task; None: all of the stage."""
+
+
+class DifficultyInputs(Section):
+    """The settings that measured pass rates depend on."""
+
+    samples: int
+    """Completions of each prompt."""
+    success: Fraction
+    """Share of the full reward from which a completion counts as solved."""
+    pass_rate_column: str | None
+    """Column of the data that holds the pass rates."""
+    completion: CompletionConfig
+    """What an answer is."""
+    rewards: RewardsConfig
+    """The reward functions of the stages, with their configured weights."""
+    stages: list[StageConfig]
+    """Which rewards each stage uses."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Reward functions that apply to each task; None: all of the stage."""

@@ -1,4 +1,4 @@
-"""Section `stages[]`: the settings of one GRPO stage, under TRL's names where TRL has them."""
+"""Sections `stages[]` (the settings of one GRPO stage, under TRL's names where TRL has them) and `difficulty`."""
 
 import difflib
 from typing import Annotated, ClassVar, Literal, Self
@@ -9,6 +9,26 @@ from schemas.config.guards import GuardsConfig
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
 from schemas.metrics import REWARD, TRAINING, member
+
+Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
+"""A lower and an upper bound, both inclusive."""
+
+
+class DifficultyConfig(Section):
+    """How hard the training prompts are for the model, known before training."""
+
+    samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
+    """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
+    starts from. 0: nothing is measured. 8 is a common choice."""
+    success: Fraction = 0.8
+    """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
+    (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and
+    forgives small losses of graded functions."""
+    pass_rate_column: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
+    """Column of the data with pass rates between 0 and 1, which are then used instead of measured ones. A row without a value has
+    no known pass rate and is kept."""
+    min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
+    """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
 
 
 class EarlyStopConfig(Section):
@@ -28,6 +48,10 @@ class StageConfig(Section):
     """One GRPO stage (arXiv:2402.03300)."""
 
     GROUPS: ClassVar = {
+        "choice_of_prompts": (
+            "keep_pass_rate",
+            "measure_difficulty",
+        ),
         "batches": (
             "num_train_epochs",
             "gradient_accumulation_steps",
@@ -97,6 +121,12 @@ class StageConfig(Section):
     """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
     trl: FreeSettings = Field(default_factory=dict, title="TRL options")
     """Further options of TRL's GRPOConfig, for engine trl only. They override the settings here."""
+    keep_pass_rate: Band | None = None
+    """Lowest and highest pass rate of the prompts that the stage trains on, for example [0.1, 0.9]. Others teach little: nearly
+    all of their completions fail, or succeed. They are listed in left_out.parquet. Empty: all prompts are kept."""
+    measure_difficulty: bool = False
+    """Measure the pass rates again, with the model that this stage starts from. Off: the stage uses those of the first stage's
+    start, or of difficulty.pass_rate_column."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates. Empty: given by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
@@ -236,6 +266,13 @@ class StageConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_band(self) -> Self:
+        if self.keep_pass_rate is not None and self.keep_pass_rate[0] > self.keep_pass_rate[1]:
+            low, high = self.keep_pass_rate
+            raise ValueError(f"keep_pass_rate [{low:g}, {high:g}] is empty; fix: keep_pass_rate: [{high:g}, {low:g}]")
+        return self
+
+    @model_validator(mode="after")
     def _check_loss(self) -> Self:
         if self.delta is not None and self.delta <= 1 + self.epsilon:
             raise ValueError(
@@ -290,6 +327,11 @@ class StageConfig(Section):
         """Optimizer steps taken on one round of sampled completions."""
         rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
         return rounds * self.num_iterations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of a rollout: those of all the updates that train on it."""
+        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.num_generations
 
 
 def _nearest_batch(stage: StageConfig) -> str:

@@ -67,6 +67,12 @@ class TaskRows(Result):
     eval_rows: int
 
 
+class PromptTable(Result):
+    """A table of accepted rows (Prompts in schemas/tables.py) that counts in a key by its content alone, whatever made it."""
+
+    path: Path
+
+
 class DataReport(StepResult):
     """Result of validation. Files: train.parquet, eval.parquet (Prompts in schemas/tables.py), quarantine.parquet, report.md."""
 
@@ -100,3 +106,8 @@ class DataReport(StepResult):
     def eval(self) -> Path:
         """Accepted held-out rows."""
         return self.directory / "eval.parquet"
+
+    @property
+    def train_table(self) -> PromptTable:
+        """The accepted training rows as an input that counts by its content: another seed may lead to the same rows."""
+        return PromptTable(path=self.train)

@@ -41,6 +41,14 @@ class SignalForecast(Result):
     """Share of groups whose completions earn different total rewards."""
     mean_reward: float
     mean_reward_std: float
+    pass_rates: list[int] = Field(default_factory=list)
+    """Sampled prompts by the share of their completions that are solved, in the bins of difficulty.py BINS."""
+
+    @property
+    def never_or_always(self) -> float:
+        """Share of the sampled prompts that are never solved, or always."""
+        known = sum(self.pass_rates)
+        return (self.pass_rates[0] + self.pass_rates[-1]) / known if known else 0.0
 
 
 class LabReport(StepResult):

@@ -21,6 +21,44 @@ class ModelRef(Result):
     """Expected hash of the adapter's folder, or of the model's folder if there is no adapter. It is compared before each use."""
 
 
+class KeptPrompts(Result):
+    """The prompts that a stage trains on, by their pass rates. The others are in left_out.parquet of the stage."""
+
+    prompts: int
+    """Prompts before the choice."""
+    kept: int
+    low: float
+    high: float
+    never_solved: int
+    """Prompts left out because no completion was solved: too hard for now, or with a wrong ground truth."""
+    below: int
+    """Prompts left out whose pass rate is above 0 and below `low`."""
+    above: int
+    """Prompts left out whose pass rate is above `high` and below 1."""
+    always_solved: int
+    """Prompts left out because every completion was solved."""
+    unknown: int
+    """Prompts without a pass rate, which are kept."""
+
+    @property
+    def left_out(self) -> int:
+        """Prompts that the stage does not train on."""
+        return self.prompts - self.kept
+
+    def summary(self) -> str:
+        """The choice in one sentence."""
+        counts = {
+            "never solved": self.never_solved,
+            f"solved less often than {self.low:g}": self.below,
+            f"solved more often than {self.high:g}": self.above,
+            "always solved": self.always_solved,
+        }
+        left = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        unknown = f"; {self.unknown:,} without a pass rate are kept" if self.unknown else ""
+        band = f"a pass rate from {self.low:g} to {self.high:g}"
+        return f"{self.kept:,} of {self.prompts:,} prompts have {band}" + (f"; left out: {left}" if left else "") + unknown
+
+
 class StageResult(StepResult):
     """A finished stage. Files: see grpo_tasks/stage/stage_dir.py."""
 
@@ -40,6 +78,8 @@ class StageResult(StepResult):
     """How often the stage resumed from a checkpoint."""
     metrics: dict[str, float]
     """Means over the last updates, at most ten."""
+    kept: KeptPrompts | None = None
+    """The prompts that it trained on, by their pass rates; None where no pass rates were known."""
 
 
 class MergeSpec(Result):

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "grpo down": (SERVERS, 'grpo("down"'),
     "grpo validate config.yaml": (COMMAND_LINE, 'grpo("validate"'),
     "grpo rewards config.yaml": (COMMAND_LINE, 'grpo("rewards"'),
+    "grpo difficulty config.yaml --set difficulty.samples=8": ("tests/flows/test_difficulty_pipeline.py", 'grpo("difficulty"'),
     "grpo run config.yaml": (EXAMPLES, '"run", "config.yaml"'),
     "grpo run config.yaml --set model.path=grpo-demo@champion": (
         NAMES,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
+from grpo_tasks.evaluation.intervals import mean_interval, rate_interval, wilson_interval
 
 
 def test_an_interval_of_256_right_prompts_does_not_claim_certainty():
@@ -73,3 +73,9 @@ def test_higher_confidence_is_never_narrower(counts):
     wide, narrow = rate_interval(values, confidence=0.99), rate_interval(values, confidence=0.8)
     assert wide.low <= narrow.low
     assert wide.high >= narrow.high
+
+
+@pytest.mark.parametrize(("right", "trials"), [(0, 8), (3, 8), (8, 8), (1, 1)])
+def test_the_interval_of_a_rate_is_wilsons(right, trials):
+    exact = stats.binomtest(right, trials).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(right / trials, trials, 0.95) == pytest.approx((exact.low, exact.high), abs=1e-12)

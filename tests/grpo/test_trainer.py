@@ -186,3 +186,16 @@ def test_a_stage_killed_between_its_last_update_and_its_result_is_complete_on_re
         again = stages.trainer(directory, suite).train()
     assert (again.steps, again.stopped, again.resumed, again.sha256) == (3, "target", 1, wanted.sha256)
     assert directory.journal.read_text() == lines
+
+
+def test_the_completions_table_has_the_pass_rates_that_are_known(stages):
+    path = stages.root / "train.parquet"
+    rows = pl.read_parquet(path)
+    rates = pl.Series("pass_rate", [None, *(index / rows.height for index in range(1, rows.height))])
+    rows.with_columns(rates, pass_rate_low=rates / 2, pass_rate_high=pl.lit(None, dtype=pl.Float64)).write_parquet(path)
+    _, directory = stages.train(max_steps=1)
+    table = pl.read_parquet(directory.completions(1))
+    known = dict(zip(rows["prompt_id"], rates, strict=True))
+    assert table["pass_rate"].to_list() == [known[prompt] for prompt in table["prompt_id"]]
+    assert table["pass_rate_low"].null_count() == table["pass_rate"].null_count()
+    assert table["pass_rate_high"].null_count() == table.height

@@ -12,7 +12,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.tags import Tags, read_tags
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.probes import make_probes, wrong_answer
-from grpo_tasks.lab.report import FIXES, opinions, report_markdown
+from grpo_tasks.lab.report import FIXES, advice, opinions, report_markdown
 from grpo_tasks.lab.run import lab_error, run_lab
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
@@ -231,6 +231,22 @@ def test_the_forecast_counts_groups_that_differ(run_config, rows):
     assert one.mean_reward == pytest.approx(1 / 6)
     assert two.share_with_signal == pytest.approx(1 / 3)
     assert failed(findings) == set()
+
+
+def test_the_samples_of_the_base_model_show_pass_rates_and_advise_to_measure_all_prompts(run_config, rows):
+    right, wrong = HONEST, HONEST.replace("42", "41")
+    answers = [rows[index].answer for index in range(4)]
+    samples = [group(row, wrong, "no") for row in rows[1:3]] + [group(rows[3], HONEST.replace("42", answers[3]))]
+    samples.append(group(rows[0], HONEST.replace("42", answers[0]), right))
+    findings = run_lab(run_config({"one": ["format", "correctness"], "two": ["format"]}, lab=SMALL), rows, samples)
+    one, two = findings.forecasts
+    assert one.pass_rates == [2, 0, 1, 0, 0, 1]
+    assert two.pass_rates == [0, 0, 2, 0, 0, 2]
+    text = report_markdown(findings.checks, findings.forecasts)
+    assert "2 of 4 sampled prompts are never solved by the rewards of stage one and 1 always" in text
+    assert "difficulty.samples: 8" in text
+    assert advice([two]) != []
+    assert advice([one.model_copy(update={"pass_rates": [1, 1, 2, 0, 0, 0]})]) == []
 
 
 def test_too_little_signal_stops_the_first_stage_and_warns_for_the_next(run_config, rows):

@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 
+import polars as pl
 import pytest
 
-from grpo_tasks.library.steps import base_model, load_data, train_stage
+from grpo_tasks.library.steps import base_model, load_data, measure_difficulty, train_stage
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, DataError
 
@@ -79,3 +80,24 @@ def test_bad_rows_are_refused_with_their_line(tmp_path):
     config = load_config("demo", [f"data.train.0.path={tmp_path / 'bad.jsonl'}", "validation.max_invalid_fraction=0"])
     with pytest.raises(DataError, match=r"bad\.jsonl:1"):
         load_data(config, tmp_path / "data")
+
+
+@pytest.mark.long
+def test_a_script_measures_pass_rates_and_trains_on_a_band(tmp_path):
+    changed = ["difficulty.samples=4", "stages.0.keep_pass_rate=[0.1,0.9]"]
+    config = load_config("demo", [*SETTINGS, *changed])
+    data = load_data(config, tmp_path / "data")
+    difficulty = measure_difficulty(config, data, tmp_path / "difficulty")
+    assert {stage.stage for stage in difficulty.stages} == {"format", "correctness"}
+    stage = train_stage(config, "format", data, tmp_path / "format", difficulty=difficulty)
+    kept = pl.read_parquet(tmp_path / "format" / "train.parquet")
+    assert 0 < kept.height < data.train_rows
+    assert kept["pass_rate"].is_between(0.1, 0.9).all()
+    assert stage.steps == 2
+
+
+def test_nothing_to_measure_is_refused(tmp_path):
+    config = load_config("demo", SETTINGS)
+    data = load_data(config, tmp_path / "data")
+    with pytest.raises(ConfigError, match="nothing would be sampled"):
+        measure_difficulty(config, data, tmp_path / "difficulty")

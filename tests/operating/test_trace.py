@@ -84,3 +84,19 @@ def test_a_damaged_table_is_named_with_a_fix(run, name, damage):
     assert refused.value.place == str(table)
     assert refused.value.fix
     assert "\n" not in refused.value.message
+
+
+def test_a_row_shows_its_pass_rates_and_which_stage_leaves_it_out(run):
+    for folder in ("measure_difficulty/start-key", "measure_difficulty/answers-key", "train_stage/answers-key"):
+        (run / folder).mkdir(parents=True)
+        (run / folder / "result.json").touch()
+    rates = pl.DataFrame({"stage": ["format", "answers"], "prompt_id": [PROMPT_ID] * 2, "pass_rate": [0.5, 0.0]})
+    rates.write_parquet(run / "measure_difficulty/start-key/pass_rates.parquet")
+    rates[1:].write_parquet(run / "measure_difficulty/answers-key/pass_rates.parquet")
+    pl.DataFrame({"prompt_id": ["other", PROMPT_ID], "reason": ["above", "never_solved"]}).write_parquet(
+        run / "train_stage/answers-key/left_out.parquet"
+    )
+    found = trace_row(run, PROMPT_ID)
+    assert found.pass_rates["start"].select("stage", "pass_rate").rows() == [("format", 0.5), ("answers", 0.0)]
+    assert found.pass_rates["answers"].height == 1
+    assert found.left_out == {"answers": "never_solved"}

@@ -1,9 +1,13 @@
 """The report of a run shows what its results say, and is safe to open whatever a model wrote."""
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
 from grpo_tasks.reporting.report import costs_of, events_of, markdown, samples_of, write_html
+from schemas.results.difficulty import DifficultyReport, StageDifficulty
+from schemas.results.model import KeptPrompts
 from tests.reporting.conftest import append
 from tests.reporting.pages import assert_self_contained
 
@@ -85,3 +89,34 @@ def test_without_ground_truths_answers_are_shown_by_their_change_in_reward(resul
     assert list(by_kind) == ["Higher reward than before", "Lower reward than before"]
     assert by_kind["Higher reward than before"][0].before_verdict == "reward 0"
     assert by_kind["Lower reward than before"][0].after_verdict == "reward -0.5"
+
+
+def test_the_page_shows_pass_rates_and_the_prompts_that_a_stage_leaves_out(results, stage_dir, tmp_path):
+    hostile = "<script>alert('x')</script>"
+    pl.DataFrame(
+        {
+            "source": "train.jsonl", "line": [7, 8], "question": hostile, "answer": ["4", None], "pass_rate": [0.0, 1.0],
+            "reason": ["never_solved", "always_solved"], "frequent_answer": [hostile, None], "frequent_share": [0.75, None],
+        }
+    ).write_parquet(stage_dir.left_out)  # fmt: skip
+    counts = {"prompts": 40, "kept": 10, "low": 0.1, "high": 0.9, "never_solved": 29, "below": 0, "above": 0, "always_solved": 1}
+    stages = [stage.model_copy(update={"kept": KeptPrompts(**counts, unknown=0)}) for stage in results.stages]
+    solved = StageDifficulty(
+        stage="format", prompts=40, mean=None, never_solved=29, always_solved=1, histogram=[29, 1, 2, 3, 4, 1]
+    )
+    difficulty = DifficultyReport(
+        key="d", directory=tmp_path, seconds=5.0, label="start", origin="measured", samples=8, success=0.8, stages=[solved]
+    )
+    run = replace(results, stages=stages, difficulty=difficulty)
+    text = write_html(run, tmp_path).read_text()
+    assert_self_contained(text)
+    assert "Stage format: 10 of 40 prompts have a pass rate from 0.1 to 0.9; left out: 29 never solved, 1 always solved" in text
+    for shown in (
+        "train.jsonl:7",
+        "never solved",
+        "8 completions of each training prompt",
+        "left_out.parquet of the stage lists all",
+    ):
+        assert shown in text
+    assert "Stage format: 10 of 40 prompts" in markdown(run)
+    assert "measure_difficulty" in [cost.step for cost in costs_of(run)]

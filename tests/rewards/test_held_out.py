@@ -7,7 +7,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from grpo_tasks.rewards.held_out import CHUNK, reward_columns
+from grpo_tasks.rewards.held_out import CHUNK, reward_columns, solved_by_stage
 from grpo_tasks.running.key import content_key
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
@@ -108,3 +108,32 @@ def test_built_in_functions_follow_the_format_of_completions(own_module, make_ro
     own_module(FUNCTIONS)
     run = config().model_copy(update={"completion": CompletionConfig(format="boxed")})
     assert scored(run, [make_row(1)], ["So \\boxed{42}"])["reward"].to_list() == [2.0]
+
+
+def test_each_stage_decides_by_its_own_rewards_what_is_solved(own_module, make_row):
+    own_module(FUNCTIONS)
+    stages = [
+        {"name": "shape", "rewards": ["format"]},
+        {"name": "long", "rewards": ["long"]},
+        {"name": "all", "rewards": ["format", "correctness"]},
+    ]
+    run = RunConfig(
+        data={"train": [{"path": "rows.jsonl"}]},
+        stages=stages,
+        rewards={"functions": {"long": {"function": "my_rewards:only_long"}}},
+        difficulty={"samples": 2},
+    )
+    rows = [make_row(1), make_row(2, answer="41")]
+    samples = pl.DataFrame(
+        {
+            "prompt_id": [row.prompt_id for row in rows for _ in range(2)],
+            "completion": [RIGHT, "42", RIGHT, "41"],
+            "token_ids": [[1]] * 4,
+        }
+    )
+    found = solved_by_stage(samples, rows, run.difficulty_of(run.stages))
+    assert found.to_dict(as_series=False) == {
+        "shape": [1.0, 0.0, 1.0, 0.0],
+        "long": [1.0, None, 1.0, None],
+        "all": [1.0, 0.0, 0.0, 0.0],
+    }

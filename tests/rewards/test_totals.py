@@ -17,7 +17,7 @@ from grpo_tasks.lab.run import run_lab
 from grpo_tasks.lab.stage_checks import stage_totals
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rewards.totals import stage_weights, total_scores
+from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
@@ -144,3 +144,20 @@ def test_each_task_has_its_reward_in_training_and_on_held_out_prompts():
         assert trained[member(TASK_REWARD, name)] == held_out[member(EVAL_TASK_REWARD, name)] == value
         assert describe(member(TASK_REWARD, name)).plot == describe(member(EVAL_TASK_REWARD, name)).plot == "tasks"
     assert not [name for name in rollout_metrics(one, gained) if "task" in name]
+
+
+def test_a_completion_is_solved_when_its_total_reaches_the_share_of_the_full_reward():
+    weights, full = np.array([1.0, 2.0]), np.array([1.0, 1.0])
+    scores = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.8], [np.nan, 1.0], [1.0, np.nan], [np.nan, np.nan]])
+    # In the fifth and sixth row one function does not apply, and the full reward is smaller.
+    expected = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, np.nan]
+    assert np.array_equal(solved(scores, weights, full, 0.8), expected, equal_nan=True)
+    assert solved(scores[3:4], weights, full, 1.0).tolist() == [0.0]
+
+
+def test_functions_that_only_punish_do_not_raise_the_full_reward():
+    # repetition has the full score 0, and the last function a negative weight.
+    weights, full = np.array([2.0, 0.5, -1.0]), np.array([1.0, 0.0, 1.0])
+    scores = np.array([[1.0, 0.0, 0.0], [1.0, -0.2, 0.1], [1.0, -1.0, 0.0], [1.0, 0.0, 1.0]])
+    assert solved(scores, weights, full, 0.8).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert solved(scores[:, 1:2], weights[1:2], full[1:2], 0.8).tolist() == [1.0, 0.0, 0.0, 1.0]

@@ -240,3 +240,31 @@ def test_the_schema_of_a_run_carries_a_description_for_every_field():
         if not field.get("description")
     ]
     assert bare == []
+
+
+def of_difficulty(difficulty=None, **stage):
+    stages = [{"name": "one", "rewards": ["format"], **stage}]
+    return RunConfig(data={"train": [{"path": "rows.jsonl"}]}, stages=stages, difficulty=difficulty or {})
+
+
+def test_a_band_of_pass_rates_needs_pass_rates():
+    with pytest.raises(ValueError, match=r"stages\.0\.keep_pass_rate needs pass rates; fix: difficulty\.samples: 8"):
+        of_difficulty(keep_pass_rate=[0.1, 0.9])
+    with pytest.raises(ValueError, match=r"stages\.0\.measure_difficulty samples no completions; fix"):
+        of_difficulty({"pass_rate_column": "rate"}, measure_difficulty=True)
+    assert of_difficulty({"pass_rate_column": "rate"}, keep_pass_rate=[0.1, 0.9]).stages[0].keep_pass_rate == [0.1, 0.9]
+    assert of_difficulty({"samples": 8}, keep_pass_rate=[0, 1], measure_difficulty=True).difficulty.samples == 8
+
+
+@pytest.mark.parametrize("band", [[0.9, 0.1], [0.1], [0.1, 0.5, 0.9], [-0.1, 0.5], [0.1, 1.5]])
+def test_a_band_that_is_none_is_refused(band):
+    with pytest.raises(ValueError, match="keep_pass_rate"):
+        of_difficulty({"samples": 8}, keep_pass_rate=band)
+
+
+def test_what_only_training_uses_does_not_change_what_pass_rates_depend_on():
+    first = of_difficulty({"samples": 8}, learning_rate=1e-5)
+    second = of_difficulty({"samples": 8, "min_prompts": 3}, learning_rate=1e-4, keep_pass_rate=[0.1, 0.9], num_generations=4)
+    assert first.difficulty_of(first.stages) == second.difficulty_of(second.stages)
+    other = of_difficulty({"samples": 8, "success": 1.0})
+    assert first.difficulty_of(first.stages) != other.difficulty_of(other.stages)

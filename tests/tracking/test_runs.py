@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 import yaml
 from mlflow import MlflowClient
@@ -14,7 +15,9 @@ from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
 from schemas.results.data import PreparedData, SourceFile
-from schemas.results.evaluation import PairedTest
+from schemas.results.difficulty import DifficultyReport, StageDifficulty
+from schemas.results.evaluation import Interval, PairedTest
+from schemas.results.model import KeptPrompts
 from schemas.results.publication import Publication
 
 from .conftest import history, write_journal
@@ -339,3 +342,31 @@ def test_the_default_store_is_a_database_in_the_working_directory(database, make
     assert uri == "sqlite:///mlflow.db"
     assert MlflowClient(database).get_run(run_id).info.status == "FINISHED"
     assert (tmp_path / "mlruns").is_dir()
+
+
+def test_pass_rates_and_the_choice_of_prompts_are_recorded(config, client, make_stage, tmp_path):
+    folder = tmp_path / "difficulty"
+    folder.mkdir()
+    (folder / "report.md").write_text("# Difficulty")
+    pl.DataFrame({"stage": ["format"], "prompt_id": ["a"]}).write_parquet(folder / "pass_rates.parquet")
+    mean = Interval(value=0.3, low=0.2, high=0.4)
+    solved = StageDifficulty(stage="format", prompts=4, mean=mean, never_solved=2, always_solved=1, histogram=[2, 0, 1, 0, 0, 1])
+    difficulty = DifficultyReport(
+        key="d" * 16, directory=folder, seconds=1.0, label="start", origin="measured", samples=8, success=0.8, stages=[solved]
+    )
+    counts = {"prompts": 4, "kept": 1, "low": 0.1, "high": 0.9, "never_solved": 2, "below": 0, "above": 0, "always_solved": 1}
+    stage = make_stage(config)
+    pl.DataFrame({"prompt_id": ["b"], "reason": ["never_solved"]}).write_parquet(stage.directory / "left_out.parquet")
+    with open_run(config, key="1" * 64) as run:
+        assert run.record(difficulty)
+        assert not run.record(difficulty)
+        run.record(stage.model_copy(update={"kept": KeptPrompts(**counts, unknown=0)}))
+    metrics = client.get_run(run.run_id).data.metrics
+    assert metrics["difficulty/start/format/mean_pass_rate"] == 0.3
+    assert metrics["difficulty/start/format/mean_pass_rate_high"] == 0.4
+    assert metrics["difficulty/start/format/never_solved"] == 2
+    assert {"difficulty/start/report.md", "difficulty/start/pass_rates.parquet"} <= artifacts(client, run.run_id)
+    child = children(client, run)["format"]
+    assert child.data.metrics["prompts/kept"] == 1
+    assert child.data.metrics["prompts/never_solved"] == 2
+    assert {"prompts/left_out.parquet", "prompts/left_out.json"} <= artifacts(client, child.info.run_id)

@@ -1,0 +1,69 @@
+"""Step: measure how hard the training prompts are, before any training.
+
+sample (child process) -> samples.parquet -> rewards, in their own process -> solved or not -> pass_rates.parquet, report
+
+A completion is solved when its reward, by the functions and configured weights of a stage, reaches the share `difficulty.success`
+of the full reward: what a completion earns that has the full score of every function that applies. With functions that return 0
+or 1, the default of 0.8 means that what carries the weight must succeed; graded functions may miss a part of their score.
+
+The key holds the model's content, the prompts, the rewards and the sampling. It holds neither the seed of the run nor what only
+training uses, so sweeps over those, other seeds, retraining and later stages use the same measurement. With
+`difficulty.pass_rate_column` nothing is sampled. What this step does not do: choose prompts. A stage does, by `keep_pass_rate`.
+"""
+
+import time
+
+import polars as pl
+
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
+from grpo_tasks.evaluation.report import REPORT, SAMPLES
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.rewards.held_out import solved_by_stage
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.running.step import Work, step
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import DifficultyInputs
+from schemas.results.data import PromptTable
+from schemas.results.difficulty import DifficultyReport
+from schemas.results.model import ModelRef
+
+
+@step(rooms=("evaluation", "rollout", "policy", "answers", "data", "rewards"), retries=1, device=True)
+def measure_difficulty(
+    work: Work,
+    label: str,
+    start: ModelRef,
+    prompts: PromptTable,
+    inputs: DifficultyInputs,
+    *,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    seed: int,
+) -> DifficultyReport:
+    """Sample every training prompt from the model `start`, all completions at once, and note how often each prompt is solved."""
+    began = time.perf_counter()
+    rows = read_prompts(prompts.path)
+    if inputs.pass_rate_column is not None:
+        rates = column_rates(rows, inputs.pass_rate_column, [stage.name for stage in inputs.stages])
+    else:
+        spec = SampleSpec.of_training(
+            inputs.samples,
+            model=model,
+            ref=start,
+            prompts=prompts.path,
+            rollout=rollout,
+            resources=work.run.resources,
+            seed=seed,
+        )
+        spec.save(work.directory / SPEC)
+        run_module("grpo_tasks.rollout", work.directory)
+        samples = pl.read_parquet(work.directory / SAMPLES)
+        solved = solved_by_stage(samples, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")
+        rates = measured_rates(samples, solved, inputs.completion)
+        samples.with_columns(solved).write_parquet(work.directory / SAMPLES)
+    report = write_rates(rates, rows, inputs, work.directory, key=work.key, label=label)
+    work.artifact(f"difficulty-{label}", (work.directory / REPORT).read_text(encoding="utf-8"))
+    return report.model_copy(update={"seconds": time.perf_counter() - began})

@@ -1,0 +1,105 @@
+"""Which prompts a stage trains on: those whose pass rate lies in `keep_pass_rate`.
+
+    train.parquet + pass_rates.parquet -> train.parquet of the stage (with pass rates) + left_out.parquet + KeptPrompts
+
+A prompt that is never solved, or always, has only dead groups, and one with a wrong ground truth teaches a wrong answer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from grpo_tasks.data.table import PASS_RATE_COLUMNS, read_table
+from grpo_tasks.stage.stage_dir import StageDir
+from schemas.config.stage import StageConfig
+from schemas.errors import DataError
+from schemas.results.model import KeptPrompts
+
+_ROUNDING = 1e-9
+"""1/3 lies in a band that ends at 0.3333333333."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The prompts of a stage, and those that it leaves out."""
+
+    kept: pl.DataFrame
+    """Rows to train on, with their pass rates (schemas/tables.py StagePrompts)."""
+    left_out: pl.DataFrame
+    """Rows left out (schemas/tables.py LeftOut), likely wrong ground truths first."""
+    counts: KeptPrompts
+
+    def write(self, directory: StageDir) -> Path:
+        """Write both tables into the stage directory; the path of the rows to train on."""
+        self.left_out.write_parquet(directory.left_out)
+        self.kept.write_parquet(directory.train)
+        return directory.train
+
+
+def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Choice:
+    """Divide the training prompts by their pass rates.
+
+    Args:
+        train: accepted training rows (schemas/tables.py Prompts).
+        rates: pass rates (schemas/tables.py PassRates); those of this stage count.
+        stage: its name, and its `keep_pass_rate`: both bounds are inclusive. Empty: all prompts are kept.
+    """
+    known = rates.filter(pl.col("stage") == stage.name).drop("stage", "samples").unique("prompt_id", maintain_order=True)
+    table = read_table(train).join(known, on="prompt_id", how="left", maintain_order="left")
+    low, high = stage.keep_pass_rate or (0.0, 1.0)
+    rate = pl.col("pass_rate")
+    inside = rate.is_null() | ((rate >= low - _ROUNDING) & (rate <= high + _ROUNDING))
+    kept, left_out = table.filter(inside), table.filter(~inside)
+    reasons = left_out.select(
+        pl.when(rate == 0.0)
+        .then(pl.lit("never_solved"))
+        .when(rate == 1.0)
+        .then(pl.lit("always_solved"))
+        .when(rate < low)
+        .then(pl.lit("below"))
+        .otherwise(pl.lit("above"))
+        .alias("reason")
+    )["reason"]
+    counts = {name: int((reasons == name).sum()) for name in ("never_solved", "below", "above", "always_solved")}
+    found = KeptPrompts(
+        prompts=table.height, kept=kept.height, low=low, high=high, unknown=table["pass_rate"].null_count(), **counts
+    )
+    shown = left_out.with_columns(reasons, pl.col("prompt").list.last().struct.field("content").alias("question"))
+    columns = [
+        "prompt_id",
+        "source",
+        "line",
+        "question",
+        "answer",
+        *PASS_RATE_COLUMNS,
+        "reason",
+        "frequent_answer",
+        "frequent_share",
+    ]
+    # Likely wrong ground truths first: never solved, although the model is sure of another answer.
+    order = [pl.col("reason") == "never_solved", pl.col("frequent_share")]
+    listed = shown.select(columns).sort(order, descending=True, nulls_last=True, maintain_order=True)
+    return Choice(kept.drop("frequent_answer", "frequent_share"), listed, found)
+
+
+def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | None = None) -> None:
+    """Refuse a choice that leaves too few prompts.
+
+    Args:
+        counts: the choice of the stage.
+        stage: the stage; without `keep_pass_rate` nothing is refused.
+        min_prompts: fewest prompts to keep. None: the prompts of one rollout, or all prompts if these are fewer.
+
+    Raises:
+        DataError: with the counts, and what to do.
+    """
+    fewest = min_prompts if min_prompts is not None else min(stage.prompts_per_rollout, counts.prompts)
+    if stage.keep_pass_rate is None or counts.kept >= fewest:
+        return
+    raise DataError(
+        f"too few prompts are left: {counts.summary()}; the stage needs {fewest:,}",
+        place=f"stage {stage.name}, keep_pass_rate",
+        fix="widen keep_pass_rate, start from a model that solves more of the prompts, raise difficulty.samples, "
+        f"or set difficulty.min_prompts: {max(1, counts.kept)}",
+    )

@@ -1,0 +1,143 @@
+"""Pass rates from the file to the report: measured once, used by the stages, shown everywhere."""
+
+import json
+
+import polars as pl
+import pytest
+from rich.console import Console
+
+from flows import one_step
+from flows.cli.show import describe_difficulty, show_plan
+from flows.steps import MEASURING_SEED, _sampled_model
+from grpo_tasks.data.table import read_prompts
+from grpo_tasks.measure_difficulty import measure_difficulty
+from schemas.config.load import load_config
+from schemas.config.operations import ResourcesConfig
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+from schemas.results.data import PromptTable
+from schemas.results.model import ModelRef
+
+SUMS = [(left, right) for left in range(11, 61) for right in (13, 28)]
+
+
+class Recorder:
+    """A run whose tracking server is a list."""
+
+    def __init__(self, output):
+        self.output, self.fresh, self.resources = output, False, ResourcesConfig(device="cpu", num_threads=1)
+        self.recorded, self.failed = [], []
+
+    def record(self, result):
+        self.recorded.append(result)
+
+    def record_failure(self, step, directory, error):
+        self.failed.append((step, directory, error))
+
+
+def config_of(**changes):
+    stages = [{"name": "format", "rewards": ["incremental_format", "format"]}, {"name": "answers", "rewards": ["correctness"]}]
+    return RunConfig(data={"train": [{"path": "rows.jsonl"}]}, stages=stages, difficulty={"samples": 3}, **changes)
+
+
+@pytest.fixture
+def rows(tmp_path, tokenizer):
+    from grpo_tasks.data.normalise import prompt_id
+
+    made = []
+    for line, (left, right) in enumerate(SUMS[:6], start=1):
+        messages = [{"role": "user", "content": f"What is {left} + {right}?"}]
+        row = {"prompt_id": prompt_id(messages, "1"), "source": "mine.jsonl", "line": line, "prompt": messages, "answer": "1"}
+        made.append(row | {"answers": None, "task": "", "prompt_tokens": 30, "extra": json.dumps({"rate": line / 10})})
+    table = pl.DataFrame(made, schema_overrides={"answers": pl.List(pl.String)})
+    table.write_parquet(tmp_path / "train.parquet")
+    return PromptTable(path=tmp_path / "train.parquet")
+
+
+def measured(run, rows, config, start=None, rollout=None):
+    return measure_difficulty(
+        run,
+        "start",
+        start or ModelRef(path="embedded:base"),
+        rows,
+        config.difficulty_of(config.stages),
+        model=_sampled_model(config.model, ModelRef(path="embedded:base")),
+        rollout=rollout or config.rollout,
+        seed=MEASURING_SEED,
+    )
+
+
+def test_a_measurement_is_made_once_and_used_by_other_seeds_rates_and_adapters(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+    config = config_of(rollout={"max_completion_length": 24})
+    run = Recorder(tmp_path / "runs")
+    report = measured(run, rows, config)
+    samples = pl.read_parquet(report.directory / "samples.parquet")
+    assert samples.height == 18
+    assert set(samples["prompt_id"]) == {row.prompt_id for row in read_prompts(rows.path)}
+    assert [(stage.stage, stage.prompts) for stage in report.stages] == [("format", 6), ("answers", 6)]
+    # No ground truth here is right.
+    assert report.stages[1].never_solved == 6
+    rates = pl.read_parquet(report.pass_rates)
+    solved = samples.group_by("prompt_id").agg(pl.col("format").mean()).sort("prompt_id")
+    assert rates.filter(stage="format")["pass_rate"].to_list() == solved["format"].to_list()
+    # The same rows in another place, another seed, a learning rate, a rank and a band: nothing is sampled again.
+    elsewhere = tmp_path / "elsewhere.parquet"
+    elsewhere.write_bytes(rows.path.read_bytes())
+    stages = [stage.model_copy(update={"learning_rate": 1e-4, "keep_pass_rate": [0.1, 0.9]}) for stage in config.stages]
+    lora = config.model.lora.model_copy(update={"r": 4})
+    swept = config.model_copy(update={"stages": stages, "seed": 7, "model": config.model.model_copy(update={"lora": lora})})
+    before = (report.directory / "result.json").stat().st_mtime_ns
+    assert measured(run, PromptTable(path=elsewhere), swept) == report
+    assert (report.directory / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout": {"temperature": 0.7}},
+        {"difficulty": {"samples": 4}},
+        {"difficulty": {"samples": 3, "success": 1.0}},
+        {"rewards": {"functions": {"format": {"weight": 3.0}}}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_pass_rate_depends_on_is_part_of_the_key(change):
+    from grpo_tasks.running.key import content_key
+
+    def key(config):
+        return content_key("measure_difficulty", (), {"inputs": config.difficulty_of(config.stages), "rollout": config.rollout})
+
+    assert key(RunConfig.model_validate(config_of().model_dump() | change)) != key(config_of())
+
+
+def test_pass_rates_of_a_column_are_taken_without_sampling(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+    monkeypatch.setattr("grpo_tasks.measure_difficulty.run_module", lambda *_: pytest.fail("sampled"))
+    config = config_of()
+    config = config.model_copy(update={"difficulty": config.difficulty.model_copy(update={"pass_rate_column": "rate"})})
+    report = measured(Recorder(tmp_path / "runs"), rows, config)
+    assert (report.origin, report.samples) == ("column", 0)
+    assert pl.read_parquet(report.pass_rates).filter(stage="answers")["pass_rate"].sort().to_list() == [
+        pytest.approx(line / 10) for line in range(1, 7)
+    ]
+
+
+def test_the_command_refuses_a_config_that_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        one_step.difficulty(load_config("demo"))
+    assert refused.value.fix == "--set difficulty.samples=8"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_names_the_measurement_and_the_band():
+    console = Console(width=200, record=True)
+    config = load_config("demo", ["difficulty.samples=8", "stages.1.keep_pass_rate=[0.1,0.9]"])
+    show_plan(console, config)
+    text = console.export_text()
+    assert "measure_difficulty" in text
+    assert "8 completions of every training prompt" in text
+    assert "pass rates 0.1 to 0.9" in text
+    assert describe_difficulty(load_config("demo")) == ""
+    assert describe_difficulty(load_config("demo", ["difficulty.pass_rate_column=rate"])) == "column rate of the data"
