@@ -6,6 +6,7 @@ walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine
 forward pass, and uses the fused step only if they agree.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class _Layer:
     """Norms of each head's queries and keys (Qwen3)."""
     scale: float
     """Factor of the attention scores."""
+    window: int | None
 
 
 class FusedDecoder:
@@ -43,16 +45,20 @@ class FusedDecoder:
     The model's projection weights become views of the fused weights. So the weights exist only once, and later writes into the
     model, such as those of a `sync`, take effect here as well.
 
+    Args:
+        model: the model.
+        windows: how many tokens a query of each layer sees, itself included; None for all.
+
     Raises:
         UnsupportedError: the model has another shape.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, windows: Mapping[int, int | None]) -> None:
         config = model.config
         try:
             decoder = getattr(model, model.base_model_prefix)
             self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, _norm(decoder.norm)
-            self._layers = [_layer(layer) for layer in decoder.layers]
+            self._layers = [_layer(layer, windows[index]) for index, layer in enumerate(decoder.layers)]
         except AttributeError as error:
             raise UnsupportedError(str(error)) from error
         if config.hidden_act != "silu" or getattr(config, "final_logit_softcapping", None):
@@ -71,13 +77,16 @@ class FusedDecoder:
         # [N, hidden size], without an axis for tokens: there is one token per row.
         hidden = self._embed(tokens)
         cos, sin = self._rotary(hidden[:, None], positions)
-        for index, layer in enumerate(self._layers):
+        # A sign at the left half here saves one at every layer; see `_project`.
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        for layer_index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
-            attended = past.attend(index, query, key, value, layer.scale).reshape(len(tokens), -1)  # [N, H, 1, D] -> [N, H D]
-            hidden = hidden + functional.linear(attended, layer.out.weight, layer.out.bias)
+            attended = past.attend(layer_index, query, key, value, layer.scale, layer.window).reshape(len(tokens), -1)
+            hidden = _added(hidden, attended, layer.out)  # [N, H D] -> [N, hidden]
             # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
             gate, up = functional.linear(_normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down.weight, layer.down.bias)
+            hidden = _added(hidden, functional.silu(gate) * up, layer.down)
         logits: Tensor = self._head(_normed(hidden, self._norm))
         return logits
 
@@ -90,11 +99,18 @@ class FusedDecoder:
         if layer.head_norms is not None:
             norms = zip(both.split([self._heads, self._key_heads], dim=1), layer.head_norms, strict=True)
             both = torch.cat([_normed(heads, norm) for heads, norm in norms], dim=1)
-        # Rotary embedding (arXiv:2104.09864, eq. 34) in the layout of transformers: dimension i is paired with i + D / 2.
-        # cos and sin are [N, 1, D] and broadcast over the heads.
+        # Rotary embedding (arXiv:2104.09864, eq. 34) in the layout of transformers: dimension i is paired with i + D / 2, and the
+        # sine of the left half has its sign already. cos and sin are [N, 1, D] and broadcast over the heads.
         left, right = both.chunk(2, dim=-1)
-        both = both * cos + torch.cat([-right, left], dim=-1) * sin
+        both = torch.addcmul(both * cos, torch.cat([right, left], dim=-1), sin)
         return both[:, : self._heads, None], both[:, self._heads :, None], split[:, rotated:, None]
+
+
+def _added(hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"], linear: nn.Linear) -> Float[Tensor, "N out"]:
+    """hidden + linear(given), in one kernel where the layer has no bias."""
+    if linear.bias is None:
+        return torch.addmm(hidden, given, linear.weight.t())
+    return hidden + functional.linear(given, linear.weight, linear.bias)
 
 
 def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
@@ -103,7 +119,7 @@ def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
     return bool(((found - wanted).abs().max() <= limit).item())
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, window: int | None) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
     return _Layer(
@@ -115,6 +131,7 @@ def _layer(layer: Any) -> _Layer:
         down=_linear(mlp.down_proj),
         head_norms=norms,
         scale=float(attention.scaling),
+        window=window,
     )
 
 
