@@ -225,8 +225,8 @@ class Replay:
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         """The graph of one step; capturing runs no kernel."""
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._step()
         except RuntimeError as error:

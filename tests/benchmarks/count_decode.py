@@ -26,7 +26,7 @@ from tests.benchmarks.shapes import SHAPES
 GPU = Buckets.of(torch.device("cuda"))
 LAYERS, ROWS, PROMPTS, LENGTH = 24, 64, 8, 512
 ENDS = range(4)
-"""Tokens that end a completion: each has a probability of about 1 / 512, so that a completion has 128 tokens on average."""
+"""Tokens that end a completion. Each has a probability of about 1 / 512, so that a completion has 128 tokens on average."""
 
 VIEWS = frozenset(
     "view _unsafe_view expand slice select transpose permute t unsqueeze squeeze as_strided alias detach split split_with_sizes "
@@ -78,6 +78,7 @@ def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingL
         plain(loop)
         after(loop)
 
+    # An engine makes its loops itself, one per batch.
     DecodingLoop._step = watched  # type: ignore[method-assign]
     try:
         yield
@@ -136,4 +137,5 @@ def _requests() -> list[Request]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print(decode_counts())
