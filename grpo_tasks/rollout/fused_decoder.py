@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from grpo_tasks.policy.folded_adapter import LowRankLinear
 from grpo_tasks.policy.shared_prompt_attention import SharedPrompt, UnsupportedError
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -27,16 +28,36 @@ class _Layer:
     """Weights of one layer; a norm is (weight, epsilon)."""
 
     attention_norm: tuple[Tensor, float]
-    qkv: tuple[Tensor, Tensor | None]
-    out: nn.Linear
+    qkv: "_Stacked"
+    out: nn.Linear | LowRankLinear
     mlp_norm: tuple[Tensor, float]
-    gate_up: Tensor
-    down: nn.Linear
+    gate_up: "_Stacked"
+    down: nn.Linear | LowRankLinear
     head_norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None
     """Norms of each head's queries and keys (Qwen3)."""
     scale: float
     """Factor of the attention scores."""
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """Projections of one input as one product.
+
+    Where an adapter stays apart, the rows of its A follow those of the weights: the product then gives A x as well.
+    """
+
+    weight: Float[Tensor, "rows in"]
+    bias: Float[Tensor, " rows"] | None
+    up: Float[Tensor, "out r"] | None
+    """The adapters' scale * B, one block per projection."""
+
+    def __call__(self, given: Float[Tensor, "N in"]) -> Float[Tensor, "N out"]:
+        found = functional.linear(given, self.weight, self.bias)
+        if self.up is None:
+            return found
+        size = len(self.up)
+        return torch.addmm(found[:, :size], found[:, size:], self.up.t())
 
 
 class FusedDecoder:
@@ -85,7 +106,7 @@ class FusedDecoder:
             attended = past.attend(layer_index, query, key, value, layer.scale, layer.window).reshape(len(tokens), -1)
             hidden = _added(hidden, attended, layer.out)  # [N, H D] -> [N, hidden]
             # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
-            gate, up = functional.linear(_normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            gate, up = layer.gate_up(_normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = _added(hidden, functional.silu(gate) * up, layer.down)
         logits: Tensor = self._head(_normed(hidden, self._norm))
         return logits
@@ -94,7 +115,7 @@ class FusedDecoder:
         """Rotated queries [N, H, 1, D] and keys [N, K, 1, D], values [N, K, 1, D]."""
         # One product gives H query heads, K key heads and K value heads: [N, (H + 2 K) D] -> [N, H + 2 K, D].
         rows, rotated = len(hidden), self._heads + self._key_heads
-        split = functional.linear(_normed(hidden, layer.attention_norm), *layer.qkv).view(rows, rotated + self._key_heads, -1)
+        split = layer.qkv(_normed(hidden, layer.attention_norm)).view(rows, rotated + self._key_heads, -1)
         both = split[:, :rotated]  # queries and keys are rotated together, values are not
         if layer.head_norms is not None:
             norms = zip(both.split([self._heads, self._key_heads], dim=1), layer.head_norms, strict=True)
@@ -106,11 +127,14 @@ class FusedDecoder:
         return both[:, : self._heads, None], both[:, self._heads :, None], split[:, rotated:, None]
 
 
-def _added(hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"], linear: nn.Linear) -> Float[Tensor, "N out"]:
-    """hidden + linear(given), in one kernel where the layer has no bias."""
-    if linear.bias is None:
-        return torch.addmm(hidden, given, linear.weight.t())
-    return hidden + functional.linear(given, linear.weight, linear.bias)
+def _added(hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"], linear: nn.Linear | LowRankLinear) -> Tensor:
+    """hidden + linear(given) [N, out], in one kernel where the layer has no bias."""
+    if linear.bias is not None:
+        return hidden + linear(given)
+    hidden = torch.addmm(hidden, given, linear.weight.t())
+    if isinstance(linear, LowRankLinear):
+        hidden = torch.addmm(hidden, functional.linear(given, linear.down), linear.up.t())
+    return hidden
 
 
 def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
@@ -135,27 +159,47 @@ def _layer(layer: Any, window: int | None) -> _Layer:
     )
 
 
-def _fuse(linears: list[nn.Module]) -> tuple[Float[Tensor, "out in"], Float[Tensor, " out"] | None]:
-    """Stack the weights of projections of one input into one weight, and make the projections views of it."""
+def _fuse(linears: list[nn.Module]) -> _Stacked:
+    """Stack the weights of projections of one input, and make the projections views of them where `sync` writes."""
     layers = [_linear(linear) for linear in linears]
+    apart = [layer for layer in layers if isinstance(layer, LowRankLinear)]
     # Linear weights are [out, in], so stacking them along the first axis stacks the outputs.
-    fused = torch.cat([layer.weight.detach() for layer in layers])
-    for layer, rows in zip(layers, fused.split([len(layer.weight) for layer in layers]), strict=True):
-        layer.weight = nn.Parameter(rows, requires_grad=False)
+    weights = [*(layer.weight.detach() for layer in layers), *(layer.down.detach() for layer in apart)]
+    fused = torch.cat(weights)
+    rows = fused.split([len(weight) for weight in weights])
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     if len(biases) not in (0, len(layers)):
         raise UnsupportedError("some projections have a bias and some have none")
-    return fused, torch.cat(biases) if biases else None
+    size, rank = sum(len(layer.weight) for layer in layers), sum(len(layer.down) for layer in apart)
+    if biases and rank:
+        biases.append(fused.new_zeros(rank))
+    up = fused.new_zeros(size, rank)
+    out = column = 0
+    for layer, weight in zip(layers, rows[: len(layers)], strict=True):
+        if isinstance(layer, LowRankLinear):
+            # Its weight is the base's and never changes; A and B do.
+            block = up[out : out + len(weight), column : column + len(layer.down)]
+            block.copy_(layer.up)
+            layer.up, layer.down = _frozen(block), _frozen(rows[len(layers) + apart.index(layer)])
+            column += len(layer.down)
+        else:
+            layer.weight = _frozen(weight)
+        out += len(weight)
+    return _Stacked(fused, torch.cat(biases) if biases else None, up if rank else None)
 
 
-def _without_bias(fused: tuple[Tensor, Tensor | None]) -> Tensor:
-    if fused[1] is not None:
+def _frozen(view: Tensor) -> nn.Parameter:
+    return nn.Parameter(view, requires_grad=False)
+
+
+def _without_bias(fused: _Stacked) -> _Stacked:
+    if fused.bias is not None:
         raise UnsupportedError("the MLP has biases")
-    return fused[0]
+    return fused
 
 
-def _linear(module: nn.Module) -> nn.Linear:
-    if type(module) is not nn.Linear:
+def _linear(module: nn.Module) -> nn.Linear | LowRankLinear:
+    if type(module) is not nn.Linear and not isinstance(module, LowRankLinear):
         raise UnsupportedError(f"{type(module).__name__} instead of a linear layer")
     return module
 
