@@ -48,9 +48,9 @@ class DecodingCache:
         self._keys, self._values = list(keys), list(values)
         self._heads, self._device = keys[0].shape[1], keys[0].device
         self._lengths, self._prompt_of, self._copies = list(lengths), list(prompt_of), 0
-        # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
+        shape = (len(prompt_of), self._heads, 0)
         self._own = [
-            (key.new_zeros(len(prompt_of), self._heads, 0, key.shape[3]), value.new_zeros(len(prompt_of), self._heads, 0, value.shape[3]))
+            (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
             for key, value in zip(keys, values, strict=True)
         ]
         self._column = torch.zeros(1, dtype=torch.long, device=self._device)
@@ -183,6 +183,7 @@ def _per_head(bias: Float[Tensor, "P S"], heads: int) -> Float[Tensor, "_ 1 S"]:
 
 
 def _longer(own: Float[Tensor, "N K L D"], columns: int) -> Float[Tensor, "N K _ D"]:
+    # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
     longer = own.new_zeros(*own.shape[:2], columns, own.shape[3])
     longer[:, :, : own.shape[2]] = own
     return longer

@@ -4,8 +4,8 @@
     step      forward pass -> sampled tokens -> the next step's input; reads and writes tensors that stay where they are
     check     every few steps one copy of the sampled tokens to the host, which looks for ends and drops rows
 
-The host waits for the device at checks only. Rows that end between two checks are decoded on until the next one, and their surplus
-tokens are cut off: a completion does not depend on the buckets or on the other rows.
+The host waits for the device at checks only. Rows that end between two checks are decoded on until the next one, and their
+surplus tokens are cut off: a completion does not depend on the buckets or on the other rows.
 """
 
 import warnings
@@ -149,7 +149,10 @@ class DecodingLoop:
     def _check(self, count: int) -> None:
         """Read the last `count` tokens of every row, and drop the rows that have ended."""
         steps = self.record[:count].tolist()  # [count, 2 or 3, N], the only transfer to the host
-        staying = [(row, request) for row, request in self.alive if not self._append(request, [[x[row] for x in s] for s in steps])]
+        staying = []
+        for row, request in self.alive:
+            if not self._append(request, [[field[row] for field in step] for step in steps]):
+                staying.append((row, request))
         width = self.buckets.rows(len(staying))
         self.alive = staying
         if not staying or width >= len(self.tokens):

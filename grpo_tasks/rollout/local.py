@@ -200,6 +200,6 @@ class RepeatedPromptState:
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""
-        chosen = torch.tensor([*rows, *rows[:1] * copies], device=self._mask.device)
+        chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._mask.device)
         self._cache.batch_select_indices(chosen)
         self._mask = self._mask[chosen]

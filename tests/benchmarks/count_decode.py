@@ -4,17 +4,19 @@ Kernels are operations that are no views. They are counted on one and on two lay
 difference of the two is one layer. The buckets are those of a GPU.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -28,15 +30,9 @@ LAYERS, ROWS, PROMPTS, LENGTH = 24, 64, 8, 512
 ENDS = range(4)
 """Tokens that end a completion. Each has a probability of about 1 / 512, so that a completion has 128 tokens on average."""
 
-VIEWS = frozenset(
-    "view _unsafe_view expand slice select transpose permute t unsqueeze squeeze as_strided alias detach split split_with_sizes "
-    "reshape chunk unbind _reshape_alias view_as narrow lift_fresh unsafe_split empty empty_like new_empty empty_strided resize_ "
-    "set_ diagonal unflatten flatten".split()
-)
-READS = frozenset(
-    "tolist item cpu numpy nonzero unique masked_select __bool__ __int__ __float__ __index__ _local_scalar_dense "
-    "is_nonzero".split()
-)
+EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
+READS = frozenset(["tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select"])
+READS |= {"__bool__", "__int__", "__float__", "__index__", "is_nonzero"}
 
 
 @dataclass
@@ -48,12 +44,20 @@ class Operations(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if name not in VIEWS:
-            given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        found = func(*args, **(kwargs or {}))
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if name not in EMPTY and not (_is_view(found, given) and not func._schema.is_mutable):
             self.found.append((name, *[(tuple(value.shape), value.dtype, value.stride()) for value in given]))
-        return func(*args, **(kwargs or {}))
+        return found
+
+
+def _is_view(found: Any, given: list[torch.Tensor]) -> bool:
+    """True if the result lies in the memory of an argument: a reshape may be a view or a copy, whatever its name."""
+    memory = {value.untyped_storage().data_ptr() for value in given}
+    results = [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+    return bool(results) and all(value.untyped_storage().data_ptr() in memory for value in results)
 
 
 class Reads(TorchFunctionMode):
@@ -63,7 +67,7 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.count = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += getattr(func, "__name__", "") in READS
         return func(*args, **(kwargs or {}))
 
@@ -87,9 +91,15 @@ def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingL
 
 
 def decode_counts() -> dict[str, float]:
-    """Counts of a step with 1.5B widths, and of whole completions with a small model; see the names."""
-    one, two = (_kernels(layers) for layers in (1, 2))
-    counts = {"kernels_per_decode_step": float(one + (LAYERS - 1) * (two - one))}
+    """Counts of a step with 1.5B widths, and of whole completions with a small model.
+
+    `kernels_per_decode_step` is that of plain weights, `kernels_per_decode_step_adapter` that of a 16-bit base whose adapter
+    (r = 32, all layers) stays apart.
+    """
+    counts = {}
+    for name, adapter in (("kernels_per_decode_step", False), ("kernels_per_decode_step_adapter", True)):
+        one, two = (_kernels(layers, adapter=adapter) for layers in (1, 2))
+        counts[name] = float(one + (LAYERS - 1) * (two - one))
     engine = _engine(_model({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, 1, torch.float32))
     engine._end_ids = frozenset(ENDS)
     steps = [0]
@@ -104,8 +114,12 @@ def decode_counts() -> dict[str, float]:
     return counts
 
 
-def _kernels(layers: int) -> int:
-    engine = _engine(_model(SHAPES["qwen2.5-1.5b"], layers, torch.bfloat16))
+def _kernels(layers: int, *, adapter: bool) -> int:
+    policy: CausalLM = _model(SHAPES["qwen2.5-1.5b"], layers, torch.bfloat16)
+    if adapter:
+        lora = LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        policy = cast("PeftModel", get_peft_model(policy, lora)).eval()
+    engine = _engine(policy)
     engine._end_ids = frozenset()
     found: list[int] = []
     with Operations() as operations, each_step(
@@ -125,7 +139,7 @@ def _model(shape: dict[str, int], layers: int, dtype: torch.dtype) -> PreTrained
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
-def _engine(model: PreTrainedModel) -> LocalEngine:
+def _engine(model: CausalLM) -> LocalEngine:
     engine = LocalEngine(model, load_tokenizer(ModelRef(path="embedded:base")))
     engine._buckets = GPU
     return engine
