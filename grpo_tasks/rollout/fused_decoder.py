@@ -29,10 +29,10 @@ class _Layer:
 
     attention_norm: tuple[Tensor, float]
     qkv: "_Stacked"
-    out: nn.Linear | LowRankLinear
+    out: "_Residual"
     mlp_norm: tuple[Tensor, float]
     gate_up: "_Stacked"
-    down: nn.Linear | LowRankLinear
+    down: "_Residual"
     head_norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None
     """Norms of each head's queries and keys (Qwen3)."""
     scale: float
@@ -49,15 +49,38 @@ class _Stacked:
 
     weight: Float[Tensor, "rows in"]
     bias: Float[Tensor, " rows"] | None
-    up: Float[Tensor, "out r"] | None
-    """The adapters' scale * B, one block per projection."""
+    up: Float[Tensor, "r out"] | None
+    """The adapters' scale * B, transposed, one block per projection."""
 
     def __call__(self, given: Float[Tensor, "N in"]) -> Float[Tensor, "N out"]:
         found = functional.linear(given, self.weight, self.bias)
         if self.up is None:
             return found
-        size = len(self.up)
-        return torch.addmm(found[:, :size], found[:, size:], self.up.t())
+        size = self.up.shape[1]
+        return torch.addmm(found[:, :size], found[:, size:], self.up)
+
+
+@dataclass(frozen=True, slots=True)
+class _Residual:
+    """A projection whose output is added to its layer's input; views of the weights of `linear`, transposed."""
+
+    linear: nn.Linear | LowRankLinear
+    weight: Float[Tensor, "in out"]
+    up: Float[Tensor, "r out"] | None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Residual":
+        linear = _linear(module)
+        return cls(linear, linear.weight.detach().t(), linear.up.detach().t() if isinstance(linear, LowRankLinear) else None)
+
+    def __call__(self, hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"]) -> Float[Tensor, "N out"]:
+        if self.linear.bias is not None:
+            return hidden + self.linear(given)
+        # Product and sum in one kernel.
+        hidden = torch.addmm(hidden, given, self.weight)
+        if self.up is None:
+            return hidden
+        return torch.addmm(hidden, functional.linear(given, self.linear.down), self.up)
 
 
 class FusedDecoder:
@@ -104,10 +127,10 @@ class FusedDecoder:
         for layer_index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = past.attend(layer_index, query, key, value, layer.scale, layer.window).reshape(len(tokens), -1)
-            hidden = _added(hidden, attended, layer.out)  # [N, H D] -> [N, hidden]
+            hidden = layer.out(hidden, attended)  # [N, H D] -> [N, hidden]
             # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
             gate, up = layer.gate_up(_normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = _added(hidden, functional.silu(gate) * up, layer.down)
+            hidden = layer.down(hidden, functional.silu(gate) * up)
         logits: Tensor = self._head(_normed(hidden, self._norm))
         return logits
 
@@ -127,16 +150,6 @@ class FusedDecoder:
         return both[:, : self._heads, None], both[:, self._heads :, None], split[:, rotated:, None]
 
 
-def _added(hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"], linear: nn.Linear | LowRankLinear) -> Tensor:
-    """hidden + linear(given) [N, out], in one kernel where the layer has no bias."""
-    if linear.bias is not None:
-        return hidden + linear(given)
-    hidden = torch.addmm(hidden, given, linear.weight.t())
-    if isinstance(linear, LowRankLinear):
-        hidden = torch.addmm(hidden, functional.linear(given, linear.down), linear.up.t())
-    return hidden
-
-
 def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
     """True if two computations of the same logits differ by rounding only."""
     limit = TOLERANCE.get(wanted.dtype, 0.0) * wanted.abs().max()
@@ -149,10 +162,10 @@ def _layer(layer: Any, window: int | None) -> _Layer:
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
         qkv=_fuse([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=_linear(attention.o_proj),
+        out=_Residual.of(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_without_bias(_fuse([mlp.gate_proj, mlp.up_proj])),
-        down=_linear(mlp.down_proj),
+        down=_Residual.of(mlp.down_proj),
         head_norms=norms,
         scale=float(attention.scaling),
         window=window,
@@ -185,7 +198,7 @@ def _fuse(linears: list[nn.Module]) -> _Stacked:
         else:
             layer.weight = _frozen(weight)
         out += len(weight)
-    return _Stacked(fused, torch.cat(biases) if biases else None, up if rank else None)
+    return _Stacked(fused, torch.cat(biases) if biases else None, up.t() if rank else None)
 
 
 def _frozen(view: Tensor) -> nn.Parameter:
