@@ -8,16 +8,14 @@ side and attend to the prompt's keys once:
 It is registered with transformers as an attention implementation. Without the argument `shared_prompt` it is ordinary scaled
 dot-product attention, so a model can keep it. Soft caps and attention sinks raise `UnsupportedError`.
 
-PackedAttention serves training, DecodedPrompt decoding. DecodedPrompt raises `UnsupportedError` for sliding windows too; the
-caller then repeats the cache. In this file S counts the tokens of the encoded context, which ends before the prompt's last token
-(batch.py).
+PackedAttention serves training, rollout/decoding_cache.py decoding. In this file S counts the tokens of the encoded context,
+which ends before the prompt's last token (batch.py).
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -142,106 +140,3 @@ class PromptGroups:
         split = folded.reshape(prompts, heads, self.width, -1, length, depth).transpose(1, 2)
         rows = split.reshape(prompts * self.width, -1, length, depth)
         return rows if self.slots is None else rows.index_select(0, self.slots)
-
-
-def _bias(mask: Bool[Tensor, "P S"], dtype: torch.dtype) -> Float[Tensor, "P 1 1 S"]:
-    """Added to attention scores: 0 for real tokens, -inf for padding."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)[:, None, None, :]
-
-
-class DecodedPrompt:
-    """For decoding: each step adds one token to every row, and rows that have ended can be dropped.
-
-    Args:
-        keys: keys of the context, layer by layer.
-        values: values of the context, layer by layer.
-        mask: True for the real tokens of the context.
-        prompt_of: prompt of each row.
-        max_length: largest number of new tokens per row.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[Float[Tensor, "P K S D"]],
-        values: Sequence[Float[Tensor, "P K S D"]],
-        mask: Bool[Tensor, "P S"],
-        prompt_of: Int[Tensor, " N"],
-        max_length: int,
-    ) -> None:
-        self._keys, self._values = list(keys), list(values)
-        # float32 like the scores it is added to.
-        self._bias = None if mask.all() else _bias(mask, torch.float32)
-        self._prompt_of = prompt_of
-        self._groups = PromptGroups(prompt_of, len(mask))
-        self._own: list[tuple[Tensor, Tensor]] = []
-        self._max_length = max_length
-        self.length = 0
-        """New tokens of each row before the current step."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "N H 1 D"],
-        key: Float[Tensor, "N K 1 D"],
-        value: Float[Tensor, "N K 1 D"],
-        scale: float,
-        window: int | None = None,
-    ) -> Float[Tensor, "N H 1 D"]:
-        """See `SharedPrompt`; T is 1.
-
-        With one query per row the scores are small, so both parts go through one softmax and no log-sum-exp is needed.
-        """
-        if window is not None:
-            raise UnsupportedError("attention with sliding_window")
-        own_keys, own_values = self._append(layer, key, value)  # [N, K, L, D], L tokens so far
-        rows, heads = key.shape[:2]
-        # Scaling the query costs D products per head, scaling the scores S + L.
-        query = query * scale
-        # [P, K, M, D] x [P, K, D, S] -> [P, K, M, S] with M = width H / K. The softmax runs in float32.
-        prompt = torch.matmul(self._groups.fold(query, heads), self._keys[layer].transpose(2, 3)).float()
-        if self._bias is not None:
-            prompt = prompt + self._bias
-        # [N, K, H / K, D] x [N, K, D, L] -> [N, K, H / K, L]
-        own = torch.matmul(query.view(rows, heads, -1, query.shape[-1]), own_keys.transpose(2, 3)).float()
-        # The prompt's scores, the larger part, stay folded; only the few scores of the own tokens are rearranged to join them.
-        folded = self._groups.fold(own.view(rows, -1, 1, own.shape[-1]), heads)
-        weights = torch.cat([prompt, folded], dim=-1).softmax(-1).to(value.dtype)
-        size = prompt.shape[-1]  # S: columns up to here weigh the prompt's values, the others the own values
-        from_prompt = torch.matmul(weights[..., :size], self._values[layer])
-        own_weights = self._groups.unfold(weights[..., size:], 1).view(own.shape)
-        return self._groups.unfold(from_prompt, 1) + torch.matmul(own_weights, own_values).view(query.shape)
-
-    def keep_rows(self, rows: Int[Tensor, " R"]) -> None:
-        """Drop all other rows, and the prompts that have no row left.
-
-        Args:
-            rows: the indices of the rows that stay, ascending.
-        """
-        self._prompt_of = self._prompt_of[rows]
-        # unique sorts, so prompts keep their order; the inverse renumbers the rows' prompts without gaps.
-        alive, self._prompt_of = torch.unique(self._prompt_of, return_inverse=True)
-        if len(alive) < self._groups.num_prompts:
-            self._keys = [keys[alive] for keys in self._keys]
-            self._values = [values[alive] for values in self._values]
-            self._bias = None if self._bias is None else self._bias[alive]
-        self._groups = PromptGroups(self._prompt_of, len(alive))
-        self._own = [(self._select(keys, rows), self._select(values, rows)) for keys, values in self._own]
-
-    def _append(
-        self, layer: int, key: Float[Tensor, "N K 1 D"], value: Float[Tensor, "N K 1 D"]
-    ) -> tuple[Float[Tensor, "N K L D"], Float[Tensor, "N K L D"]]:
-        """The row's own keys and values with those of the current token."""
-        if layer == len(self._own):
-            # First step: room for all tokens at once, because a concatenation per step would copy the past each time.
-            shape = (*key.shape[:2], self._max_length, key.shape[3])
-            self._own.append((key.new_empty(shape), value.new_empty((*shape[:3], value.shape[3]))))
-        keys, values = self._own[layer]
-        keys[:, :, self.length] = key[:, :, 0]
-        values[:, :, self.length] = value[:, :, 0]
-        return keys[:, :, : self.length + 1], values[:, :, : self.length + 1]
-
-    def _select(self, own: Float[Tensor, "N K L D"], rows: Int[Tensor, " R"]) -> Float[Tensor, "R K L D"]:
-        # L is max_length here. Only the columns that are filled are copied.
-        kept = own.new_empty((len(rows), *own.shape[1:]))
-        kept[:, :, : self.length] = own[:, :, : self.length][rows]
-        return kept

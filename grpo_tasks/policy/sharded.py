@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_tasks.policy.folded_adapter import CausalLM, FoldedPolicy, causal_model, folded_weight
+from grpo_tasks.policy.folded_adapter import CausalLM, FoldedPolicy, LowRankLinear, causal_model, folded_weight, stays_apart
 
 Output = TypeVar("Output")
 _METHOD = "pass_through"
@@ -68,23 +68,27 @@ def shard_like(tensor: Tensor, sharded: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def sampling_copy(policy: CausalLM) -> "FoldedPolicy | GatheredPolicy":
-    """A copy of the policy to sample from, with its adapter folded in."""
-    return GatheredPolicy(policy) if is_sharded(policy) else FoldedPolicy(policy)
+def sampling_copy(policy: CausalLM, *, fold: bool = False) -> "FoldedPolicy | GatheredPolicy":
+    """A copy of the policy to sample from; with `fold`, one whose weights others can load (folded_adapter.py)."""
+    return GatheredPolicy(policy, fold=fold) if is_sharded(policy) else FoldedPolicy(policy, fold=fold)
 
 
 class GatheredPolicy:
-    """Holds `model`, a complete plain causal model that equals the sharded policy as of the last `sync`, its adapter folded in.
+    """Holds `model`, a complete plain causal model that equals the sharded policy as of the last `sync`, as `FoldedPolicy` does.
 
     Decoding with sharded weights would gather each layer for each token; this copy costs the memory of one model instead.
     """
 
-    def __init__(self, policy: CausalLM) -> None:
+    def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
         base: Any = causal_model(policy)
         settings = {"dtype": base.dtype, "attn_implementation": base.config._attn_implementation}
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(base.config, **settings).to(base.device)
         self.model.eval().requires_grad_(False)
         self.model.generation_config = base.generation_config
+        for name, source in base.named_modules():
+            if isinstance(source, LoraLinear) and not fold and stays_apart(source):
+                plain = self.model.get_submodule(name)
+                self.model.set_submodule(name, LowRankLinear(source, plain.weight, plain.bias))
         self._pairs: dict[Any, list[tuple[nn.Module, nn.Module]]] = {}
         for unit, source, twin in _paired(base, self.model, base):
             self._pairs.setdefault(unit, []).append((source, twin))
@@ -104,9 +108,13 @@ class GatheredPolicy:
 
     def _copy_weights(self, source: nn.Module, twin: Any) -> None:
         if isinstance(source, LoraLinear):
-            # The copy has a plain linear layer where the policy has an adapted one.
-            twin.weight.copy_(folded_weight(source))
+            # The copy has a layer of another kind where the policy has an adapted one.
             others = {"bias": source.base_layer.bias}
+            if isinstance(twin, LowRankLinear):
+                twin.follow(source)
+                others["weight"] = source.base_layer.weight
+            else:
+                twin.weight.copy_(folded_weight(source))
         else:
             others = dict(source.named_parameters(recurse=False))
         for name, parameter in others.items():

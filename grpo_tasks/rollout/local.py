@@ -2,31 +2,30 @@
 
     requests -> batches of similar prompt length -> encode each prompt once -> decode token by token -> completions
 
-All completions of a prompt read one copy of its keys and values, and rows that have ended leave the batch. Paged caches and
-continuous batching are left to a server (vllm_engine.py).
+All completions of a prompt read one copy of its keys and values (decoding_cache.py), and rows that have ended leave the batch
+(decoding_loop.py). Paged caches and continuous batching are left to a server (vllm_engine.py).
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from grpo_tasks.attention.shared_prompt import DecodedPrompt, UnsupportedError, no_mask, use_shared_prompts
-from grpo_tasks.policy.batch import TokenBatch, position_ids, token_batch
+from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
+from grpo_tasks.policy.batch import TokenBatch, position_ids
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
+from grpo_tasks.rollout.decoding_cache import DecodingCache
+from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, unique_prompts
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.token_sampling import Drawn, sample_tokens, uniform_numbers
 
 
 class LocalEngine:
@@ -56,6 +55,9 @@ class LocalEngine:
         frozen = not any(parameter.requires_grad for parameter in self._model.parameters())
         self._fuse = share_prompts and fuse_kernels and frozen
         self._fused: FusedDecoder | None = None
+        self._buckets = Buckets.of(policy.device)
+        self.rows_decoded = 0
+        """Rows of all steps so far, those included that had ended and whose tokens nobody reads."""
         self._end_ids = end_token_ids(tokenizer, policy.generation_config.eos_token_id)
 
     def sync(self) -> None:
@@ -90,25 +92,33 @@ class LocalEngine:
                 if self._fuse:
                     # Tried once per engine; later syncs write into the same weights.
                     self._fuse, self._fused = False, self._fused_decoder(requests)
-                return _DecodingLoop(self._model, requests, sampling, stop, partial(SharedPromptState, fused=self._fused)).run()
+                return self._loop(requests, sampling, stop, partial(SharedPromptState, fused=self._fused))
             except (UnsupportedError, AttributeError, TypeError) as error:
                 warnings.warn(f"every completion gets its own copy of its prompt's keys and values ({error})", stacklevel=2)
                 self._share = False
-        return _DecodingLoop(self._model, requests, sampling, stop, RepeatedPromptState).run()
+        return self._loop(requests, sampling, stop, RepeatedPromptState)
+
+    def _loop(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, state: MakeState) -> list[Completion]:
+        loop = DecodingLoop(self._model, requests, sampling, stop, state, self._buckets)
+        completions = loop.run()
+        self.rows_decoded += loop.rows_decoded
+        return completions
 
     def _fused_decoder(self, requests: Sequence[Request]) -> FusedDecoder | None:
         """The fused step, or None if its logits differ from the model's own or the model has another shape."""
-        prompts = _unique_prompts(requests[:1], self._model.device)
-        tokens = prompts.last_ids
-        wanted = SharedPromptState(self._model, prompts, 1).forward(tokens)
+        prompts = unique_prompts(requests[:1], self._model.device)
+        first, state = torch.zeros(1, dtype=torch.long, device=self._model.device), SharedPromptState(self._model, prompts)
+        state.make_room(1)
+        wanted = state.forward(prompts.last_ids, first)
         try:
             # `sync` writes into these weights outside of inference mode, which torch forbids for tensors made inside it.
             with torch.inference_mode(mode=False), torch.no_grad():
-                fused = FusedDecoder(self._model)
+                fused = FusedDecoder(self._model, state.cache.windows)
         except UnsupportedError:
             return None
-        found = SharedPromptState(self._model, prompts, 1, fused=fused).forward(tokens)
-        return fused if agrees(found, wanted) else None
+        state = SharedPromptState(self._model, prompts, fused=fused)
+        state.make_room(1)
+        return fused if agrees(state.forward(prompts.last_ids, first), wanted) else None
 
 
 def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
@@ -119,67 +129,49 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
-@runtime_checkable
-class DecodingState(Protocol):
-    """Model and key-value cache of the rows that are still being decoded."""
-
-    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """Append a token to every row; returns the logits of the next one."""
-
-    def keep_rows(self, rows: Int[Tensor, " R"]) -> None:
-        """Drop all other rows."""
-
-
 class SharedPromptState:
-    """Keeps one copy of each prompt for all its rows (attention/shared_prompt.py)."""
+    """Keeps one copy of each prompt for all its rows (decoding_cache.py)."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        prompts: TokenBatch,
-        max_length: int,
-        *,
-        fused: FusedDecoder | None = None,
-    ) -> None:
+    static = True
+
+    def __init__(self, model: CausalLM, prompts: TokenBatch, *, fused: FusedDecoder | None = None) -> None:
         cache = encode_context(model, prompts)
+        lengths = [length - 1 for length in prompts.packed.prompt_lengths]
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         self._model, self._fused = model, fused
-        self._past = DecodedPrompt(keys, values, prompts.context_mask, prompts.prompt_of, max_length)
-        # Position of a row's first input, the prompt's last token: the length of the context. [P] -> [N] -> [N, 1]
-        self._positions = prompts.context_mask.sum(1)[prompts.prompt_of][:, None]
+        self.cache = DecodingCache(keys, values, lengths, prompts.prompt_of.tolist())
+        use_shared_prompts(causal_model(model))
 
-    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def forward(self, tokens: Int[Tensor, " N"], column: Int[Tensor, " 1"]) -> Float[Tensor, "N V"]:
         """See `DecodingState`."""
-        positions = self._positions + self._past.length
+        positions = self.cache.begin_step(column)
         if self._fused is not None:
-            logits = self._fused.step(tokens, positions, self._past)
-        else:
-            logits = self._model_forward(tokens, positions)
-        self._past.length += 1
-        return logits
-
-    def _model_forward(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"]) -> Float[Tensor, "N V"]:
-        use_shared_prompts(causal_model(self._model))
+            return self._fused.step(tokens, positions, self.cache)
         out = self._model(
             input_ids=tokens[:, None],
             position_ids=positions,
             attention_mask=no_mask(tokens.device),
             use_cache=False,
-            shared_prompt=self._past,
+            shared_prompt=self.cache,
         )
         logits: Tensor = out.logits[:, -1]  # [N, 1, V] -> [N, V]
         return logits
 
-    def keep_rows(self, rows: Int[Tensor, " R"]) -> None:
+    def make_room(self, columns: int) -> None:
         """See `DecodingState`."""
-        self._past.keep_rows(rows)
-        self._positions = self._positions[rows]
+        self.cache.make_room(columns)
+
+    def keep_rows(self, rows: Sequence[int], copies: int) -> None:
+        """See `DecodingState`."""
+        self.cache.keep_rows(rows, copies)
 
 
 class RepeatedPromptState:
     """Keeps a copy of its prompt for every row, in transformers' own cache: works for every architecture with such a cache."""
 
-    def __init__(self, model: CausalLM, prompts: TokenBatch, max_length: int) -> None:  # noqa: ARG002
+    static = False
+
+    def __init__(self, model: CausalLM, prompts: TokenBatch) -> None:
         # Padding on the left, so that each context ends where its completion begins: a sliding window counts columns.
         ids, mask = prompts.contexts_padded_left()  # [P, C]
         cache = DynamicCache()
@@ -188,7 +180,7 @@ class RepeatedPromptState:
         self._model, self._cache = model, cache
         self._mask = mask.long()[prompts.prompt_of]  # [N, C], one column more per step
 
-    def forward(self, tokens: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def forward(self, tokens: Int[Tensor, " N"], column: Int[Tensor, " 1"]) -> Float[Tensor, "N V"]:  # noqa: ARG002
         """See `DecodingState`."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         # A short context has padding before it: the position is the number of real tokens before the new one, not its column.
@@ -203,103 +195,11 @@ class RepeatedPromptState:
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def keep_rows(self, rows: Int[Tensor, " R"]) -> None:
+    def make_room(self, columns: int) -> None:
+        """Nothing to do: the cache grows by a column per step."""
+
+    def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""
-        self._cache.batch_select_indices(rows)
-        self._mask = self._mask[rows]
-
-
-MakeState = Callable[[CausalLM, TokenBatch, int], DecodingState]
-
-
-class _DecodingLoop:
-    """Decodes one batch of requests, token by token.
-
-    Rows that end are dropped from the tensors. `alive[i]` is the index of the request that row i belongs to.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        stop: StopRule,
-        make_state: MakeState,
-    ) -> None:
-        self.sampling, self.stop = sampling, stop
-        self.alive = list(range(len(requests)))
-        self.ids: list[list[int]] = [[] for _ in requests]
-        self.logps: list[list[float]] = [[] for _ in requests]
-        self.policy_logps: list[list[float]] = [[] for _ in requests]
-        self.ended = [False] * len(requests)
-        # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
-        self.uniform_numbers = uniform_numbers(
-            [request.seed for request in requests], sampling.max_completion_length, device=model.device
-        )
-        prompts = _unique_prompts(requests, model.device)
-        self.state = make_state(model, prompts, sampling.max_completion_length)
-        # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
-        self.logits = self.state.forward(prompts.last_ids[prompts.prompt_of])
-        self.seen = self._prompt_tokens(requests) if sampling.repetition_penalty != 1.0 else None
-
-    def run(self) -> list[Completion]:
-        for step in range(self.sampling.max_completion_length):
-            tokens = self._next_tokens(step)
-            if not self.alive or step + 1 == self.sampling.max_completion_length:
-                break
-            self.logits = self.state.forward(tokens)
-        return [
-            Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length", policy_logps)
-            for ids, logps, policy_logps, ended in zip(self.ids, self.logps, self.policy_logps, self.ended, strict=True)
-        ]
-
-    def _prompt_tokens(self, requests: Sequence[Request]) -> Bool[Tensor, "N V"]:
-        """The tokens that each row has seen before its first new one, as repetition_penalty counts them."""
-        seen = torch.zeros(self.logits.shape, dtype=torch.bool, device=self.logits.device)
-        for row, request in enumerate(requests):
-            seen[row, torch.tensor(list(request.prompt_ids), device=seen.device)] = True
-        return seen
-
-    def _next_tokens(self, step: int) -> Int[Tensor, " R"]:
-        """Sample and record a token for every row, and drop the rows that have ended; returns the tokens of the others."""
-        uniform = self.uniform_numbers[:, step]  # [requests]
-        if len(self.alive) < len(self.ids):
-            uniform = uniform[torch.tensor(self.alive, device=uniform.device)]
-        sampled = sample_tokens(self.logits, uniform, self.sampling, self.seen)
-        tokens = sampled.tokens
-        drawn = tokens.tolist()  # one transfer from the device per step, not one per row
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], value=True)
-        self._record(drawn, sampled)
-        if self.sampling.stop:
-            ended = [self.stop.ended(self.ids[request]) for request in self.alive]
-        else:
-            # Without stop strings the last token decides, and nothing has to be decoded.
-            ended = [token in self.stop.end_ids for token in drawn]
-        staying = [row for row, done in enumerate(ended) if not done]
-        if len(staying) == len(self.alive):
-            return tokens
-        for request, done in zip(self.alive, ended, strict=True):
-            self.ended[request] = done
-        # Shorter tensors make all further steps cheaper; completions of a group end at very different lengths.
-        keep = torch.tensor(staying, dtype=torch.long, device=tokens.device)
-        self.alive = [self.alive[row] for row in staying]
-        if staying:
-            self.state.keep_rows(keep)
-            self.seen = None if self.seen is None else self.seen[keep]
-        return tokens[keep]
-
-    def _record(self, drawn: Sequence[int], sampled: Drawn) -> None:
-        logps = sampled.logps.tolist()
-        policy_logps = logps if sampled.policy_logps is sampled.logps else sampled.policy_logps.tolist()
-        for request, token, logp, policy_logp in zip(self.alive, drawn, logps, policy_logps, strict=True):
-            self.ids[request].append(token)
-            self.logps[request].append(logp)
-            self.policy_logps[request].append(policy_logp)
-
-
-def _unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:
-    """A batch that holds neighbouring equal prompts once; its completions are placeholders of one token."""
-    groups = [(prompt, len(list(members))) for prompt, members in groupby(list(request.prompt_ids) for request in requests)]
-    prompt_of = [index for index, (_, count) in enumerate(groups) for _ in range(count)]
-    return token_batch([prompt for prompt, _ in groups], [[0]] * len(prompt_of), prompt_of, device=device)
+        chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._mask.device)
+        self._cache.batch_select_indices(chosen)
+        self._mask = self._mask[chosen]

@@ -261,7 +261,8 @@ class VllmEngine(VllmSampler):
                 place="rollout.engine",
                 fix="engine: local, or train an adapter",
             )
-        self._folded = sampling_copy(policy) if merged else None
+        # A server without adapters loads plain weights only, rounded once to its precision.
+        self._folded = sampling_copy(policy, fold=True) if merged else None
         shutil.rmtree(weights, ignore_errors=True)
 
     def sync(self) -> None:

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
@@ -29,6 +37,9 @@ SLIDING = {
 }
 
 
+PROMPTS = [list(range(5, 17)), list(range(40, 49)), list(range(100, 121))]
+
+
 def model_of(config):
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -37,10 +48,9 @@ def model_of(config):
 def sampled(model, tokenizer, **switches):
     engine = LocalEngine(model, tokenizer, **switches)
     sampling = Sampling.of(RolloutConfig(max_completion_length=24))
-    prompts = [list(range(5, 17)), list(range(40, 49)), list(range(100, 121))]
     # Token 7 ends a completion, so that rows and whole groups leave at different times.
     engine._end_ids = frozenset({7, 11, 13, 17, 19, 23, 29, 31})
-    requests = [Request(prompts[index // 4], seed=index) for index in range(12)]
+    requests = [Request(PROMPTS[index // 4], seed=index) for index in range(12)]
     return engine, engine.generate(requests, sampling)
 
 
@@ -58,12 +68,26 @@ def test_every_way_of_decoding_draws_the_same_completions(name, tokenizer):
         assert (engine._fused is not None) == fused
 
 
-@pytest.mark.parametrize("name", SLIDING)
-def test_decoding_falls_back_with_a_warning_where_attention_is_of_another_kind(name, tokenizer):
-    wanted = sampled(model_of(SLIDING[name]), tokenizer, share_prompts=False)[1]
+def test_decoding_falls_back_with_a_warning_where_attention_is_of_another_kind(tokenizer):
+    config = Gemma2Config(**SMALL, head_dim=32)  # soft caps
+    wanted = sampled(model_of(config), tokenizer, share_prompts=False)[1]
     with pytest.warns(UserWarning, match="its own copy of its prompt"):
-        found = sampled(model_of(SLIDING[name]).requires_grad_(False), tokenizer)[1]
+        found = sampled(model_of(config).requires_grad_(False), tokenizer)[1]
     assert [completion.token_ids for completion in found] == [completion.token_ids for completion in wanted]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", SLIDING)
+def test_decoding_through_a_sliding_window_equals_single_rows_without_padding(name, fuse, tokenizer, recwarn):
+    model = model_of(SLIDING[name]).requires_grad_(False)
+    engine, drawn = sampled(model, tokenizer, fuse_kernels=fuse)
+    assert not [warning for warning in recwarn if "its own copy" in str(warning.message)]
+    assert (engine._fused is not None) == (fuse and name == "mistral-sliding")
+    for index, completion in enumerate(drawn):
+        prompt = PROMPTS[index // 4]
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, rtol=0, atol=1e-5)
 
 
 def test_a_model_in_training_is_never_rewritten(policy, tokenizer):

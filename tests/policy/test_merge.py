@@ -1,5 +1,6 @@
 import pytest
 import torch
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +40,19 @@ def test_the_merged_model_equals_base_and_adapter_and_loads_with_transformers_al
     assert (tmp_path / "model" / "generation_config.json").exists()
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{dtype}"}
+
+
+def test_a_merged_weight_is_rounded_once_from_float32(spec, tmp_path, policy):
+    merged(spec, tmp_path)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    adapted = {name: layer for name, layer in policy.get_base_model().named_modules() if isinstance(layer, Linear)}
+    assert len(adapted) == 21
+    twice = 0
+    for name, layer in adapted.items():
+        weight, delta = layer.base_layer.weight.float(), layer.get_delta_weight("default").float()
+        assert torch.equal(stored[f"{name}.weight"], (weight + delta).bfloat16())
+        twice += (stored[f"{name}.weight"] != weight.bfloat16() + delta.bfloat16()).sum()
+    assert twice > 0  # rounding the parts first gives other weights
 
 
 def test_a_saved_model_that_differs_is_refused(spec, tmp_path, monkeypatch):

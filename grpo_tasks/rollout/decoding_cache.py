@@ -1,0 +1,189 @@
+"""Keys and values of a batch that is being decoded, in tensors whose shapes stay the same from step to step.
+
+The rows of a group read one copy of their prompt's keys and values. The queries of a group are placed side by side ("folded")
+and attend to it in one product; each row's own tokens are kept row by row. Both kinds of scores go through one softmax.
+
+    queries  [N K, R, D]  --fold-->  [P K, W R, D] x prompt keys [P K, S, D]  -> scores [P K, W R, S]  \
+             [N K, R, D]                           x own keys    [N K, L, D]  --fold--> [P K, W R, L]  /  softmax
+
+Which column is written and which columns are visible depends on `column`, a tensor on the device. So every step between two calls
+of `make_room` or `keep_rows` runs the same operations on the same shapes and addresses, and a CUDA graph can replay it.
+
+N rows, P prompts, W rows of the largest group, S tokens of the longest context (a prompt without its last token, batch.py), L
+columns for own tokens, K key heads, R query heads per key head, H = K R query heads, D width of a head.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_tasks.attention.shared_prompt import UnsupportedError
+
+
+class DecodingCache:
+    """One copy of each prompt's keys and values, and those of the new tokens of every row.
+
+    Args:
+        keys: keys of the contexts, layer by layer.
+        values: values of the contexts, layer by layer.
+        lengths: tokens of each context; what lies behind them is padding.
+        prompt_of: prompt of each row.
+
+    Raises:
+        UnsupportedError: the layers differ in their number of key heads.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Float[Tensor, "P K S _"]],
+        values: Sequence[Float[Tensor, "P K S _"]],
+        lengths: Sequence[int],
+        prompt_of: Sequence[int],
+    ) -> None:
+        if len({layer.shape[1] for layer in keys}) != 1:
+            raise UnsupportedError("layers with different numbers of key heads")
+        self._keys, self._values = list(keys), list(values)
+        self._heads, self._device = keys[0].shape[1], keys[0].device
+        self._lengths, self._prompt_of, self._copies = list(lengths), list(prompt_of), 0
+        shape = (len(prompt_of), self._heads, 0)
+        self._own = [
+            (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
+            for key, value in zip(keys, values, strict=True)
+        ]
+        self._column = torch.zeros(1, dtype=torch.long, device=self._device)
+        self.windows: dict[int, int | None] = {}
+        """The window of each layer, as the model's forward pass gave it."""
+        self._biases: dict[int | None, tuple[Tensor | None, Tensor]] = {}
+        self._lay_out()
+        self.make_room(0)
+
+    def make_room(self, columns: int) -> None:
+        """Room for `columns` own tokens per row, at least as many as before."""
+        self._own = [(_longer(keys, columns), _longer(values, columns)) for keys, values in self._own]
+        self._columns = torch.arange(columns, device=self._device)
+
+    def keep_rows(self, rows: Sequence[int], copies: int) -> None:
+        """Drop all other rows, and the prompts that have no row left.
+
+        Args:
+            rows: the rows that stay.
+            copies: how many copies of the first one fill the batch up. They are decoded like it.
+        """
+        prompt_of = [self._prompt_of[row] for row in rows]
+        prompts = sorted(set(prompt_of))
+        if len(prompts) < len(self._lengths):
+            kept = torch.tensor(prompts, device=self._device)
+            self._keys = [keys.index_select(0, kept) for keys in self._keys]
+            self._values = [values.index_select(0, kept) for values in self._values]
+            self._lengths = [self._lengths[prompt] for prompt in prompts]
+        self._prompt_of, self._copies = [prompts.index(prompt) for prompt in prompt_of], copies
+        chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._device)
+        self._own = [(keys.index_select(0, chosen), values.index_select(0, chosen)) for keys, values in self._own]
+        self._lay_out()
+
+    def begin_step(self, column: Int[Tensor, " 1"]) -> Int[Tensor, "N 1"]:
+        """Begin the step in which every row, having `column` own tokens, gets another one; returns its position in each row."""
+        # Which columns are visible is worked out once per step, for all layers with the same window.
+        self._column, self._biases = column, {}
+        return self._row_lengths + column
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "N H 1 D"],
+        key: Float[Tensor, "N K 1 D"],
+        value: Float[Tensor, "N K 1 _"],
+        scale: float,
+        window: int | None = None,
+    ) -> Float[Tensor, "N H 1 _"]:
+        """Attention of one new token per row to its prompt and to the row's own tokens; see `SharedPrompt`."""
+        own_keys, own_values = self._append(layer, key, value)  # [N K, L, D]
+        self.windows[layer] = window
+        if window not in self._biases:
+            self._biases[window] = self._visible(window)
+        prompt_bias, own_bias = self._biases[window]
+        queries = query.reshape(len(own_keys), -1, query.shape[-1])  # [N, H, 1, D] -> [N K, R, D]
+        shared = self._keys[layer].shape[0] * self._heads  # P K
+        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [P K, S, D]
+        folded = queries.index_select(0, self._fold).view(shared, -1, query.shape[-1])  # [P K W, R, D] -> [P K, W R, D]
+        # One kernel multiplies, scales and adds the bias; with beta = 0 the bias is not read.
+        bias, beta = (own_bias[..., :1], 0.0) if prompt_bias is None else (prompt_bias, 1.0)
+        from_prompt = torch.baddbmm(bias, folded, keys.transpose(1, 2), beta=beta, alpha=scale)  # [P K, W R, S]
+        own = torch.baddbmm(own_bias, queries, own_keys.transpose(1, 2), alpha=scale)  # [N K, R, L]
+        # The prompt's scores, the larger part, stay folded; the few scores of the own tokens are rearranged to join them.
+        own = own.index_select(0, self._fold).view(shared, -1, own.shape[-1])  # [P K, W R, L]
+        weights = torch.cat([from_prompt, own], dim=-1).softmax(-1)  # in float32 inside, whatever the dtype
+        size = from_prompt.shape[-1]  # S: columns up to here weigh the prompt's values, the others the own values
+        attended = torch.bmm(weights[..., :size], values).view(len(self._fold), *queries.shape[1:2], -1)  # [P K W, R, D]
+        own_weights = weights[..., size:].unflatten(1, (-1, queries.shape[1])).flatten(0, 1)  # [P K W, R, L], a view
+        # index_select takes slots back to rows: [P K W, ...] -> [N K, ...]
+        attended = attended.index_select(0, self._unfold)
+        attended = torch.baddbmm(attended, own_weights.index_select(0, self._unfold), own_values)
+        return attended.view(query.shape[0], query.shape[1], 1, -1)
+
+    def _append(
+        self, layer: int, key: Float[Tensor, "N K 1 D"], value: Float[Tensor, "N K 1 _"]
+    ) -> tuple[Float[Tensor, "_ L D"], Float[Tensor, "_ L _"]]:
+        """The rows' own keys and values with those of the current token, [N K, L, D]."""
+        if layer >= len(self._keys):
+            raise UnsupportedError("layers that share their keys and values")
+        keys, values = self._own[layer]
+        keys.index_copy_(2, self._column, key)
+        values.index_copy_(2, self._column, value)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def _visible(self, window: int | None) -> tuple[Tensor | None, Tensor]:
+        """Added to the scores: 0 at visible columns, -inf elsewhere. [P K, 1, S], None if all of it is visible, and [1, 1, L].
+
+        All rows are at the same column and the rows of a prompt at the same position, so rows need no masks of their own.
+        """
+        dtype, own = self._keys[0].dtype, self._columns <= self._column
+        if window is None:
+            return self._padding, _bias(own, dtype)[None, None]
+        own = own & (self._columns > self._column - window)
+        # A context token at position s is seen from position length + column if that is less than `window` away.
+        seen = self._real & (self._places > self._prompt_lengths + self._column - window)  # [P, S]
+        return _per_head(_bias(seen, dtype), self._heads), _bias(own, dtype)[None, None]
+
+    def _lay_out(self) -> None:
+        """Which rows stand side by side. On the host: reading sizes from the device would make the host wait."""
+        heads, width = torch.arange(self._heads), max(Counter(self._prompt_of).values())
+        taken: Counter[int] = Counter()
+        slots = []  # of each row, [N]
+        for prompt in self._prompt_of:
+            slots.append(prompt * width + taken[prompt])
+            taken[prompt] += 1
+        slots += slots[:1] * self._copies
+        rows = torch.zeros(len(self._lengths) * width, dtype=torch.long)  # row in each slot; an empty slot repeats row 0
+        real = torch.tensor(slots[: len(self._prompt_of)])
+        rows[real] = torch.arange(len(real))
+        # [P, W] -> [P, 1, W] K + [K, 1] -> [P, K, W]: place of the slot's queries among [N K]
+        self._fold = (rows.view(-1, 1, width) * self._heads + heads[:, None]).flatten().to(self._device)
+        # Slot p W + w of head k is at (p K + k) W + w among [P K W].
+        slot = torch.tensor(slots)[:, None]
+        self._unfold = ((slot // width * self._heads + heads) * width + slot % width).flatten().to(self._device)
+        self._prompt_lengths = torch.tensor(self._lengths, device=self._device)[:, None]  # [P, 1]
+        every = [*self._prompt_of, *self._prompt_of[:1] * self._copies]
+        self._row_lengths = torch.tensor([self._lengths[prompt] for prompt in every], device=self._device)[:, None]  # [N, 1]
+        self._places = torch.arange(self._keys[0].shape[2], device=self._device)  # [S]
+        self._real = self._places < self._prompt_lengths  # [P, S]
+        padded = min(self._lengths) < len(self._places)
+        self._padding = _per_head(_bias(self._real, self._keys[0].dtype), self._heads) if padded else None
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _per_head(bias: Float[Tensor, "P S"], heads: int) -> Float[Tensor, "_ 1 S"]:
+    return bias.repeat_interleave(heads, 0, output_size=len(bias) * heads)[:, None]
+
+
+def _longer(own: Float[Tensor, "N K L D"], columns: int) -> Float[Tensor, "N K _ D"]:
+    # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
+    longer = own.new_zeros(*own.shape[:2], columns, own.shape[3])
+    longer[:, :, : own.shape[2]] = own
+    return longer

@@ -1,0 +1,246 @@
+"""Decodes one batch of requests in steps that a CUDA graph can replay.
+
+    bucket    steps between two changes of shape: the number of rows shrinks, or the room for new tokens grows
+    step      forward pass -> sampled tokens -> the next step's input; reads and writes tensors that stay where they are
+    check     every few steps one copy of the sampled tokens to the host, which looks for ends and drops rows
+
+The host waits for the device at checks only. Rows that end between two checks are decoded on until the next one, and their
+surplus tokens are cut off: a completion does not depend on the buckets or on the other rows.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_tasks.policy.batch import TokenBatch, token_batch
+from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.rollout.engine import Completion, Request, Sampling
+from grpo_tasks.rollout.stop import StopRule
+from grpo_tasks.rollout.token_sampling import Drawn, sample_tokens, uniform_numbers
+
+EAGER_STEPS = 3
+"""Steps of a bucket before its graph is captured. They are part of the work, and let the libraries allocate their buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Which shapes are decoded, and how often the host looks at the tokens."""
+
+    check_every: int
+    """Steps between two checks."""
+    exact_rows: bool
+    """Drop rows whenever some have ended. Otherwise the number of rows takes the values 2^i and 1.5 * 2^i only."""
+    first_columns: int
+    """Room for new tokens in the first bucket; the next ones have 1.5, 2, 3, 4, 6, ... times as much."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Buckets":
+        """On a CPU a new shape costs nothing and neither does reading a token; elsewhere both make the device wait."""
+        return cls(1, True, 16) if device.type == "cpu" else cls(8, False, 64)
+
+    def rows(self, alive: int) -> int:
+        """How many rows are decoded for so many unfinished completions."""
+        return alive if self.exact_rows else _steps_of(alive, 1)
+
+    def columns(self, needed: int, limit: int) -> int:
+        """Room for at least `needed` new tokens per row, of at most `limit`."""
+        return min(limit, _steps_of(needed, self.first_columns))
+
+
+def _steps_of(needed: int, first: int) -> int:
+    """The smallest of first * (1, 1.5, 2, 3, 4, 6, 8, ...) that is not below `needed`; 1.5 is left out for an odd first."""
+    size = first
+    while size < needed:
+        if size % 2 == 0 and size * 3 // 2 >= needed:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+@runtime_checkable
+class DecodingState(Protocol):
+    """Model and key-value cache of the rows that are being decoded."""
+
+    static: bool
+    """All steps of a bucket run the same operations on the same tensors."""
+
+    def forward(self, tokens: Int[Tensor, " N"], column: Int[Tensor, " 1"]) -> Float[Tensor, "N V"]:
+        """Append a token to every row, each of which has `column` new tokens already; returns the logits of the next one."""
+
+    def make_room(self, columns: int) -> None:
+        """Room for `columns` new tokens per row."""
+
+    def keep_rows(self, rows: Sequence[int], copies: int) -> None:
+        """Drop all other rows, and append `copies` copies of the first one."""
+
+
+MakeState = Callable[[CausalLM, TokenBatch], DecodingState]
+
+
+class DecodingLoop:
+    """One batch of requests.
+
+    `alive` has the row and the request of each unfinished completion. Other rows are decoded too, and nobody reads them.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop: StopRule,
+        make_state: MakeState,
+        buckets: Buckets,
+    ) -> None:
+        self.sampling, self.stop, self.buckets, device = sampling, stop, buckets, model.device
+        self.alive = [(index, index) for index in range(len(requests))]
+        self.ids: list[list[int]] = [[] for _ in requests]
+        self.logps: list[list[float]] = [[] for _ in requests]
+        self.policy_logps: list[list[float]] = [[] for _ in requests]
+        self.ended = [False] * len(requests)
+        self.rows_decoded = 0
+        # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
+        self.uniform = uniform_numbers([request.seed for request in requests], sampling.max_completion_length, device=device)
+        prompts = unique_prompts(requests, device)
+        self.state = make_state(model, prompts)
+        # The context has been encoded once per prompt; the prompt's last token is the first input of every row. [P] -> [N]
+        self.tokens = prompts.last_ids[prompts.prompt_of]
+        self.column = torch.zeros(1, dtype=torch.long, device=device)
+        self.seen = self._prompt_tokens(requests, model) if sampling.repetition_penalty != 1.0 else None
+        self.record = self._new_record()
+        self._steps = Replay(self._step, enabled=self.state.static and device.type == "cuda")
+
+    def run(self) -> list[Completion]:
+        """Decode until every completion has ended."""
+        done, room, limit = 0, 0, self.sampling.max_completion_length
+        while self.alive and done < limit:
+            if done == room:
+                room = self.buckets.columns(done + 1, limit)
+                self.state.make_room(room)
+                self._steps.forget()
+            count = min(self.buckets.check_every, room - done)
+            for _ in range(count):
+                self._steps.run()
+            self.rows_decoded += count * len(self.tokens)
+            done += count
+            self._check(count)
+        return [
+            Completion(ids, logps, self.stop.text(ids), "stop" if ended else "length", policy_logps)
+            for ids, logps, policy_logps, ended in zip(self.ids, self.logps, self.policy_logps, self.ended, strict=True)
+        ]
+
+    def _step(self) -> None:
+        """One token for every row. Everything it reads and writes stays at its place until the bucket ends."""
+        logits = self.state.forward(self.tokens, self.column)
+        uniform = self.uniform.index_select(1, self.column).squeeze(1)  # [N, T] -> [N]
+        drawn = sample_tokens(logits, uniform, self.sampling, self.seen)
+        self.record.index_copy_(0, self.column.remainder(len(self.record)), _packed(drawn)[None])
+        if self.seen is not None:
+            self.seen.scatter_(1, drawn.tokens[:, None], value=True)
+        self.tokens.copy_(drawn.tokens)
+        self.column.add_(1)
+
+    def _check(self, count: int) -> None:
+        """Read the last `count` tokens of every row, and drop the rows that have ended."""
+        steps = self.record[:count].tolist()  # [count, 2 or 3, N], the only transfer to the host
+        staying = []
+        for row, request in self.alive:
+            if not self._append(request, [[field[row] for field in step] for step in steps]):
+                staying.append((row, request))
+        width = self.buckets.rows(len(staying))
+        self.alive = staying
+        if not staying or width >= len(self.tokens):
+            return
+        rows, copies = [row for row, _ in staying], width - len(staying)
+        self.alive = [(row, request) for row, (_, request) in enumerate(staying)]
+        # Shorter tensors make all further steps cheaper; completions of a group end at very different lengths.
+        self.state.keep_rows(rows, copies)
+        chosen = torch.tensor([*rows, *rows[:1] * copies], device=self.tokens.device)
+        self.tokens, self.uniform = self.tokens.index_select(0, chosen), self.uniform.index_select(0, chosen)
+        self.seen = None if self.seen is None else self.seen.index_select(0, chosen)
+        self.record = self._new_record()
+        self._steps.forget()
+
+    def _append(self, request: int, steps: Sequence[Sequence[float]]) -> bool:
+        """Append the tokens of one row up to its end; returns True if there is one among them."""
+        for token, logp, *policy in steps:
+            self.ids[request].append(int(token))
+            self.logps[request].append(logp)
+            self.policy_logps[request].append(policy[0] if policy else logp)
+            if self.stop.ended(self.ids[request]):
+                self.ended[request] = True
+                return True
+        return False
+
+    def _new_record(self) -> Float[Tensor, "E F N"]:
+        """What the next check reads: token, log-probability, and the policy's if it is another, of each row and step."""
+        both = self.sampling.changes_distribution and self.sampling.temperature != 0.0
+        return torch.zeros(self.buckets.check_every, 3 if both else 2, len(self.tokens), device=self.tokens.device)
+
+    def _prompt_tokens(self, requests: Sequence[Request], model: CausalLM) -> Bool[Tensor, "N V"]:
+        """The tokens that each row has seen before its first new one, as repetition_penalty counts them."""
+        size = model.get_output_embeddings().weight.shape[0]
+        seen = torch.zeros(len(requests), size, dtype=torch.bool)
+        for row, request in enumerate(requests):
+            seen[row, list(request.prompt_ids)] = True
+        return seen.to(self.tokens.device)
+
+
+def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:
+    # float32 holds every integer up to 2^24, more than any vocabulary has tokens.
+    fields = [drawn.tokens.float(), drawn.logps]
+    return torch.stack(fields if drawn.policy_logps is drawn.logps else [*fields, drawn.policy_logps])
+
+
+class Replay:
+    """Runs a step again and again; on CUDA as a graph, which launches all of its kernels at once.
+
+    Not yet run on a card. If the capture fails, the steps go on one by one after one warning.
+
+    Args:
+        step: reads and writes tensors that stay where they are until `forget` is called.
+        enabled: capture graphs; the device is CUDA.
+    """
+
+    def __init__(self, step: Callable[[], None], *, enabled: bool) -> None:
+        self._step, self._enabled, self._eager_steps = step, enabled, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def forget(self) -> None:
+        """The shapes change: later steps need another graph."""
+        self._graph, self._eager_steps = None, 0
+
+    def run(self) -> None:
+        """One step."""
+        if self._graph is None and self._enabled and self._eager_steps == EAGER_STEPS:
+            self._graph = self._captured()
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._step()
+        self._eager_steps += 1
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """The graph of one step; capturing runs no kernel."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            self._enabled = False
+            warnings.warn(f"decoding goes on without CUDA graphs, more slowly ({error})", stacklevel=2)
+            return None
+        return graph
+
+
+def unique_prompts(requests: Sequence[Request], device: torch.device) -> TokenBatch:
+    """A batch that holds neighbouring equal prompts once; its completions are placeholders of one token."""
+    groups = [(prompt, len(list(members))) for prompt, members in groupby(list(request.prompt_ids) for request in requests)]
+    prompt_of = [index for index, (_, count) in enumerate(groups) for _ in range(count)]
+    return token_batch([prompt for prompt, _ in groups], [[0]] * len(prompt_of), prompt_of, device=device)

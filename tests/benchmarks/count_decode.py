@@ -1,0 +1,155 @@
+"""What a decoding step of the local engine would ask of a GPU, counted on a CPU.
+
+Kernels are operations that are no views. They are counted on one and on two layers of the real width and scaled to 24 layers; the
+difference of the two is one layer. The buckets are those of a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.policy.load import load_tokenizer
+from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from schemas.config.rollout import RolloutConfig
+from schemas.results.model import ModelRef
+from tests.benchmarks.shapes import SHAPES
+
+GPU = Buckets.of(torch.device("cuda"))
+LAYERS, ROWS, PROMPTS, LENGTH = 24, 64, 8, 512
+ENDS = range(4)
+"""Tokens that end a completion. Each has a probability of about 1 / 512, so that a completion has 128 tokens on average."""
+
+EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided"])
+READS = frozenset(["tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select"])
+READS |= {"__bool__", "__int__", "__float__", "__index__", "is_nonzero"}
+
+
+@dataclass
+class Operations(TorchDispatchMode):
+    """Records each operation that is no view, with the shapes of its tensors."""
+
+    found: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        found = func(*args, **(kwargs or {}))
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if name not in EMPTY and not (_is_view(found, given) and not func._schema.is_mutable):
+            self.found.append((name, *[(tuple(value.shape), value.dtype, value.stride()) for value in given]))
+        return found
+
+
+def _is_view(found: Any, given: list[torch.Tensor]) -> bool:
+    """True if the result lies in the memory of an argument: a reshape may be a view or a copy, whatever its name."""
+    memory = {value.untyped_storage().data_ptr() for value in given}
+    results = [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+    return bool(results) and all(value.untyped_storage().data_ptr() in memory for value in results)
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls that make the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in READS
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingLoop], None]) -> Iterator[None]:
+    """Calls both around every step of every loop."""
+    plain = DecodingLoop._step
+
+    def watched(loop: DecodingLoop) -> None:
+        before(loop)
+        plain(loop)
+        after(loop)
+
+    # An engine makes its loops itself, one per batch.
+    DecodingLoop._step = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DecodingLoop._step = plain  # type: ignore[method-assign]
+
+
+def decode_counts() -> dict[str, float]:
+    """Counts of a step with 1.5B widths, and of whole completions with a small model.
+
+    `kernels_per_decode_step` is that of plain weights, `kernels_per_decode_step_adapter` that of a 16-bit base whose adapter
+    (r = 32, all layers) stays apart.
+    """
+    counts = {}
+    for name, adapter in (("kernels_per_decode_step", False), ("kernels_per_decode_step_adapter", True)):
+        one, two = (_kernels(layers, adapter=adapter) for layers in (1, 2))
+        counts[name] = float(one + (LAYERS - 1) * (two - one))
+    engine = _engine(_model({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, 1, torch.float32))
+    engine._end_ids = frozenset(ENDS)
+    steps = [0]
+
+    def count(_: DecodingLoop) -> None:
+        steps[0] += 1
+
+    with each_step(count, lambda _: None), Reads() as reads:
+        drawn = engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
+    counts["host_syncs_per_decode_step"] = reads.count / steps[0]
+    counts["rows_decoded_per_row_alive"] = engine.rows_decoded / sum(len(completion.token_ids) for completion in drawn)
+    return counts
+
+
+def _kernels(layers: int, *, adapter: bool) -> int:
+    policy: CausalLM = _model(SHAPES["qwen2.5-1.5b"], layers, torch.bfloat16)
+    if adapter:
+        lora = LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        policy = cast("PeftModel", get_peft_model(policy, lora)).eval()
+    engine = _engine(policy)
+    engine._end_ids = frozenset()
+    found: list[int] = []
+    with Operations() as operations, each_step(
+        lambda _: operations.found.clear(), lambda _: found.append(len(operations.found))
+    ):  # fmt: skip
+        engine.generate(_requests()[:11], Sampling.of(RolloutConfig(max_completion_length=4)))
+    assert engine._fused is not None
+    assert len(set(found)) == 1
+    return found[0]
+
+
+def _model(shape: dict[str, int], layers: int, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{**shape, "num_hidden_layers": layers}, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval().requires_grad_(False)
+
+
+def _engine(model: CausalLM) -> LocalEngine:
+    engine = LocalEngine(model, load_tokenizer(ModelRef(path="embedded:base")))
+    engine._buckets = GPU
+    return engine
+
+
+def _requests() -> list[Request]:
+    prompts = [list(range(5, 20 + index)) for index in range(PROMPTS)]
+    return [Request(prompts[index * PROMPTS // ROWS], seed=index) for index in range(ROWS)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(decode_counts())

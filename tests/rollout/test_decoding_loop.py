@@ -1,0 +1,135 @@
+"""Decoding in buckets: what a step runs does not change within a bucket, and buckets change no completion."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
+
+from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Buckets, Replay
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from schemas.config.rollout import RolloutConfig
+from tests.benchmarks.count_decode import GPU, Operations, Reads, decode_counts, each_step
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+MODELS = {
+    "qwen2": Qwen2Config(**SMALL),
+    "mistral-sliding": MistralConfig(**SMALL, sliding_window=8),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
+}
+ENDS = frozenset(range(7, 40, 4))
+PROMPTS = [list(range(5, 17)), list(range(40, 49)), list(range(100, 121)), list(range(60, 64))]
+REQUESTS = [Request(PROMPTS[index // 8], seed=index) for index in range(32)]
+
+
+def engine_of(model, tokenizer, buckets):
+    torch.manual_seed(1)
+    config = MODELS[model]
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    engine = LocalEngine(plain.requires_grad_(False), tokenizer)
+    engine._end_ids, engine._buckets = ENDS, buckets
+    return engine
+
+
+def sampling(**settings):
+    return Sampling.of(RolloutConfig(**{"max_completion_length": 60, **settings}))
+
+
+def addresses(loop):
+    """Of all tensors that a step reads or writes and that outlive it."""
+    cache = loop.state.cache
+    kept = [*cache._keys, *cache._values, *(own for pair in cache._own for own in pair), cache._fold, cache._unfold]
+    kept += [loop.tokens, loop.column, loop.uniform, loop.record, *([] if loop.seen is None else [loop.seen])]
+    return [tensor.data_ptr() for tensor in kept]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}], ids=["plain", "truncated"])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_steps_of_a_bucket_run_the_same_operations_on_the_same_shapes_and_addresses(model, settings, tokenizer):
+    engine = engine_of(model, tokenizer, Buckets(check_every=4, exact_rows=False, first_columns=16))
+    steps = []
+    with Operations() as operations, Reads() as reads:
+
+        def before(loop):
+            operations.found.clear()
+            steps.append([(len(loop.tokens), loop.state.cache._columns.shape[0]), addresses(loop), reads.count])
+
+        def after(loop):
+            assert reads.count == steps[-1][2]  # nothing in a step waits for the device
+            assert addresses(loop) == steps[-1][1]
+            steps[-1].append(list(operations.found))
+
+        with each_step(before, after):
+            engine.generate(REQUESTS, sampling(**settings))
+    buckets = [bucket for bucket, *_ in steps]
+    assert len(set(buckets)) > 4
+    same = 0
+    for (bucket, places, _, found), (next_bucket, next_places, _, next_found) in pairwise(steps):
+        if bucket == next_bucket:
+            assert found == next_found
+            assert places == next_places
+            same += 1
+    assert same > len(steps) / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("qwen2", {}),
+        ("mistral-sliding", {}),
+        ("gemma3", {}),
+        ("qwen2", {"temperature": 0.7, "top_p": 0.9}),
+        ("qwen2", {"repetition_penalty": 1.2}),
+        ("qwen2", {"stop": ["7", "is"]}),
+        ("gemma3", {"stop": ["7", "is"], "max_completion_length": 45}),
+    ],
+    ids=str,
+)
+def test_the_buckets_of_a_gpu_give_the_completions_of_a_cpu(model, settings, tokenizer):
+    drawn = {}
+    for buckets in (Buckets.of(torch.device("cpu")), replace(GPU, first_columns=16)):
+        drawn[buckets] = engine_of(model, tokenizer, buckets).generate(REQUESTS, sampling(**settings))
+    wanted, found = drawn.values()
+    assert len({len(completion.token_ids) for completion in wanted}) > 3
+    assert [(c.token_ids, c.text, c.finish_reason) for c in found] == [(c.token_ids, c.text, c.finish_reason) for c in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.policy_logprobs == pytest.approx(other.policy_logprobs, abs=1e-4)
+
+
+def test_twelve_widths_reach_from_one_row_to_sixty_four():
+    widths = sorted({GPU.rows(alive) for alive in range(1, 65)})
+    assert widths == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert all(GPU.rows(alive) >= alive for alive in range(1, 300))
+    assert [GPU.columns(needed, 1000) for needed in (1, 64, 65, 97, 200, 700)] == [64, 64, 96, 128, 256, 768]
+    assert GPU.columns(800, 900) == 900
+
+
+def test_a_step_needs_few_kernels_few_syncs_and_few_rows():
+    counts = decode_counts()
+    assert counts["kernels_per_decode_step"] <= 650
+    assert counts["host_syncs_per_decode_step"] <= 0.15
+    assert 1.0 < counts["rows_decoded_per_row_alive"] <= 1.2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card captures the graph")
+def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured():
+    done = []
+    steps = Replay(lambda: done.append(1), enabled=True)
+    for _ in range(EAGER_STEPS):
+        steps.run()
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        steps.run()
+    steps.forget()
+    for _ in range(EAGER_STEPS + 1):
+        steps.run()  # a second warning would be an error
+    assert len(done) == 2 * (EAGER_STEPS + 1)
