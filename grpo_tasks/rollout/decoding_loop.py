@@ -234,7 +234,7 @@ class Replay:
                 self._step()
         except RuntimeError as error:
             self._enabled = False
-            warnings.warn(f"decoding goes on without CUDA graphs, more slowly ({error})", stacklevel=2)
+            warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)
             return None
         return graph
 

@@ -26,16 +26,14 @@ LEAST_S = 20.0
 """Seconds that a side needs at least; with less left it is not started."""
 
 
-def works(device: str) -> Iterator[tuple[str, str, Work]]:
-    """Name, shape and work, in the order of what they tell for their time."""
-    for shape in SHAPES:
-        for length, group in ((256, 8), (1024, 8), (1024, 16)):
-            work = replace(SHORT, completion_tokens=length, group=group, batch=group, device=device)
-            yield f"{shape}, 4 x {group} completions of {length}", shape, work
-            if length == 1024 and group == 16:
-                whole = replace(work, batch=4 * group)
-                yield f"{shape}, 4 x {group} completions of {length} in one pass", shape, whole
-                yield f"{shape}, the same with checkpointing", shape, replace(whole, gradient_checkpointing=True)
+def works(device: str) -> Iterator[tuple[str, Work]]:
+    """Name and work, in the order of what they tell for their time."""
+    for length, group in ((256, 8), (1024, 8), (1024, 16)):
+        work = replace(SHORT, completion_tokens=length, group=group, batch=group, device=device)
+        yield f"4 x {group} completions of {length}", work
+    whole = replace(work, batch=4 * group)
+    yield f"4 x {group} completions of {length} in one pass", whole
+    yield "the same with checkpointing", replace(whole, gradient_checkpointing=True)
 
 
 def side(name: str, work: Work, seconds: float) -> dict[str, Any]:
@@ -82,14 +80,17 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     write(machine())
-    for name, shape, work in works(given.device):
+    for shape in SHAPES:
+        if ends - time.monotonic() < LEAST_S:
+            return write({"error": f"the budget has ended before {shape}"})
         with random_model(shape) as folder:
-            for one in ("ours", "theirs"):
-                left = ends - time.monotonic()
-                if left < LEAST_S:
-                    write({"work": name, "side": one, "error": "the budget has ended"})
-                    continue
-                write({"work": name, "side": one} | side(one, replace(work, model=folder), left))
+            for name, work in works(given.device):
+                for one in ("ours", "theirs"):
+                    left = ends - time.monotonic()
+                    if left < LEAST_S:
+                        return write({"error": f"the budget has ended before {shape}, {name}, {one}"})
+                    write({"work": f"{shape}, {name}", "side": one} | side(one, replace(work, model=folder), left))
+    return None
 
 
 if __name__ == "__main__":
