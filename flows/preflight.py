@@ -15,7 +15,7 @@ from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 
 _HUB_ID = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}")
 _RELATIVE = "paths are relative to the folder where grpo is called"
-REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]{1,9}")
+REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]+")
 """Forms of a name that stand for a registered model: NAME@ALIAS, NAME/VERSION, and both with models:/ in front."""
 FIRST_ROWS = 200
 """Rows that are read to find a missing column early."""
