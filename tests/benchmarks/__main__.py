@@ -23,6 +23,8 @@ from tests.benchmarks.noisy import GOAL, MOST_COMPLETIONS
 from tests.benchmarks.sides import Work
 
 OUT = Path(".bench")
+PARTS = {"results": "--cpu", "results-noisy": "--noisy"}
+"""The options that choose one part."""
 TURNS = 2
 """Each side of a step is run so many times, in turns; the better one counts, for noise only ever adds."""
 LEARNING_UPDATES = 40
@@ -154,11 +156,9 @@ def noisy_lines() -> list[Line]:
     ]
 
 
-def main() -> None:
-    """Measure, print, write."""
-    noisy, began = "--noisy" in sys.argv, time.monotonic()
-    lines = noisy_lines() if noisy else [*cpu_lines(), *noisy_lines()]
-    table = Table("what", "ours", "theirs", "ratio", "promised", title=f"ours and theirs, {time.monotonic() - began:.0f} s")
+def report(name: str, lines: list[Line], seconds: float) -> None:
+    """Print the comparisons, and write them to `.bench/<name>.json`."""
+    table = Table("what", "ours", "theirs", "ratio", "promised", title=f"ours and theirs, {seconds:.0f} s")
     for line in lines:
         promised = "" if line.promised is None else f"{line.promised:g}"
         table.add_row(line.what, f"{line.ours:.4g} {line.unit}", f"{line.theirs:.4g} {line.unit}", f"{line.ratio:.2f}", promised)
@@ -168,8 +168,17 @@ def main() -> None:
     content = {line.name: {"ours": line.ours, "theirs": line.theirs, "ratio": line.ratio, "unit": line.unit} for line in lines}
     content["machine"] = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()} | versions
     content["date"] = datetime.now(UTC).date().isoformat()
-    path = OUT / ("results-noisy.json" if noisy else "results.json")
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (OUT / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure one part, or all; each is printed and written when it is known."""
+    parts = {"results": cpu_lines, "results-noisy": noisy_lines}
+    chosen = [name for name in parts if not sys.argv[1:] or sys.argv[1] == PARTS[name]]
+    for name in chosen:
+        began = time.monotonic()
+        lines = parts[name]()
+        report(name, lines, time.monotonic() - began)
 
 
 if __name__ == "__main__":

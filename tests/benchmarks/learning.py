@@ -18,6 +18,7 @@ from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.completion import CompletionConfig
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -28,7 +29,6 @@ from schemas.paths import resolve
 from schemas.results.model import ModelRef
 
 LAST = 10
-TAGS = Tags("reasoning", "answer")
 
 
 def chats() -> list[tuple[list[dict[str, str]], str]]:
