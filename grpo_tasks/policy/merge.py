@@ -7,6 +7,7 @@ model in float32, then with the model reloaded from its files. So errors of the 
 found before anybody downloads the model.
 """
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
         )
     target = directory / "model"
     _save(merged, tokenizer, target, dtype=spec.model.merged_dtype)
+    # Two copies of the weights in float32 would be the largest need for memory of a whole run.
+    del policy, merged
+    gc.collect()  # modules refer to each other in cycles
     return _compare_reloaded(spec, target, before, merge_difference=merge_difference, device=device)
 
 
@@ -92,7 +96,6 @@ def _compare_reloaded(
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
-    model.float()  # to() works in place
 
 
 @torch.no_grad()

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from peft.tuners.lora import Linear
@@ -72,3 +74,17 @@ def test_a_saved_model_that_differs_is_refused(spec, tmp_path, monkeypatch):
 def test_the_same_merge_twice_gives_the_same_bytes(spec, tmp_path):
     first = merged(spec, tmp_path / "a")
     assert merged(spec, tmp_path / "b").sha256 == first.sha256
+
+
+def test_merging_never_holds_two_models(spec, tmp_path, monkeypatch):
+    honest, loaded = merging.load_policy, []
+
+    def counting(*args, **options):
+        assert not [model for model in loaded if model() is not None]
+        model = honest(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(merging, "load_policy", counting)
+    merged(spec, tmp_path)
+    assert len(loaded) == 2
