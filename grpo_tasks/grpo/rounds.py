@@ -1,11 +1,12 @@
 """One round: new prompts, completions sampled from the policy, scored, and turned into advantages.
 
-prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
+    prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
+
+When rounds are sampled is the matter of `Rounds` in staleness.py.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.engine import RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.stage.stage_dir import StageSpec
 
 
@@ -33,6 +34,10 @@ class Round:
     """Groups that were sampled and not used, because a replacement was better or was itself dead."""
     tokens: int
     """Tokens of all prompts and completions sampled, including those of dropped groups."""
+    version: int = 0
+    """The policy that sampled: the number of updates that it had had."""
+    report: EngineReport = field(default_factory=EngineReport)
+    """Figures and events of the engine while it sampled."""
 
     def with_live_groups_of(self, fresh: "Round") -> ScoredRollout:
         """The rollout with its dead groups replaced by live groups of `fresh`, as far as there are any."""
@@ -59,14 +64,14 @@ class Collector:
     seed: int
     ranks: Ranks
 
-    def collect(self, number: int, *, step: int) -> Round:
-        """Round `number`, counted from 0, for the updates from `step` on, sampled from the present weights."""
-        # The engine takes over the weights first: sampled from any others the update would be off-policy.
-        self.engine.sync()
-        return self.sample(number, step=step)
+    def sample(self, number: int, *, step: int, version: int) -> Round:
+        """Round `number`, counted from 0, for the updates from `step` on, from the weights that the engine has.
 
-    def sample(self, number: int, *, step: int) -> Round:
-        """Round `number` from the weights that the engine has already."""
+        Args:
+            number: decides the prompts and the random numbers.
+            step: number of the first update that trains on it.
+            version: number of updates that the engine's weights have had.
+        """
         current = self._round(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
         for refill in range(1, self.spec.stage.max_refills + 1):
             dead = current.advantages.dead
@@ -77,7 +82,7 @@ class Collector:
         self.engine.sleep()
         # Adaptive weights move once per round, after all of its groups were scored with the same weights.
         self.suite.adapt(current.scored.scores)
-        return current
+        return replace(current, version=version, report=self.engine.report())
 
     def evaluate_held_out(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
         """One completion for each of these rows, sampled from the present weights with the same random numbers every time."""
@@ -117,42 +122,6 @@ class Collector:
         sampling = Sampling.of(self.spec.rollout)
         rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
         return score_groups(self.suite, rollout, step=step)
-
-
-class Rounds:
-    """Rounds in their order, each sampled when it is needed; or, with `ahead`, while the policy trains on the round before.
-
-    A round sampled ahead comes from weights that are one round older, which `importance_sampling_correction` corrects.
-    """
-
-    def __init__(self, collector: Collector, *, ahead: bool) -> None:
-        self.ahead = ahead
-        self._collector = collector
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._next: Future[Round] | None = None
-
-    def take(self, number: int, *, step: int, next_step: int | None) -> Round:
-        """Round `number` for the updates from `step` on; starts sampling the next one, for the updates from `next_step` on.
-
-        `next_step` is None where the next round must not be started yet.
-        """
-        current = self._collector.collect(number, step=step) if self._next is None else self._next.result()
-        self._next = None
-        if self.ahead and next_step is not None:
-            # In this thread: the weights must not change while they are handed over.
-            self._collector.engine.sync()
-            self._next = self._pool.submit(self._collector.sample, number + 1, step=next_step)
-        return current
-
-    def drop(self) -> None:
-        """Discard a round that was sampled from weights that were rolled back."""
-        if self._next is not None:
-            self._next.result()
-        self._next = None
-
-    def close(self) -> None:
-        """Wait for a round that is still being sampled, as long as its engine and its reward functions are there."""
-        self._pool.shutdown(cancel_futures=True)
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:

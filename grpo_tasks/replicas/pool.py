@@ -280,11 +280,15 @@ class Pool(Generic[ServerT]):
         if batch is not None:
             batch.give_all_back(replica.number)
         if replica.failures > self._limits.max_restarts:
-            replica.state, replica.retry_at = State.GONE, None
-            self._report(replica, f"is left out from now on, after {replica.failures} failures: {fault.message}")
+            replica.state, replica.retry_at = State.GONE, self._next_try(replica)
+            self._report(replica, f"is left out after {replica.failures} failures: {fault.message}")
         else:
             self._report(replica, f"is left out: {fault.message}")
             self._revive(replica)
+
+    def _next_try(self, replica: Replica[ServerT]) -> float | None:
+        # Somebody else looks after a foreign server, so it may well come back; one that keeps failing is tried less often.
+        return None if replica.server.own else time.monotonic() + self._limits.retry_s * max(1, replica.failures)
 
     def _revive(self, replica: Replica[ServerT]) -> None:
         replica.state = State.OUT
@@ -313,7 +317,7 @@ class Pool(Generic[ServerT]):
             # The cause says why it failed in the first place.
             fault.__cause__ = replica.fault if replica.retry_at is None else fault.__cause__
             replica.fault, replica.state = fault, State.GONE
-            replica.retry_at = None if replica.server.own else time.monotonic() + self._limits.retry_s
+            replica.retry_at = self._next_try(replica)
 
     def _admission(self, replica: Replica[ServerT], life: int) -> None:
         """In a thread of its own: hand over the present policy."""

@@ -194,6 +194,7 @@ class VllmSampler:
 
     def _recall(self, server: VllmServer) -> None:
         """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
+        server.inspect()
         # Nobody can ask for the weights of the base model, so they are loaded again.
         server.loaded &= set() if self._merged else self._client.models(server.address)
         server.stale = False
@@ -297,10 +298,6 @@ class VllmEngine(VllmSampler):
             shutil.rmtree(before)
         size = sum(file.stat().st_size for file in weights.folder.rglob("*"))
         self._sync = {SYNC_TIME: weights.seconds + time.perf_counter() - began, SYNC_BYTES: float(size)}
-
-    def discard(self, weights: Weights) -> None:
-        """Delete prepared weights that are not needed any more."""
-        shutil.rmtree(weights.folder)
 
     def report(self) -> EngineReport:
         """Figures and events of the pool and of the last load."""

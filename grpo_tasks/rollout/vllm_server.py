@@ -4,6 +4,7 @@ vLLM and the trainer cannot share an environment, because their requirements exc
 server is a command, an address and a log file.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
@@ -37,6 +38,7 @@ WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
 BASE = "base"
 """Name of the model without an adapter on the servers started here."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class VllmServer:
         self.loaded: set[str] = set()
         self.stale = self.asleep = False
 
+    def inspect(self) -> None:
+        """Find out what it serves, after it was away; nothing to find out about one that was started here."""
+
     def restart(self) -> None:
         """Start it again.
 
@@ -80,6 +85,48 @@ class VllmServer:
         raise RolloutError(
             "the server does not answer", place=self.address, fix="restart it and repeat the command; the stage resumes"
         )
+
+
+class ForeignServer(VllmServer):
+    """A server of `base_urls`.
+
+    Args:
+        address: where it listens.
+        adapters: True if adapters will be loaded, False if complete weights.
+    """
+
+    def __init__(self, address: str, *, adapters: bool) -> None:
+        super().__init__(address)
+        self._wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
+
+    def inspect(self) -> None:
+        """Check that it offers what the engine uses, and read the name of its model.
+
+        Raises:
+            ServerGoneError: it cannot be reached.
+            RolloutError: it refuses the key, or lacks an endpoint.
+        """
+        try:
+            paths, version, models = (
+                httpx.get(f"{self.address}{path}", headers=authorization(), timeout=10.0).raise_for_status().json()
+                for path in ("/openapi.json", "/version", "/v1/models")
+            )
+        except (httpx.HTTPError, ValueError) as error:
+            kind = ServerGoneError if isinstance(error, httpx.TransportError) else RolloutError
+            raise kind(
+                f"no vLLM server answers: {error}",
+                place=self.address,
+                fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
+            ) from error
+        missing = [path for path in self._wanted if path not in paths["paths"]]
+        if missing:
+            raise RolloutError(
+                f"vLLM {version['version']} does not offer {', '.join(missing)}",
+                place=self.address,
+                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
+            )
+        # Adapters are listed with the model they belong to as their parent.
+        self.base = next(model["id"] for model in models["data"] if not model.get("parent"))
 
 
 class OwnServer(VllmServer):
@@ -196,41 +243,28 @@ def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
 
 
 def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, after a check that they answer and can load weights.
+    """The servers of `base_urls`, after a check that they can load weights. Those that do not answer yet may join later.
 
     Args:
         config: with `base_urls`.
         adapters: True if adapters will be loaded, False if complete weights.
 
     Raises:
-        RolloutError: a server does not answer or lacks an endpoint; the message names the endpoint and the server's version.
+        RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
     """
-    wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
-    servers = []
-    for url in config.base_urls:
-        server = VllmServer(url)
+    servers = [ForeignServer(url, adapters=adapters) for url in config.base_urls]
+    absent: list[ServerGoneError] = []
+    for server in servers:
         try:
-            paths, version, models = (
-                httpx.get(f"{server.address}{path}", headers=authorization(), timeout=10.0).raise_for_status().json()
-                for path in ("/openapi.json", "/version", "/v1/models")
-            )
-        except (httpx.HTTPError, ValueError) as error:
-            raise RolloutError(
-                f"no vLLM server answers: {error}",
-                place=url,
-                fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
-            ) from error
-        missing = [path for path in wanted if path not in paths["paths"]]
-        if missing:
-            raise RolloutError(
-                f"vLLM {version['version']} does not offer {', '.join(missing)}",
-                place=url,
-                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
-            )
-        # Adapters are listed with the model they belong to as their parent.
-        server.base = next(model["id"] for model in models["data"] if not model.get("parent"))
-        servers.append(server)
-    return servers
+            server.inspect()
+        except ServerGoneError as gone:
+            server.stale = True
+            absent.append(gone)
+    if len(absent) == len(servers):
+        raise absent[0]
+    for missing in absent:
+        log.warning("%s: %s; the work begins without it, and it joins when it answers", missing.place, missing.message)
+    return [*servers]
 
 
 def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:

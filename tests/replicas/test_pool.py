@@ -109,7 +109,7 @@ def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_
 
     dying.fail = fail
     pool = pool_of(dying, other, max_restarts=0)
-    answers = pool.run(range(50), ask, tokens=lambda answer: 1)
+    answers = pool.run(range(50), ask, tokens=lambda _: 1)
     assert answers == squares(50)
     figures = pool.take_figures()
     assert figures[REPLICAS_SERVING] == 1
@@ -117,7 +117,7 @@ def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_
     shares = [figures[f"replica/{number}/tokens_per_s"] for number in (0, 1)]
     assert sum(shares) / max(shares) == pytest.approx(50 / (50 - 4), rel=0.1)
     assert figures[QUEUE_DEPTH] > 0
-    assert any("left out from now on" in event for event in pool.take_events())
+    assert any("is left out after 1 failures" in event for event in pool.take_events())
     assert pool.take_events() == []
 
 

@@ -38,7 +38,9 @@ def key():
         yield
 
 
-@pytest.fixture
-def small(monkeypatch):
+@pytest.fixture(scope="module")
+def small():
     """Servers that are started with this interpreter are the small ones of `served/`."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")])))
+        yield
