@@ -24,8 +24,13 @@ pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def pair(small, tmp_path_factory):
-    with small_servers(tmp_path_factory.mktemp("small"), replicas=2) as found:
-        yield found
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_STARTS", str(folder / "starts"))
+        with small_servers(folder, replicas=2, devices=["3", "5"]) as found:
+            # Each server was started with its own cards.
+            assert sorted((folder / "starts").read_text().split()) == ["3", "5"]
+            yield found
 
 
 @pytest.fixture
@@ -107,6 +112,7 @@ def test_one_of_two_servers_killed_in_a_batch_changes_no_completion_and_serves_t
     engine.close()
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_in_a_batch_does_not_hold_it_up(servers, policy, tokenizer, prompts, wanted, tmp_path):
     engine = engine_of(servers, policy, tokenizer, tmp_path)
     engine.pool._limits = type(engine.pool._limits)(2, 2, lag_s=0.5)
@@ -193,12 +199,9 @@ def test_a_server_with_another_policy_serves_nothing(servers, policy, tokenizer,
     engine.close()
 
 
-def test_every_server_has_its_own_cards(tmp_path, monkeypatch):
-    starts = tmp_path / "starts"
-    monkeypatch.setenv("TEST_STARTS", str(starts))
-    with small_servers(tmp_path, replicas=2, devices=["3", "5"]) as servers:
-        assert len({server.address for server in servers}) == 2
-        assert sorted(starts.read_text().split()) == ["3", "5"]
+def test_every_server_has_an_address_and_cards_of_its_own(pair):
+    assert len({server.address for server in pair}) == 2
+    assert len({server._device for server in pair}) == 2
 
 
 def test_without_devices_servers_get_the_cards_behind_the_trainers(monkeypatch):
@@ -212,6 +215,7 @@ def test_without_devices_servers_get_the_cards_behind_the_trainers(monkeypatch):
     assert "rollout.vllm.devices" in caught.value.fix
 
 
+@pytest.mark.long
 def test_a_server_that_is_being_restarted_when_the_stage_ends_is_not_left_behind(policy, tokenizer, prompts, tmp_path):
     with small_servers(tmp_path, replicas=1) as [server]:
         engine = engine_of([server], policy, tokenizer, tmp_path)
