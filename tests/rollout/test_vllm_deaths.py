@@ -178,6 +178,7 @@ def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, w
     assert "vllm.log" in caught.value.fix
 
 
+@pytest.mark.timeout(1500)
 def test_one_of_two_replicas_killed_in_a_batch_changes_no_completion(key, policy, tokenizer, prompts, tmp_path, monkeypatch):
     config = CONFIG.model_copy(update={"replicas": 2, "concurrency": 2})
     with serving(config, served(), tmp_path) as servers:
