@@ -18,9 +18,8 @@ from grpo_tasks.grpo.measure import GpuMeter, Stopwatch, completions_table, held
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.grpo.rounds import Collector, Round
+from grpo_tasks.grpo.rounds import Collector, Round, Rounds
 from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates, prompts_per_rollout
-from grpo_tasks.grpo.staleness import Rounds
 from grpo_tasks.grpo.token_budget import with_token_budget
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite

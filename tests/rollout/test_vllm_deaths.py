@@ -202,6 +202,7 @@ def test_one_of_two_replicas_killed_in_a_batch_changes_no_completion(key, policy
         moved(policy, 0.1)
         engine.sync()
         while len(engine.pool.serving) < 2:
+            time.sleep(1)
             engine.generate(requests[:3], sampling())
         before = requests_of(servers[0])
         after = [completion.token_ids for completion in engine.generate(requests, sampling())]
