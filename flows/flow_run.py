@@ -19,7 +19,7 @@ from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
 from schemas.results.base import StepResult
 from schemas.secret import hide
 
-ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "stage", "grpo", "evaluation")
+ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "replicas", "stage", "grpo", "evaluation")
 """Rooms whose code decides what a trained model is."""
 FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 """Files of a failed step that are sent to MLflow."""

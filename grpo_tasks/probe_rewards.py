@@ -21,7 +21,7 @@ from schemas.results.lab import LabReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("lab", "rewards", "answers", "rollout", "policy", "attention", "data"), device=True)
+@step(rooms=("lab", "rewards", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True)
 def probe_rewards(
     work: Work,
     data: DataReport,

@@ -19,7 +19,7 @@ from schemas.results.model import ModelRef, StageResult
 
 
 @step(
-    rooms=("grpo", "trl_engine", "stage", "rollout", "planning", "policy", "attention", "rewards", "answers", "data"),
+    rooms=("grpo", "trl_engine", "stage", "rollout", "replicas", "planning", "policy", "attention", "rewards", "answers", "data"),
     retries=1,
     resumable=True,
     device=True,

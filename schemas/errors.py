@@ -147,6 +147,10 @@ class ServerGoneError(RolloutError):
     """A server that stopped answering, or reports that its engine died."""
 
 
+class ServerBusyError(ServerGoneError):
+    """A server that did not answer in time, or refuses a request because it has too many."""
+
+
 class MergeError(UserError):
     """A merged model that differs from base + adapter. It is never published."""
 

@@ -96,6 +96,14 @@ SAMPLER_KL = "sampling/kl"
 IMPORTANCE_RATIO_MEAN = "sampling/importance_sampling_ratio/mean"
 IMPORTANCE_RATIO_MAX = "sampling/importance_sampling_ratio/max"
 DROPPED_GROUPS = "dynamic_sampling/dropped_groups"
+POLICY_LAG = "sampling/policy_lag"
+TRAINER_WAIT = "sampling/trainer_wait_time"
+SAMPLER_WAIT = "sampling/sampler_wait_time"
+SYNC_TIME = "sampling/sync_time"
+SYNC_BYTES = "sampling/sync_bytes"
+QUEUE_DEPTH = "sampling/queue_depth"
+REPLICAS_SERVING = "sampling/replicas_serving"
+REPLICA_TOKENS_PER_S = "replica/*/tokens_per_s"
 NUM_TOKENS = "num_tokens"
 TOKENS_PER_S = "tokens_per_s"
 STEP_TIME = "step_time"
@@ -199,6 +207,38 @@ TRAINING: tuple[Metric, ...] = (
     Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
     Metric(IMPORTANCE_RATIO_MAX, "largest ratio between the trainer's and the sampler's probability of a token", better="lower"),
     Metric(DROPPED_GROUPS, "groups that were sampled for the update and not trained on", "groups", "lower"),
+    Metric(
+        POLICY_LAG,
+        "updates between the policy that sampled the rollout and the one that first trained on it; with a vLLM server only",
+        "updates",
+        "lower",
+        "never above rollout.max_staleness",
+    ),
+    Metric(
+        TRAINER_WAIT,
+        "time the trainer waited for the rollout",
+        "s",
+        "lower",
+        "near step_time: sampling is the bottleneck; add replicas",
+    ),
+    Metric(
+        SAMPLER_WAIT,
+        "time the servers had nothing to sample before this rollout",
+        "s",
+        "lower",
+        "near step_time: training is the bottleneck, or rollout.max_staleness is 0",
+    ),
+    Metric(SYNC_TIME, "time to hand the policy to all servers and to verify it", "s", "lower"),
+    Metric(SYNC_BYTES, "size of the weights that were handed to the servers", "bytes", "lower"),
+    Metric(QUEUE_DEPTH, "requests that waited for a server, averaged over the rollout", "requests", "lower"),
+    Metric(
+        REPLICAS_SERVING,
+        "fewest servers that sampled at any time of the rollout",
+        "servers",
+        "higher",
+        "below the number of servers: one failed or lagged; the stage's events say why",
+    ),
+    Metric(REPLICA_TOKENS_PER_S, "completion tokens per second of one server, counted from 0", "tokens/s", "higher"),
     Metric(NUM_TOKENS, "prompt and completion tokens processed since the stage began", "tokens"),
     Metric(
         TOKENS_PER_S,

@@ -239,14 +239,25 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int) -> pl.DataFrame:
-    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique."""
+def completions_table(
+    scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int
+) -> pl.DataFrame:
+    """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique.
+
+    Args:
+        scored: the rollout.
+        advantages: [N, T] or [N, 1].
+        stage: name of the stage.
+        step: the update that trained on it.
+        policy_version: the policy that sampled it: how many updates of the stage it had had.
+    """
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
     return pl.DataFrame(
         {
             "stage": [stage] * len(rows),
             "step": [step] * len(rows),
+            "policy_version": [policy_version] * len(rows),
             "prompt_id": [row.prompt_id for row in rows],
             "sample": [index % rollout.group_size for index in range(len(rows))],
             "prompt": [row.messages[-1]["content"] for row in rows],

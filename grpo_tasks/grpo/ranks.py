@@ -24,6 +24,8 @@ class Ranks:
     """This rank and the others."""
 
     accelerator: Accelerator
+    group: "torch.distributed.ProcessGroup | None" = None
+    """The group that `gather` uses; None: the default one."""
 
     @classmethod
     def of(cls, spec: StageSpec, device: torch.device) -> "Ranks":
@@ -55,14 +57,25 @@ class Ranks:
         """True on the one rank that writes files."""
         return self.accelerator.is_main_process
 
+    def in_other_thread(self) -> "Ranks":
+        """The same ranks for another thread, whose messages would be mixed up with those of this one. All ranks call it."""
+        if self.count == 1:
+            return self
+        limit = self.accelerator.init_handler.timeout if self.accelerator.init_handler is not None else None
+        return Ranks(self.accelerator, torch.distributed.new_group(backend="gloo", timeout=limit))
+
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """The items that this rank works on; shares differ by one item at most."""
         return items[len(items) * self.rank // self.count : len(items) * (self.rank + 1) // self.count]
 
     def gather(self, mine: Item) -> list[Item]:
         """The item of every rank, in the order of the ranks; all ranks have to call it."""
-        found: list[Item] = gather_object([mine])
-        return found
+        if self.group is None:
+            found: list[Item] = gather_object([mine])
+            return found
+        places: list[Item] = [mine] * self.count
+        torch.distributed.all_gather_object(places, mine, group=self.group)
+        return places
 
     def sum_in_place(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, with one message for each dtype."""

@@ -1,11 +1,25 @@
 """One round: new prompts, completions sampled from the policy, scored, and turned into advantages.
 
-prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
+    prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
+
+`Collector` samples one; `Rounds` decides when each is sampled: when it is needed, or ahead, by a policy of bounded age.
+
+    max_staleness 0     sample 1 | train 1 | sample 2 | train 2 | ...
+    max_staleness 1     train 1 | train 2 | train 3 | ...                  round n + 1 is sampled by the policy that enters
+                        sample 2 | sample 3 | sample 4 | ...               the training on round n
+
+With a bound of K the round that is K updates ahead is started, from weights that are saved before the policy is trained on. A
+thread loads those weights into the servers and samples, one round after the other. So which policy samples a round depends on
+the round's number and on the barriers below, and never on how fast anything is: a stage that is run again ends in the same bytes.
+
+Checkpoints hold no round in flight. Where one is due, and where held-out prompts are evaluated, nothing is started beyond that
+update (the barrier), so nothing is in flight there. A resumed stage starts again from it as the first one did.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,8 +33,10 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.rollout.engine import RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.metrics import POLICY_LAG, SAMPLER_WAIT, TRAINER_WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +49,10 @@ class Round:
     """Groups that were sampled and not used, because a replacement was better or was itself dead."""
     tokens: int
     """Tokens of all prompts and completions sampled, including those of dropped groups."""
+    version: int = 0
+    """The policy that sampled: the number of updates that it had had."""
+    report: EngineReport = field(default_factory=EngineReport)
+    """Figures and events of the engine while it sampled."""
 
     def with_live_groups_of(self, fresh: "Round") -> ScoredRollout:
         """The rollout with its dead groups replaced by live groups of `fresh`, as far as there are any."""
@@ -59,14 +79,14 @@ class Collector:
     seed: int
     ranks: Ranks
 
-    def collect(self, number: int, *, step: int) -> Round:
-        """Round `number`, counted from 0, for the updates from `step` on, sampled from the present weights."""
-        # The engine takes over the weights first: sampled from any others the update would be off-policy.
-        self.engine.sync()
-        return self.sample(number, step=step)
+    def sample(self, number: int, *, step: int, version: int) -> Round:
+        """Round `number`, counted from 0, for the updates from `step` on, from the weights that the engine has.
 
-    def sample(self, number: int, *, step: int) -> Round:
-        """Round `number` from the weights that the engine has already."""
+        Args:
+            number: decides the prompts and the random numbers.
+            step: number of the first update that trains on it.
+            version: number of updates that the engine's weights have had.
+        """
         current = self._round(self.schedule.prompts_of(number), completion_seed(self.seed, "rollout", number), step)
         for refill in range(1, self.spec.stage.max_refills + 1):
             dead = current.advantages.dead
@@ -77,7 +97,7 @@ class Collector:
         self.engine.sleep()
         # Adaptive weights move once per round, after all of its groups were scored with the same weights.
         self.suite.adapt(current.scored.scores)
-        return current
+        return replace(current, version=version, report=self.engine.report())
 
     def evaluate_held_out(self, rows: Sequence[PromptRow], *, step: int) -> ScoredRollout:
         """One completion for each of these rows, sampled from the present weights with the same random numbers every time."""
@@ -120,39 +140,88 @@ class Collector:
 
 
 class Rounds:
-    """Rounds in their order, each sampled when it is needed; or, with `ahead`, while the policy trains on the round before.
+    """Rounds in their order.
 
-    A round sampled ahead comes from weights that are one round older, which `importance_sampling_correction` corrects.
+    Args:
+        collector: samples a round.
+        updates: updates that train on a round.
+        max_staleness: see `rollout.max_staleness`; above 0 for a `VllmEngine` only.
+        may_start: whether the round that begins after this many updates may be started before they were made.
     """
 
-    def __init__(self, collector: Collector, *, ahead: bool) -> None:
-        self.ahead = ahead
-        self._collector = collector
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._next: Future[Round] | None = None
+    def __init__(self, collector: Collector, *, updates: int, max_staleness: int, may_start: Callable[[int], bool]) -> None:
+        self._collector, self._updates, self._may_start = collector, updates, may_start
+        self.ahead = max_staleness // updates
+        """Rounds that are sampled while the policy trains on an earlier one."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._started: dict[int, Future[Round]] = {}
+        self._loaded: Weights | None = None
+        self._ended: float | None = None
+        """When (s) the last round was sampled."""
 
-    def take(self, number: int, *, step: int, next_step: int | None) -> Round:
-        """Round `number` for the updates from `step` on; starts sampling the next one, for the updates from `next_step` on.
-
-        `next_step` is None where the next round must not be started yet.
-        """
-        current = self._collector.collect(number, step=step) if self._next is None else self._next.result()
-        self._next = None
-        if self.ahead and next_step is not None:
-            # In this thread: the weights must not change while they are handed over.
+    def take(self, number: int) -> Round:
+        """Round `number`, counted from 0; starts later ones. The policy has had all updates of the rounds before it."""
+        if not self.ahead:
+            began = time.perf_counter()
+            # The engine takes over the weights first: sampled from any others the update would be off-policy.
             self._collector.engine.sync()
-            self._next = self._pool.submit(self._collector.sample, number + 1, step=next_step)
-        return current
+            current = self._sample(number, number * self._updates)
+        else:
+            self._start(number)
+            began = time.perf_counter()
+            current = self._started.pop(number).result()
+        lag = number * self._updates - current.version
+        assert lag <= self.ahead * self._updates
+        if not isinstance(self._collector.engine, VllmEngine):
+            return current
+        waits = {TRAINER_WAIT: time.perf_counter() - began, POLICY_LAG: float(lag)}
+        return replace(current, report=EngineReport(current.report.figures | waits, current.report.events))
 
     def drop(self) -> None:
-        """Discard a round that was sampled from weights that were rolled back."""
-        if self._next is not None:
-            self._next.result()
-        self._next = None
+        """Discard the rounds in flight: their weights were rolled back."""
+        # Waited for and not cancelled: which of them move the adaptive reward weights must not depend on how far they are.
+        for future in self._started.values():
+            future.result()
+        self._started.clear()
 
     def close(self) -> None:
         """Wait for a round that is still being sampled, as long as its engine and its reward functions are there."""
-        self._pool.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self, number: int) -> None:
+        """Start round `number`, if it was not started ahead, and those ahead of it, all from the present weights."""
+        wanted = [number]
+        for later in range(number + 1, number + self.ahead + 1):
+            if not self._may_start(later * self._updates):
+                break
+            wanted.append(later)
+        missing = [each for each in wanted if each not in self._started]
+        if not missing:
+            return
+        engine = self._collector.engine
+        assert isinstance(engine, VllmEngine)
+        # In this thread: the weights must not change while they are saved.
+        weights = engine.prepare()
+        for each in missing:
+            self._started[each] = self._thread.submit(self._load_and_sample, weights, each, number * self._updates)
+
+    def _load_and_sample(self, weights: Weights, number: int, version: int) -> Round:
+        engine = self._collector.engine
+        assert isinstance(engine, VllmEngine)
+        if weights is not self._loaded:
+            engine.load(weights)
+            self._loaded = weights
+        return self._sample(number, version)
+
+    def _sample(self, number: int, version: int) -> Round:
+        began = time.perf_counter()
+        waited = 0.0 if self._ended is None else began - self._ended
+        current = self._collector.sample(number, step=number * self._updates + 1, version=version)
+        self._ended = time.perf_counter()
+        report = current.report
+        if isinstance(self._collector.engine, VllmEngine):
+            report = EngineReport(report.figures | {SAMPLER_WAIT: waited}, report.events)
+        return replace(current, report=report)
 
 
 def rewards_of(scored: ScoredRollout) -> Rewards:

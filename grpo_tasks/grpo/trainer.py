@@ -80,8 +80,12 @@ class Trainer:
         self.checkpoints.restore()
         # After the restore: an engine may copy the weights.
         engine = rollout_engine(spec, directory, model, self.tokenizer, servers, device=self.device)
-        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, self.ranks)
-        self.rounds = Rounds(self.collector, ahead=bool(servers) and spec.rollout.vllm.overlap)
+        staleness = spec.rollout.max_staleness if servers else 0
+        ranks = self.ranks.in_other_thread() if staleness else self.ranks
+        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks)
+        self.rounds = Rounds(
+            self.collector, updates=stage.updates_per_rollout, max_staleness=staleness, may_start=self._may_start_ahead
+        )
 
     @property
     def step(self) -> int:
@@ -125,16 +129,18 @@ class Trainer:
 
     def _collect(self) -> Round:
         """The next round: rollout, score, advantages (rounds.py)."""
-        after = self.step + self.stage.updates_per_rollout
-        # Checkpoints do not include a round in flight; it is sampled again after a resume, from newer weights. So none is started
-        # where the next checkpoint is due. A held-out evaluation needs the engine for itself.
-        alone = after >= self.updates or self._checkpoint_due(after) or self._evaluation_due(after)
-        number = self.step // self.stage.updates_per_rollout
-        current = self.rounds.take(number, step=self.step + 1, next_step=None if alone else after + 1)
+        current = self.rounds.take(self.step // self.stage.updates_per_rollout)
         self.counters.tokens += current.tokens
         for note in current.scored.scores.notes:
             self.events.report(self.step + 1, "reward_error", str(note))
+        for event in current.report.events:
+            self.events.report(self.step + 1, "rollout_server", event)
         return current
+
+    def _may_start_ahead(self, step: int) -> bool:
+        """Whether the round that begins after update `step` may be sampled by an older policy."""
+        # Checkpoints hold no round in flight, and a held-out evaluation needs the engine for itself.
+        return step < self.updates and not self._checkpoint_due(step) and not self._evaluation_due(step)
 
     def _microbatches(self, current: Round) -> Batch:
         """Split a round into updates, and those into microbatches; several updates need the log-probabilities of now."""
@@ -198,7 +204,7 @@ class Trainer:
         """Append the update to the journal; write its completions where they are due, and its weights if they are the best."""
         seconds, self.counters.seconds = clock.update_s, clock.total_s
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
-        metrics |= rollout_metrics(current.scored, current.advantages)
+        metrics |= rollout_metrics(current.scored, current.advantages) | current.report.figures
         if self.stage.max_refills:
             metrics[DROPPED_GROUPS] = float(current.dropped)
         metrics |= self.meter.read()
@@ -208,7 +214,13 @@ class Trainer:
         self.journal.append(self.step, metrics)
         due = self.step % self.stage.log_completions_steps == 0 or self.step in (1, self.updates)
         if due and self.ranks.writes:
-            table = completions_table(current.scored, current.advantages.values, stage=self.stage.name, step=self.step)
+            table = completions_table(
+                current.scored,
+                current.advantages.values,
+                stage=self.stage.name,
+                step=self.step,
+                policy_version=current.version,
+            )
             write_completions(self.dir, self.step, table)
         # Before any roll back: the evaluation is that of these weights.
         if self._evaluation_due(self.step) and best_step(self.journal, self.step) == self.step:

@@ -8,7 +8,7 @@ completion without an end-of-turn token.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from schemas.config.rollout import RolloutConfig
@@ -92,6 +92,16 @@ class Request:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine tells about itself since the last report."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    """Metrics by the names of schemas/metrics.py."""
+    events: tuple[str, ...] = ()
+    """What happened to its servers, as sentences."""
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Anything that samples completions."""
@@ -104,6 +114,9 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Release device memory; nothing will be generated until the next `sync`."""
+
+    def report(self) -> EngineReport:
+        """Figures and events since the last report."""
 
     def close(self) -> None:
         """Release what the engine holds in other processes; it is not used afterwards."""

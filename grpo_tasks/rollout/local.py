@@ -23,7 +23,7 @@ from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, unique_prompts
-from grpo_tasks.rollout.engine import Completion, Request, Sampling
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
 
@@ -67,6 +67,10 @@ class LocalEngine:
 
     def sleep(self) -> None:
         """Nothing to release: the cache of a batch is freed when the batch ends."""
+
+    def report(self) -> EngineReport:
+        """Nothing: the engine is part of this process."""
+        return EngineReport()
 
     def close(self) -> None:
         """Nothing to release: there is no other process."""

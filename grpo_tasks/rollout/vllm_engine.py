@@ -1,26 +1,25 @@
 """The vLLM engines: token ids in, token ids out over HTTP, one request for all completions of a group.
 
     VllmSampler   samples from a model that does not change (evaluation, reward lab)
-    VllmEngine    samples from the policy in training. sync(): save the weights -> wake up sleeping servers -> load the weights
-                  -> compare log-probabilities -> delete the previous weights
+    VllmEngine    samples from the policy in training
+                  prepare(): save the weights      load(): each server wakes up -> loads them -> its log-probabilities are
+                                                           compared -> it unloads the previous ones; then those are deleted
 
 If a server kept old weights, training would continue on completions of the wrong policy without any error. So after each load the
-engine compares the log-probabilities of a few tokens with the trainer's. A server that dies is restarted and loads the policy;
-then the complete batch is requested again. Every completion has its own seed, so the repeated batch is the same.
+engine compares the log-probabilities of a few tokens with the trainer's. Which server gets which request, and what happens to one
+that fails, is the business of the pool (grpo_tasks/replicas).
 """
 
 import gc
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import cycle, repeat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from uuid import uuid4
 
-import httpx
-import tenacity
 import torch
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
@@ -31,18 +30,34 @@ from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
-from grpo_tasks.rollout.engine import Completion, Request, Sampling
+from grpo_tasks.replicas.client import Client, UnknownError
+from grpo_tasks.replicas.pool import Limits, Pool
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
+from schemas.metrics import SYNC_BYTES, SYNC_TIME
 
 PROBE_IDS = [3 + 7 * index % 200 for index in range(12)]
 """Arbitrary token ids that every vocabulary has."""
 PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest allowed mean difference (nats per token) between server and trainer on the probe."""
 
-Output = TypeVar("Output")
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A policy on its way to the servers."""
+
+    name: str
+    """Unlike that of any other policy: under an old name vLLM's prefix cache would return keys and values of old weights."""
+    folder: Path
+    logps: Float[torch.Tensor, " T"]
+    """Log-probabilities (nats) of the probe under this policy."""
+    seconds: float
+    """Time it took to write them."""
 
 
 class VllmSampler:
@@ -64,54 +79,56 @@ class VllmSampler:
         servers: Sequence[VllmServer],
         adapter: Path | None = None,
     ) -> None:
-        self._tokenizer, self._config, self._servers = tokenizer, config, list(servers)
+        self._tokenizer, self._config = tokenizer, config
         self._end_ids = end_token_ids(tokenizer, generation_eos)
-        self._client = httpx.Client(headers=authorization(), timeout=httpx.Timeout(config.request_timeout_s, connect=10.0))
-        self._restarts = 0
-        self._merged = self._asleep = False
+        self._client = Client(authorization(), timeout_s=config.request_timeout_s, retries=config.retries)
+        self._merged = False
         # A unique name: on a shared server it collides neither with other users' adapters nor with those of an earlier attempt.
         self._run = f"policy-{uuid4().hex[:8]}"
         self._name: str | None = None if adapter is None else self._run
         self._folder = adapter
+        limits = Limits(config.concurrency, config.max_restarts)
+        self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
 
     def sync(self) -> None:
-        """Load the adapter into the servers."""
-        self._with_restarts(self._load_weights)
+        """Load the adapter into the servers.
+
+        Raises:
+            RolloutError: no server took it.
+        """
+        self.pool.refresh()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`.
 
         Raises:
-            RolloutError: a server refuses a request, or died more often than `max_restarts`.
+            RolloutError: a server refuses a request, or each one failed more often than `max_restarts`.
         """
         stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-        return [self._completion(answer, stop) for answer in self._with_restarts(lambda: self._answers(requests, stop))]
+        answers = self.pool.run(_groups(requests), lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
+        return [self._completion(answer, stop) for group in answers for answer in group]
 
     def sleep(self) -> None:
         """Release the GPU memory of the servers until the next `sync`, if `rollout.vllm.sleep` is on."""
-        if self._config.sleep:
-            for server in self._servers:
+        for server in self.pool.serving if self._config.sleep else ():
+            try:
                 self._post(server, "/sleep?level=1", {})
-            self._asleep = True
+                server.asleep = True
+            except ServerGoneError as gone:
+                self.pool.take_out(server, gone)
+
+    def report(self) -> EngineReport:
+        """Figures and events of the pool since the last report."""
+        return EngineReport(self.pool.take_figures(), tuple(self.pool.take_events()))
 
     def close(self) -> None:
         """Unload the adapter; the servers may keep running."""
-        # A server that is gone has nothing to unload, and all completions have been delivered.
-        with suppress(ServerGoneError):
-            if self._name is not None:
-                self._unload(self._name)
+        self.pool.close()
+        for server in self.pool.serving:
+            # A server that is gone has nothing to unload, and all completions have been delivered.
+            with suppress(ServerGoneError):
+                self._unload(server, keep=None)
         self._client.close()
-
-    def _answers(self, requests: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
-        # A restarted server has lost the weights; the others load nothing here.
-        self._load_weights()
-        with ThreadPoolExecutor(self._config.concurrency) as pool:
-            try:
-                answers = pool.map(self._complete, cycle(self._servers), _groups(requests), repeat(stop))
-                return [answer for group in answers for answer in group]
-            except RolloutError:
-                pool.shutdown(cancel_futures=True)
-                raise
 
     def _complete(self, server: VllmServer, group: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
         sampling = stop.sampling
@@ -134,7 +151,7 @@ class VllmSampler:
             # The server searches for stop strings in the text that it decodes. It must decode as `StopRule` does.
             "skip_special_tokens": not stop.reads_special_tokens,
         }
-        answers: list[dict[str, Any]] = self._post(server, "/v1/completions", body)["choices"]
+        answers: list[dict[str, Any]] = self._post(server, COMPLETIONS, body)["choices"]
         if len(answers) != len(group):
             raise RolloutError(f"the server returned {len(answers)} completions, not {len(group)}", place=server.address)
         if any(answer.get("token_ids") is None for answer in answers):
@@ -157,73 +174,52 @@ class VllmSampler:
     def _model(self, server: VllmServer) -> str:
         return server.base if self._name is None or self._merged else self._name
 
-    def _load_weights(self) -> bool:
-        """Load the current weights into the servers that do not have them; True if there was one."""
-        outdated = [server for server in self._servers if self._name is not None and self._name not in server.loaded]
-        for server in outdated:
-            if self._merged:
-                weights = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-                self._post(server, "/collective_rpc", weights)
-                # Cached keys and values of prompts come from the previous weights.
-                self._post(server, "/reset_prefix_cache", {})
-                server.loaded.clear()
-            else:
-                self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
-            server.loaded.add(str(self._name))
-        return bool(outdated)
+    def _admit(self, server: VllmServer) -> None:
+        """Hand the present weights to a server; nothing to do for one that has them."""
+        if server.asleep:
+            self._post(server, "/wake_up", {})
+            server.asleep = False
+        if server.stale:
+            self._recall(server)
+        if self._name is None or self._name in server.loaded:
+            return
+        if self._merged:
+            self._post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}})
+            # Cached keys and values of prompts come from the previous weights.
+            self._post(server, "/reset_prefix_cache", {})
+            server.loaded.clear()
+        else:
+            self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
+        server.loaded.add(self._name)
 
-    def _unload(self, name: str) -> None:
-        for server in self._servers:
-            if name in server.loaded and not self._merged:
+    def _recall(self, server: VllmServer) -> None:
+        """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
+        server.inspect()
+        # Nobody can ask for the weights of the base model, so they are loaded again.
+        server.loaded &= set() if self._merged else self._client.models(server.address)
+        server.stale = False
+
+    def _unload(self, server: VllmServer, *, keep: str | None) -> None:
+        """Unload all adapters of ours but one."""
+        for name in sorted(server.loaded - {keep}):
+            if not self._merged:
                 self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
             server.loaded.discard(name)
 
-    def _with_restarts(self, work: Callable[[], Output]) -> Output:
-        """Run `work`. If a server dies meanwhile, restart it and run `work` again from the beginning.
-
-        Raises:
-            ServerGoneError: servers died more than `max_restarts` times.
-            RolloutError: a server cannot be restarted.
-        """
-        while True:
-            try:
-                return work()
-            except ServerGoneError as gone:
-                self._restarts += 1
-                if self._restarts > self._config.max_restarts:
-                    raise
-                for server in self._servers:
-                    if not self._healthy(server):
-                        try:
-                            server.restart()
-                        except RolloutError as error:
-                            raise error from gone
-
     def _healthy(self, server: VllmServer) -> bool:
-        try:
-            return self._client.get(f"{server.address}/health", timeout=10.0).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
+        server.stale = True
+        return self._client.healthy(server.address)
 
     def _post(self, server: VllmServer, path: str, body: dict[str, Any]) -> Any:
+        sampled = path == COMPLETIONS
         try:
-            for attempt in tenacity.Retrying(
-                retry=tenacity.retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),
-                stop=tenacity.stop_after_attempt(self._config.retries + 1),
-                wait=tenacity.wait_exponential(0.2, max=5.0),
-                reraise=True,
-            ):
-                with attempt:
-                    answer = self._client.post(f"{server.address}{path}", json=body)
-        except httpx.TransportError as error:
-            raise ServerGoneError(
-                f"no answer to {path}: {error!r}", place=server.address, fix="see the server's log, vllm.log"
-            ) from error
-        if answer.is_server_error:
-            raise ServerGoneError(f"{path} failed ({answer.status_code}): {answer.text[:500]}", place=server.address)
-        if answer.status_code != httpx.codes.OK:
-            raise RolloutError(f"{path} was refused ({answer.status_code}): {answer.text[:500]}", place=server.address)
-        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+            # A server of somebody else that was restarted has its first weights under the name of the merged ones. So there is no
+            # second attempt: the pool loads the policy again first.
+            return self._client.post(server.address, path, body, repeat=not (sampled and self._merged))
+        except UnknownError as error:
+            if sampled and self._name is not None and not self._merged:
+                raise ServerGoneError(f"the server has lost the policy: {error.message}", place=server.address) from error
+            raise
 
 
 class VllmEngine(VllmSampler):
@@ -253,6 +249,7 @@ class VllmEngine(VllmSampler):
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._weights, self._untied = weights, untied
         self._expected_logps = torch.empty(0)
+        self._sync: dict[str, float] = {}
         trained = not untied and merged and _trains_embeddings(policy)
         if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
             # vLLM's CPU output layer multiplies with a packed copy of the embeddings, which a reload does not update.
@@ -269,59 +266,71 @@ class VllmEngine(VllmSampler):
         """Load the policy's current weights into the servers.
 
         Raises:
-            RolloutError: a server refuses them, or its log-probabilities differ from the policy's afterwards.
+            RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
         """
-        # A new name and a new folder each time: vLLM's prefix cache is keyed by the adapter's name, so under an old name it would
-        # return keys and values of the old weights.
-        before, self._version = self._name, self._version + 1
-        self._name = f"{self._run}-{self._version:06d}"
-        self._folder = (self._weights / self._name).resolve()
+        self.load(self.prepare())
+
+    def prepare(self) -> Weights:
+        """Save the policy's current weights for `load`; the policy may then be trained on."""
+        began, self._version = time.perf_counter(), self._version + 1
+        name = f"{self._run}-{self._version:06d}"
+        folder = (self._weights / name).resolve()
         if self._folded is None:
-            save_trained(self._policy, self._tokenizer, self._folder, trained_weights(self._policy))
+            save_trained(self._policy, self._tokenizer, folder, trained_weights(self._policy))
         else:
             self._folded.sync()
-            save_for_server(self._folded.model, self._folder, untie=self._untied)
-        self._expected_logps = self._probe_logps()
-        # Last, because a server that wakes up takes the GPU memory that the lines above need.
-        self._wake_up()
-        super().sync()
+            save_for_server(self._folded.model, folder, untie=self._untied)
+        return Weights(name, folder, self._probe_logps(), time.perf_counter() - began)
+
+    def load(self, weights: Weights) -> None:
+        """Load prepared weights into the servers; the previous ones are deleted.
+
+        Raises:
+            RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
+        """
+        began, before = time.perf_counter(), self._folder
+        self._name, self._folder, self._expected_logps = weights.name, weights.folder, weights.logps
+        if any(server.asleep for server in self.pool.serving):
+            self._make_room()
+        self.pool.refresh()
         if before is not None:
-            self._unload(before)
+            # An immutable folder for each policy: vLLM's engine dies when it reads an adapter whose files were deleted.
+            shutil.rmtree(before)
+        size = sum(file.stat().st_size for file in weights.folder.rglob("*"))
+        self._sync = {SYNC_TIME: weights.seconds + time.perf_counter() - began, SYNC_BYTES: float(size)}
+
+    def report(self) -> EngineReport:
+        """Figures and events of the pool and of the last load."""
+        report = super().report()
+        return EngineReport(report.figures | self._sync, report.events)
 
     def close(self) -> None:
         """Unload the last weights; the servers may keep running and are left awake."""
-        with suppress(ServerGoneError):
-            self._wake_up()
+        for server in self.pool.serving:
+            if server.asleep:
+                self._make_room()
+                with suppress(ServerGoneError):
+                    self._post(server, "/wake_up", {})
         super().close()
         shutil.rmtree(self._weights, ignore_errors=True)
 
-    def _wake_up(self) -> None:
-        """Wake up sleeping servers; they allocate their share of the GPU again.
+    def _make_room(self) -> None:
+        """Free GPU memory for sleeping servers, which allocate their share again when they wake up.
 
         They share the GPU with this process and wake up only if enough of its memory is free. So everything that the next update
         recreates is freed first; weights and optimizer state stay.
         """
-        if not self._asleep:
-            return
         # 1. The gradients of the last update.
         self._policy.zero_grad(set_to_none=True)
         # 2. Activations in reference cycles, such as those of checkpointed layers.
         gc.collect()
         # 3. The blocks that torch caches after both: to other processes they are still allocated.
         torch.cuda.empty_cache()
-        # 4. Now there is room.
-        self._with_restarts(lambda: [self._post(server, "/wake_up", {}) for server in self._servers])
-        self._asleep = False
 
-    def _load_weights(self) -> bool:
-        loaded = super()._load_weights()
-        if loaded:
-            self._check_servers()
-        return loaded
-
-    def _unload(self, name: str) -> None:
-        super()._unload(name)
-        shutil.rmtree(self._weights / name)
+    def _admit(self, server: VllmServer) -> None:
+        super()._admit(server)
+        self._check(server)
+        self._unload(server, keep=self._name)
 
     @torch.no_grad()
     def _probe_logps(self) -> Float[torch.Tensor, " T"]:
@@ -334,23 +343,26 @@ class VllmEngine(VllmSampler):
         self._policy.train(training)
         return logps
 
-    def _check_servers(self) -> None:
-        """Compare the log-probabilities of the probe with those of the servers.
+    def _check(self, server: VllmServer) -> None:
+        """Compare the log-probabilities of the probe with those of a server.
 
-        The expected ones are stored at `sync`: a server may be restarted later, when the policy has already changed.
+        The expected ones are those of the moment when the weights were saved: the policy may have changed since.
         """
-        for server in self._servers:
-            body = {"model": self._model(server), "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-            # The first entry has no log-probability, the second belongs to the prompt in `_probe_logps`.
-            entries = self._post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"][2:]
-            found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
-            difference = (found - self._expected_logps).abs().mean().item()
-            if not difference <= PROBE_LIMIT[self._dtype]:
-                raise RolloutError(
-                    f"the server does not serve the trainer's policy: their log-probabilities differ by {difference:.3g} nats",
-                    place=server.address,
-                    fix="restart the server with the same base weights and precision as the trainer",
-                )
+        body = {"model": self._model(server), "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        # The first entry has no log-probability, the second belongs to the prompt in `_probe_logps`.
+        entries = self._post(server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"][2:]
+        found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
+        difference = (found - self._expected_logps).abs().mean().item()
+        if not difference <= PROBE_LIMIT[self._dtype]:
+            raise RolloutError(
+                f"the server does not serve the trainer's policy: their log-probabilities differ by {difference:.3g} nats",
+                place=server.address,
+                fix="restart the server with the same base weights and precision as the trainer",
+            )
+
+
+def _num_tokens(answers: Sequence[dict[str, Any]]) -> int:
+    return sum(len(answer["token_ids"]) for answer in answers)
 
 
 def _trains_embeddings(policy: CausalLM) -> bool:

@@ -4,22 +4,26 @@ vLLM and the trainer cannot share an environment, because their requirements exc
 server is a command, an address and a log file.
 """
 
+import logging
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import httpx
+import torch
 
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
@@ -34,6 +38,7 @@ WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
 BASE = "base"
 """Name of the model without an adapter on the servers started here."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,20 @@ class VllmServer:
         address: such as http://127.0.0.1:8000.
         base: the server's name for the model without an adapter.
         loaded: names of the policies that it has loaded since it was started.
+        stale: it was away, so `loaded` may be wrong.
+        asleep: it has released its GPU memory.
+        own: it was started here.
     """
+
+    own = False
 
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
         self.loaded: set[str] = set()
+        self.stale = self.asleep = False
+
+    def inspect(self) -> None:
+        """Find out what it serves, after it was away; nothing to find out about one that was started here."""
 
     def restart(self) -> None:
         """Start it again.
@@ -73,29 +87,65 @@ class VllmServer:
         )
 
 
-class OwnServer(VllmServer):
-    """A server started here.
+class ForeignServer(VllmServer):
+    """A server of `base_urls`.
 
-    Raises:
-        RolloutError: it does not come up.
+    Args:
+        address: where it listens.
+        adapters: True if adapters will be loaded, False if complete weights.
     """
+
+    def __init__(self, address: str, *, adapters: bool) -> None:
+        super().__init__(address)
+        self._wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
+
+    def inspect(self) -> None:
+        """Check that it offers what the engine uses, and read the name of its model.
+
+        Raises:
+            ServerGoneError: it cannot be reached.
+            RolloutError: it refuses the key, or lacks an endpoint.
+        """
+        try:
+            paths, version, models = (
+                httpx.get(f"{self.address}{path}", headers=authorization(), timeout=10.0).raise_for_status().json()
+                for path in ("/openapi.json", "/version", "/v1/models")
+            )
+        except (httpx.HTTPError, ValueError) as error:
+            kind = ServerGoneError if isinstance(error, httpx.TransportError) else RolloutError
+            raise kind(
+                f"no vLLM server answers: {error}",
+                place=self.address,
+                fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
+            ) from error
+        missing = [path for path in self._wanted if path not in paths["paths"]]
+        if missing:
+            raise RolloutError(
+                f"vLLM {version['version']} does not offer {', '.join(missing)}",
+                place=self.address,
+                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
+            )
+        # Adapters are listed with the model they belong to as their parent.
+        self.base = next(model["id"] for model in models["data"] if not model.get("parent"))
+
+
+class OwnServer(VllmServer):
+    """A server started here, by `start`. One thread may restart it while another one ends it."""
+
+    own = True
 
     def __init__(self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None) -> None:
         self._config, self._served, self._log, self._device = config, served, log, device
-        super().__init__(self._start())
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._lock, self._ended = Lock(), False
+        super().__init__("")
 
-    def restart(self) -> None:
-        """End what is left of the server and start a new one, at a new address."""
-        self.end()
-        self.address = self._start()
-        self.loaded.clear()
+    def start(self) -> None:
+        """Start it and wait until it answers.
 
-    def end(self) -> None:
-        """End the server and all processes that it has started."""
-        self._supervisor.terminate()
-        self._supervisor.wait()
-
-    def _start(self) -> str:
+        Raises:
+            RolloutError: it does not come up.
+        """
         port = free_port()
         address = f"http://{HOST}:{port}"
         environment = os.environ | QUIET | LOADING | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
@@ -103,8 +153,10 @@ class OwnServer(VllmServer):
         if self._device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._device
         server = command(self._config, self._served, Path(self._config.python), port)
-        with self._log.open("ab") as output:
-            self._supervisor = subprocess.Popen(
+        with self._lock, self._log.open("ab") as output:
+            if self._ended:
+                raise RolloutError("the server was ended before it started", place=str(self._log))
+            self._supervisor = supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *server],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -113,11 +165,31 @@ class OwnServer(VllmServer):
                 start_new_session=True,
             )
         try:
-            _wait_until_up(address, self._supervisor, self._log, self._config.start_timeout_s)
+            _wait_until_up(address, supervisor, self._log, self._config.start_timeout_s)
         except BaseException:
-            self.end()
+            self._stop()
             raise
-        return address
+        self.address = address
+
+    def restart(self) -> None:
+        """End what is left of the server and start a new one, at a new address."""
+        self._stop()
+        self.loaded.clear()
+        self.asleep = False
+        self.start()
+
+    def end(self) -> None:
+        """End the server and all processes that it has started. It cannot be started again."""
+        with self._lock:
+            self._ended = True
+        self._stop()
+
+    def _stop(self) -> None:
+        with self._lock:
+            supervisor = self._supervisor
+        if supervisor is not None:
+            supervisor.terminate()
+            supervisor.wait()
 
 
 @contextmanager
@@ -131,52 +203,68 @@ def serving(config: VllmConfig, served: ServedModel, folder: Path) -> Iterator[l
         raise RolloutError(
             f"{config.python} does not exist", place="rollout.vllm.python", fix="make vllm, or rollout.engine: local"
         )
-    with ExitStack() as stack:
-        servers: list[VllmServer] = []
-        for number in range(config.replicas):
-            log = folder / ("vllm.log" if config.replicas == 1 else f"vllm-{number}.log")
-            server = OwnServer(config, served, log, config.devices[number] if config.devices else None)
+    devices = replica_devices(config, cuda=served.cuda)
+    logs = [folder / ("vllm.log" if config.replicas == 1 else f"vllm-{number}.log") for number in range(config.replicas)]
+    servers = [OwnServer(config, served, log, device) for log, device in zip(logs, devices, strict=True)]
+    with ThreadPoolExecutor(len(servers)) as starting, ExitStack() as stack:
+        for server in servers:
             stack.callback(server.end)
-            servers.append(server)
-        yield servers
+        # All at once: a start is mostly loading and compiling. The first failure ends the others.
+        for started in as_completed([starting.submit(server.start) for server in servers]):
+            started.result()
+        yield [*servers]
+
+
+def replica_devices(config: VllmConfig, *, cuda: bool) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each server; None for that of the trainer.
+
+    Without `devices`, several servers get cards of their own: those behind the trainer's first card where there are enough, and
+    otherwise all of them.
+
+    Raises:
+        RolloutError: there are fewer cards than the servers need.
+    """
+    if config.devices:
+        return [*config.devices]
+    if not cuda or config.replicas == 1:
+        return [None] * config.replicas
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+    size = config.tensor_parallel_size
+    wanted = size * config.replicas
+    if len(cards) < wanted:
+        raise RolloutError(
+            f"{config.replicas} servers with {size} cards each need {wanted} cards, and this machine has {len(cards)}",
+            place="rollout.vllm.replicas",
+            fix="lower replicas, or name the cards of each server in rollout.vllm.devices; two servers may share one",
+        )
+    chosen = cards[-wanted:]
+    return [",".join(chosen[start : start + size]) for start in range(0, wanted, size)]
 
 
 def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
-    """The servers of `base_urls`, after a check that they answer and can load weights.
+    """The servers of `base_urls`, after a check that they can load weights. Those that do not answer yet may join later.
 
     Args:
         config: with `base_urls`.
         adapters: True if adapters will be loaded, False if complete weights.
 
     Raises:
-        RolloutError: a server does not answer or lacks an endpoint; the message names the endpoint and the server's version.
+        RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
     """
-    wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
-    servers = []
-    for url in config.base_urls:
-        server = VllmServer(url)
+    servers = [ForeignServer(url, adapters=adapters) for url in config.base_urls]
+    absent: list[ServerGoneError] = []
+    for server in servers:
         try:
-            paths, version, models = (
-                httpx.get(f"{server.address}{path}", headers=authorization(), timeout=10.0).raise_for_status().json()
-                for path in ("/openapi.json", "/version", "/v1/models")
-            )
-        except (httpx.HTTPError, ValueError) as error:
-            raise RolloutError(
-                f"no vLLM server answers: {error}",
-                place=url,
-                fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
-            ) from error
-        missing = [path for path in wanted if path not in paths["paths"]]
-        if missing:
-            raise RolloutError(
-                f"vLLM {version['version']} does not offer {', '.join(missing)}",
-                place=url,
-                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
-            )
-        # Adapters are listed with the model they belong to as their parent.
-        server.base = next(model["id"] for model in models["data"] if not model.get("parent"))
-        servers.append(server)
-    return servers
+            server.inspect()
+        except ServerGoneError as gone:
+            server.stale = True
+            absent.append(gone)
+    if len(absent) == len(servers):
+        raise absent[0]
+    for missing in absent:
+        log.warning("%s: %s; the work begins without it, and it joins when it answers", missing.place, missing.message)
+    return [*servers]
 
 
 def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) -> bool:

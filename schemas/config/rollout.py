@@ -29,7 +29,6 @@ class VllmConfig(Section):
             "python",
             "gpu_memory_utilization",
             "sleep",
-            "overlap",
             "replicas",
             "devices",
             "tensor_parallel_size",
@@ -44,9 +43,9 @@ class VllmConfig(Section):
     }
 
     base_urls: list[Url] = Field(default_factory=list)
-    """Addresses of running servers, such as http://10.0.0.7:8000; requests are distributed over them. They must see the files
-    that the trainer writes, on the same machine or in a shared folder. Their API key is read from VLLM_API_KEY. Empty: the
-    stage starts a server of its own and ends it."""
+    """Addresses of running servers, such as http://10.0.0.7:8000; they share one queue of requests. They must see the files
+    that the trainer writes, on the same machine or in a shared folder. Their API key is read from VLLM_API_KEY. One that does not
+    answer at the start joins when it does. Empty: the stage starts servers of its own and ends them."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers receive the policy after each update. adapter: they load the adapter. merged: they load all weights;
     full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU, which gets merged
@@ -57,15 +56,12 @@ class VllmConfig(Section):
     """Share of the GPU's memory that the server reserves."""
     sleep: bool = False
     """Release the server's GPU memory while the policy trains, for one GPU that server and trainer share."""
-    overlap: bool = False
-    """Sample the next rollout while the policy trains on this one. It then comes from a policy that is one rollout older, which
-    importance_sampling_correction corrects. Checkpoints do not include the rollout in flight; it is sampled again after a
-    resume."""
     replicas: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Number of servers to start here. Requests are distributed over them."""
+    """Number of servers to start here. They share one queue of requests: the least loaded one takes the next group. One that
+    fails or lags is left out, and others sample its requests."""
     devices: list[str] = Field(default_factory=list)
-    """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: those of the
-    trainer."""
+    """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: one server
+    uses the cards of the trainer; several servers get cards of their own, the last ones."""
     tensor_parallel_size: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Number of GPUs that share the model of one server."""
     max_model_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
@@ -77,16 +73,15 @@ class VllmConfig(Section):
     request_timeout_s: float = Field(300.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one request."""
     concurrency: int = Field(64, ge=1, le=MOST_COMPLETIONS)
-    """Number of concurrent requests."""
+    """Highest number of concurrent requests of one server. A server that does not answer in time, or answers 429 or 503, gets
+    half as many; answered requests raise the number again."""
     retries: int = Field(3, ge=0, le=MOST_TIMES)
     """How often a request is repeated after a connection error."""
     max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
-    """How often servers that died are restarted before the stage stops."""
+    """How often a server that failed is restarted or tried again before it is left out. The stage stops when none is left."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        if self.overlap and self.sleep:
-            raise ValueError("a server that sleeps while the policy trains cannot sample; fix: set either overlap or sleep")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica")
         for flag in OWN_FLAGS:
@@ -114,6 +109,7 @@ class RolloutConfig(Section):
             "include_stop_str_in_output",
             "stop_token_ids",
             "max_batch_size",
+            "max_staleness",
         ),
     }
 
@@ -121,6 +117,11 @@ class RolloutConfig(Section):
     """local: our own decoding loop in the process of the trainer. vllm: a vLLM server with an environment of its own."""
     vllm: VllmConfig = Field(default_factory=VllmConfig, title="vLLM")
     """Settings of engine vllm."""
+    max_staleness: int = Field(0, ge=0, le=MOST_TIMES)
+    """Largest number of updates between the policy that samples a rollout and the one that first trains on it, for engine vllm.
+    0: sampling and training take turns. 1 and more: the servers sample the next rollouts while the policy trains, and
+    importance_sampling_correction corrects for the difference. No rollout is in flight at a checkpoint or a held-out evaluation,
+    so a resumed stage ends in the same bytes."""
     max_completion_length: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longest completion in tokens."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)
@@ -163,6 +164,14 @@ class RolloutConfig(Section):
             json.dumps(self.chat_template_kwargs)
         except TypeError as error:
             raise ValueError(f"chat_template_kwargs: {error}; fix: strings, numbers, booleans, lists and mappings") from error
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.max_staleness and self.engine != "vllm":
+            raise ValueError("only a server can sample while the policy trains; fix: max_staleness: 0, or engine: vllm")
+        if self.max_staleness and self.vllm.sleep:
+            raise ValueError("a server that sleeps while the policy trains cannot sample; fix: max_staleness: 0, or sleep: false")
         return self
 
     @model_validator(mode="after")

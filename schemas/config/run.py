@@ -253,18 +253,22 @@ class RunConfig(Section):
             raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
         if self.resources.num_processes > 1 and not vllm.base_urls:
             raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
-        if vllm.overlap:
-            self._check_overlap()
+        if self.rollout.max_staleness:
+            self._check_staleness()
         return self
 
-    def _check_overlap(self) -> None:
-        if self.resources.num_processes > 1:
-            raise ValueError("rollout.vllm.overlap needs a single process; fix: resources.num_processes: 1, or overlap: false")
+    def _check_staleness(self) -> None:
+        most = self.rollout.max_staleness
         for index, stage in enumerate(self.stages):
             if stage.engine == "native" and stage.importance_sampling_correction == "none":
                 raise ValueError(
-                    "rollout.vllm.overlap trains on completions of an older policy; "
+                    f"rollout.max_staleness {most} trains on completions of an older policy; "
                     f"fix: stages.{index}.importance_sampling_correction: token_truncate"
+                )
+            if most < stage.updates_per_rollout:
+                raise ValueError(
+                    f"a rollout of stages.{index} feeds {stage.updates_per_rollout} updates, so the next one would be that many "
+                    f"updates old; fix: rollout.max_staleness: {stage.updates_per_rollout}, or 0"
                 )
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ OURS: dict[str, str] = {
     "max_new_tokens": "rollout.max_completion_length",
     "generation_kwargs": "section rollout: temperature, top_p, top_k, stop",
     "use_vllm": "rollout.engine: vllm",
+    "overlap": "rollout.max_staleness: 1",
     "vllm_mode": "rollout.engine: vllm (we start its server; rollout.vllm.base_urls names running ones)",
     "vllm_enable_sleep_mode": "rollout.vllm.sleep",
     "vllm_server_base_url": "rollout.vllm.base_urls: [URL]",

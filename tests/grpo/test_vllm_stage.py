@@ -54,7 +54,7 @@ def test_a_server_samples_tokens_that_were_added_from_their_trained_rows(stages)
 
 def test_the_next_batch_is_sampled_while_the_policy_trains_and_corrected_for_its_age(stages):
     settings = {"max_steps": 6, "save_steps": 3, "learning_rate": 3e-3, "importance_sampling_correction": "token_truncate"}
-    directory = stages.write(rollout=rollout(overlap=True), **settings)
+    directory = stages.write(rollout=rollout() | {"max_staleness": 1}, **settings)
     uninterrupted = trained(directory, on_policy=False)
     differences = [line["sampling/sampling_logp_difference/max"] for line in journal(directory)]
     # The first batch and the one after a checkpoint come from the policy itself, the others from the one before.

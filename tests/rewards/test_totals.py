@@ -78,7 +78,7 @@ def test_what_functions_log_is_among_the_figures_of_an_update():
 def test_what_functions_pass_to_log_extra_is_a_column_of_the_completions_table():
     rollout = scored(np.ones((8, 3)))
     rollout = replace(rollout, scores=replace(rollout.scores, extra={"a": {"verdict": ["good"] * 7 + [None]}}))
-    table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1)
+    table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1, policy_version=0)
     assert table["logged_a_verdict"].to_list() == ["good"] * 7 + [None]
 
 

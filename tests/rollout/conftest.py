@@ -1,11 +1,14 @@
 """A model with tokens of its own, for every engine."""
 
+import os
+
 import pytest
 import torch
 
 from grpo_tasks.policy.load import load_base, load_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.results.model import ModelRef
+from tests.rollout.small_servers import SMALL
 from tests.rollout.stops import ORDINARY, SPECIAL
 
 
@@ -32,4 +35,12 @@ def key():
     """All servers ask for a key, those started by us too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", "planted-key-of-the-tests")
+        yield
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Servers that are started with this interpreter are the small ones of `served/`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")])))
         yield

@@ -15,7 +15,6 @@ from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
-from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import authorization, existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -129,26 +128,6 @@ def test_a_seeded_completion_ends_at_the_stop_string_and_counts_as_whole(engines
         # Nothing was sampled beyond the token that ended it.
         assert stop not in completion_text(tokenizer, completion.token_ids[:-1])
     assert stopped > 5
-
-
-def test_requests_are_spread_over_servers_and_come_back_in_order(lora_server, plain_server, policy, tokenizer, prompts):
-    def sampled(*servers):
-        sampler = VllmSampler(tokenizer, policy.generation_config.eos_token_id, CONFIG, servers)
-        requests = [Request(prompt, completion_seed(8, index) + k) for index, prompt in enumerate(prompts) for k in range(3)]
-        return [completion.token_ids for completion in sampler.generate(requests, sampling(temperature=0.9))]
-
-    # The two servers may have different weights by now, so each completion shows which server made it.
-    servers = (lora_server, plain_server)
-    alone, before = [sampled(server) for server in servers], [requests_of(server) for server in servers]
-    wanted = [alone[index // 3 % 2][index] for index in range(3 * len(prompts))]
-    assert sampled(*servers) == wanted
-    assert all(requests_of(server) > count for server, count in zip(servers, before, strict=True))
-
-
-def requests_of(server):
-    """Completions that a server has made so far, by its own count."""
-    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
 def test_fifty_swaps_leave_the_server_healthy_and_one_folder(engines, policy, server, tmp_path):

@@ -23,6 +23,7 @@ from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
@@ -175,3 +176,42 @@ def test_a_server_that_dies_too_often_stops_the_run_with_its_log_named(mortal, w
         remote.generate(requests, sampling())
     assert caught.value.place == mortal.address
     assert "vllm.log" in caught.value.fix
+
+
+@pytest.mark.timeout(1500)
+def test_one_of_two_replicas_killed_in_a_batch_changes_no_completion(key, policy, tokenizer, prompts, tmp_path, monkeypatch):
+    config = CONFIG.model_copy(update={"replicas": 2, "concurrency": 2})
+    with serving(config, served(), tmp_path) as servers:
+        engine = VllmEngine(policy, tokenizer, config, servers, weights=tmp_path / "served", dtype="float32", merged=False)
+        engine.sync()
+        requests = [
+            Request(prompts[group % len(prompts)], completion_seed(8, group) % 2**30 + k) for group in range(24) for k in range(3)
+        ]
+        before = [requests_of(server) for server in servers]
+        whole = [completion.token_ids for completion in engine.generate(requests, sampling())]
+        assert all(requests_of(server) > count for server, count in zip(servers, before, strict=True))
+        assert engine.report().figures["sampling/replicas_serving"] == 2
+        first = listener(servers[0].address)
+        kill_once(servers[0], engine, monkeypatch, after=6)
+        assert [completion.token_ids for completion in engine.generate(requests, sampling())] == whole
+        assert not first.is_running()
+        report = engine.report()
+        assert report.figures["sampling/replicas_serving"] == 1
+        assert any("is left out" in event for event in report.events)
+        # It comes back with the policy of then, and works again.
+        moved(policy, 0.1)
+        engine.sync()
+        while len(engine.pool.serving) < 2:
+            time.sleep(1)
+            engine.generate(requests[:3], sampling())
+        before = requests_of(servers[0])
+        after = [completion.token_ids for completion in engine.generate(requests, sampling())]
+        assert after != whole
+        assert requests_of(servers[0]) > before
+        engine.close()
+
+
+def requests_of(server):
+    """Completions that a server has made so far, by its own count."""
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total"))

@@ -1,0 +1,363 @@
+"""One queue of requests for several replicas.
+
+    requests --queue--> the least loaded replica --answers--> in the order of the requests
+                  ^                |
+                  +--given back----+ fails or lags: taken out -> restarted -> admitted (loads the policy, probe) -> serving
+
+A request carries its seed, so its answer is the same on whichever replica it is sampled: a replica that fails changes the time
+that a batch takes, and not its content. New weights are a new admission: `refresh` admits every replica again, and one that fails
+it serves nothing until it passes.
+
+Threads: one for each request in flight and one for each replica that is being restarted. They only change state under the
+condition `_changed`. They are daemons: a server that hangs must not keep the process alive.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Generic, TypeVar
+
+from grpo_tasks.replicas.batch import Batch
+from grpo_tasks.replicas.replica import Concurrency, Replica, ServerT, State
+from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
+from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, member
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
+TICK_S = 0.2
+"""Longest wait between two looks at the clock; every answer and failure wakes the queue at once."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the pool gives up on a replica."""
+
+    concurrency: int
+    """Most requests that a replica gets at once."""
+    max_restarts: int
+    """How often a replica that failed is admitted again."""
+    lag_factor: float = 4.0
+    """A request is late when it takes this many times as long as the slowest answered request of its batch ..."""
+    lag_s: float = 10.0
+    """... and longer than this (s). It is then given to an idle replica too."""
+    drain_s: float = 60.0
+    """Longest wait (s) for a request whose answer is not needed any more, before new weights are loaded."""
+    retry_s: float = 10.0
+    """Time between two attempts to reach a server that was not started here."""
+
+
+class Pool(Generic[ServerT]):
+    """Replicas that share a queue.
+
+    Args:
+        servers: the first replicas; `add` adds more.
+        limits: when a replica is taken out.
+        healthy: whether a server answers; called from other threads.
+        admit: hand the present policy to a server and verify that it serves it; raises RolloutError if it does not.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerT],
+        limits: Limits,
+        *,
+        healthy: Callable[[ServerT], bool],
+        admit: Callable[[ServerT], None],
+    ) -> None:
+        self._limits, self._healthy, self._admit = limits, healthy, admit
+        self._changed = Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._events: list[str] = []
+        self._seconds = self._waited = 0.0
+        self._fewest: int | None = None
+        self.replicas: list[Replica[ServerT]] = []
+        for server in servers:
+            self.add(server)
+
+    @property
+    def serving(self) -> list[ServerT]:
+        """The servers that serve the present policy."""
+        with self._changed:
+            return [replica.server for replica in self.replicas if replica.state is State.SERVING]
+
+    def add(self, server: ServerT) -> None:
+        """A server joins; it takes requests as soon as it was admitted, also of a batch that is being answered."""
+        with self._changed:
+            number = len(self.replicas)
+            self.replicas.append(Replica(number, server, Concurrency(self._limits.concurrency)))
+            self._changed.notify_all()
+
+    def refresh(self) -> None:
+        """Admit every replica again, because the policy has changed; those that are being restarted follow later.
+
+        Raises:
+            RolloutError: no replica is left.
+        """
+        with self._changed:
+            # An admission in progress loads the policy before this one. A request that was given to a second replica may still
+            # be running on the first one, which must not change its weights meanwhile.
+            self._changed.wait_for(self._idle, self._limits.drain_s)
+            self._leave_out_the_late(self.replicas)
+            for replica in self.replicas:
+                if replica.state is State.SERVING:
+                    replica.state = State.UP
+            while self._count(State.UP, State.ADMITTING) or not self._count(State.SERVING):
+                self._tend(None)
+                self._changed.wait(TICK_S)
+
+    def run(
+        self, jobs: Sequence[Job], ask: Callable[[ServerT, Job], Answer], tokens: Callable[[Answer], int] = lambda _: 0
+    ) -> list[Answer]:
+        """The answers to all requests, in order.
+
+        Args:
+            jobs: the requests.
+            ask: asks a server; called from other threads. ServerGoneError and ServerBusyError concern the server, so the request
+                is given to another one. Every other error ends the batch.
+            tokens: number of tokens of an answer, for the metrics.
+
+        Raises:
+            RolloutError: a server refuses a request, or no replica is left.
+        """
+        batch = Batch(list(jobs), ask, tokens)
+        with self._changed:
+            while not batch.complete and batch.error is None:
+                self._tend(batch)
+                self._dispatch(batch)
+                self._changed.wait(TICK_S)
+                batch.measure()
+            if batch.error is None:
+                self._leave_out_the_late(self.replicas[number] for number in batch.lagging)
+            self._seconds += time.monotonic() - batch.began
+            self._waited += batch.waited
+        if batch.error is not None:
+            raise batch.error
+        return [batch.answers[index] for index in range(len(batch.jobs))]
+
+    def take_figures(self) -> dict[str, float]:
+        """Metrics since the last call, by the names of schemas/metrics.py."""
+        with self._changed:
+            if self._seconds == 0.0:
+                return {}
+            figures = {
+                member(REPLICA_TOKENS_PER_S, str(replica.number)): replica.tokens / self._seconds for replica in self.replicas
+            }
+            figures[QUEUE_DEPTH] = self._waited / self._seconds
+            figures[REPLICAS_SERVING] = float(self._count(State.SERVING) if self._fewest is None else self._fewest)
+            self._seconds = self._waited = 0.0
+            self._fewest = None
+            for replica in self.replicas:
+                replica.tokens = 0
+        return figures
+
+    def take_events(self) -> list[str]:
+        """What happened to replicas since the last call, as sentences."""
+        with self._changed:
+            events, self._events = self._events, []
+        return events
+
+    def take_out(self, server: ServerT, fault: RolloutError) -> None:
+        """A server failed outside of a batch."""
+        with self._changed:
+            for replica in self.replicas:
+                if replica.server is server and replica.state in (State.UP, State.ADMITTING, State.SERVING):
+                    self._take_out(replica, fault, None)
+
+    def close(self) -> None:
+        """Start and admit nothing any more."""
+        with self._changed:
+            self._closed = True
+
+    def _idle(self) -> bool:
+        return all(not replica.in_flight and replica.state is not State.ADMITTING for replica in self.replicas)
+
+    def _count(self, *states: State) -> int:
+        return sum(replica.state in states for replica in self.replicas)
+
+    def _tend(self, batch: Batch[ServerT, Job, Answer] | None) -> None:
+        """Start what is due: admissions, and new attempts to reach servers; raise when nothing is left to wait for."""
+        if self._error is not None:
+            raise self._error
+        now = time.monotonic()
+        for replica in self.replicas:
+            if replica.state is State.UP:
+                replica.state = State.ADMITTING
+                self._start(self._admission, replica, replica.life)
+            elif replica.state is State.GONE and replica.retry_at is not None and now >= replica.retry_at:
+                self._revive(replica)
+        serving = self._count(State.SERVING)
+        if batch is not None and batch.running:
+            self._fewest = serving if self._fewest is None else min(self._fewest, serving)
+        if self._count(State.GONE) == len(self.replicas) or self._only_retries():
+            faults = [replica.fault for replica in self.replicas if replica.fault is not None]
+            raise faults[-1] if faults else RolloutError("the pool has no servers", place="rollout.vllm")
+
+    def _only_retries(self) -> bool:
+        """True if every replica is gone or is a foreign one that was unreachable before and is tried again."""
+        return all(
+            replica.state is State.GONE or (replica.state is State.OUT and replica.retry_at is not None)
+            for replica in self.replicas
+        )
+
+    def _dispatch(self, batch: Batch[ServerT, Job, Answer]) -> None:
+        """Hand out waiting requests; with none left, those of a replica that lags go to idle replicas too."""
+        while batch.waiting and (free := [replica for replica in self.replicas if replica.has_room]):
+            index = batch.waiting.popleft()
+            if index not in batch.answers:
+                self._send(_least_loaded(free), index, batch)
+        if batch.waiting:
+            return
+        for index in batch.late(self._limits.lag_factor, self._limits.lag_s):
+            free = [replica for replica in self.replicas if replica.has_room and replica.number not in batch.running[index]]
+            if free:
+                self._send(_least_loaded(free), index, batch)
+
+    def _send(self, replica: Replica[ServerT], index: int, batch: Batch[ServerT, Job, Answer]) -> None:
+        batch.start(index, replica.number)
+        replica.in_flight += 1
+        self._start(self._ask, replica, replica.life, index, batch)
+
+    def _ask(self, replica: Replica[ServerT], life: int, index: int, batch: Batch[ServerT, Job, Answer]) -> None:
+        """In a thread of its own: one request."""
+        began = time.monotonic()
+        try:
+            answer = batch.ask(replica.server, batch.jobs[index])
+            size = batch.tokens(answer)
+        except ServerGoneError as fault:
+            with self._changed:
+                if self._returned(replica, life):
+                    self._failed(replica, began, index, batch, fault)
+        except BaseException as error:  # raised again by the thread that waits for the batch
+            with self._changed:
+                self._returned(replica, life)
+                batch.error = error
+        else:
+            with self._changed:
+                if self._returned(replica, life):
+                    replica.concurrency.answered()
+                # An answer that comes after its replica was taken out is as good as any: its seed decides what it is.
+                if batch.answered(index, replica.number, answer):
+                    replica.tokens += size
+
+    def _returned(self, replica: Replica[ServerT], life: int) -> bool:
+        """A request came back, with or without an answer; True if the replica was not taken out meanwhile."""
+        self._changed.notify_all()
+        if replica.life != life:
+            return False
+        replica.in_flight -= 1
+        return True
+
+    def _failed(
+        self,
+        replica: Replica[ServerT],
+        began: float,
+        index: int,
+        batch: Batch[ServerT, Job, Answer],
+        fault: ServerGoneError,
+    ) -> None:
+        batch.give_back(index, replica.number)
+        if isinstance(fault, ServerBusyError):
+            replica.concurrency.overloaded(began, time.monotonic())
+            if not replica.concurrency.exhausted:
+                return
+        self._take_out(replica, fault, batch)
+
+    def _leave_out_the_late(self, replicas: Iterable[Replica[ServerT]]) -> None:
+        for replica in replicas:
+            if replica.state is State.SERVING and replica.in_flight:
+                fault = ServerGoneError("its requests took much longer than those of the others", place=replica.server.address)
+                self._take_out(replica, fault, None)
+
+    def _take_out(self, replica: Replica[ServerT], fault: RolloutError, batch: Batch[ServerT, Job, Answer] | None) -> None:
+        """Leave a replica out, give its requests to others, and see what can be done about it."""
+        replica.life, replica.in_flight, replica.fault = replica.life + 1, 0, fault
+        replica.failures += 1
+        if batch is not None:
+            batch.give_all_back(replica.number)
+        if replica.failures > self._limits.max_restarts:
+            replica.state, replica.retry_at = State.GONE, self._next_try(replica)
+            self._report(replica, f"is left out after {replica.failures} failures: {fault.message}")
+        else:
+            self._report(replica, f"is left out: {fault.message}")
+            self._revive(replica)
+
+    def _next_try(self, replica: Replica[ServerT]) -> float | None:
+        # Somebody else looks after a foreign server, so it may well come back; one that keeps failing is tried less often.
+        return None if replica.server.own else time.monotonic() + self._limits.retry_s * max(1, replica.failures)
+
+    def _revive(self, replica: Replica[ServerT]) -> None:
+        replica.state = State.OUT
+        self._changed.notify_all()
+        self._start(self._revival, replica)
+
+    def _revival(self, replica: Replica[ServerT]) -> None:
+        """In a thread of its own: make sure that the server runs."""
+        fault: RolloutError | None = None
+        try:
+            if not self._healthy(replica.server):
+                replica.server.restart()
+        except RolloutError as error:
+            fault = error
+        except BaseException as error:  # raised again by the thread that waits for the pool
+            self._broke(replica, error)
+            return
+        with self._changed:
+            self._changed.notify_all()
+            if fault is None:
+                replica.state, replica.retry_at = State.UP, None
+                replica.concurrency = Concurrency(self._limits.concurrency)
+                return
+            if replica.retry_at is None:
+                self._report(replica, f"cannot be started again: {fault.message}")
+            # The cause says why it failed in the first place.
+            fault.__cause__ = replica.fault if replica.retry_at is None else fault.__cause__
+            replica.fault, replica.state = fault, State.GONE
+            replica.retry_at = self._next_try(replica)
+
+    def _admission(self, replica: Replica[ServerT], life: int) -> None:
+        """In a thread of its own: hand over the present policy."""
+        fault: RolloutError | None = None
+        try:
+            self._admit(replica.server)
+        except RolloutError as error:
+            fault = error
+        except BaseException as error:  # raised again by the thread that waits for the pool
+            self._broke(replica, error)
+            return
+        with self._changed:
+            self._changed.notify_all()
+            if replica.life != life:
+                return
+            if isinstance(fault, ServerGoneError):
+                self._take_out(replica, fault, None)
+            elif fault is not None:
+                replica.state, replica.fault, replica.retry_at = State.GONE, fault, None
+                self._report(replica, f"is left out from now on: {fault.message}")
+            else:
+                replica.state = State.SERVING
+                if replica.fault is not None:
+                    self._report(replica, "serves again; the probe shows the present policy")
+                    replica.fault = None
+
+    def _broke(self, replica: Replica[ServerT], error: BaseException) -> None:
+        with self._changed:
+            self._error, replica.state = error, State.GONE
+            self._changed.notify_all()
+
+    def _report(self, replica: Replica[ServerT], detail: str) -> None:
+        sentence = f"replica {replica.number} ({replica.server.address}) {detail}"
+        self._events.append(sentence)
+        log.warning("%s", sentence)
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        if not self._closed:
+            Thread(target=work, args=arguments, daemon=True, name="rollout-replica").start()
+
+
+def _least_loaded(free: Sequence[Replica[ServerT]]) -> Replica[ServerT]:
+    return min(free, key=lambda one: (one.load, one.number))
