@@ -30,7 +30,7 @@ def save_secrets() -> list[str]:
     from prefect.blocks.system import Secret
 
     for variable in VARIABLES:
-        Secret(value=os.environ[variable]).save(block_name(variable), overwrite=True)  # type: ignore[call-arg]
+        Secret(value=os.environ[variable]).save(block_name(variable), overwrite=True)
     return [block_name(variable) for variable in VARIABLES]
 
 

@@ -51,14 +51,22 @@ def named_modules():
     return found | {command: "Dockerfile"}
 
 
+def file_of(name):
+    """The file that `python -m name` executes, found without importing what is above it."""
+    first, *rest = name.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None or not spec.submodule_search_locations:
+        return Path(spec.origin) if spec and not rest else None
+    path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
+    return next((file for file in (path / "__main__.py", path.with_suffix(".py")) if file.exists()), None)
+
+
 def starts_something(name):
     """Whether the file that `python -m name` executes does more than define: a call, or a block for `__main__`."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or spec.origin is None:
+    file = file_of(name)
+    if file is None:
         return False
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    body = ast.parse(file.read_text(encoding="utf-8")).body
     calls = any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in body)
     return calls or any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in body)
 

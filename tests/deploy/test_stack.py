@@ -183,37 +183,6 @@ def test_the_image_copies_what_exists_and_does_not_run_as_root():
     assert re.search(r"^torch==2\.13\.0$", pins, re.MULTILINE)
 
 
-WORKLOAD = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}},
-}
-CONTAINER = {
-    "type": "object",
-    "required": ["name", "image", "args", "envFrom", "resources", "volumeMounts"],
-    "properties": {
-        "resources": {"type": "object", "required": ["limits", "requests"]},
-        "envFrom": {"type": "array", "items": {"type": "object", "required": ["secretRef"]}, "minItems": 1},
-    },
-}
-
-
-def test_the_kubernetes_manifests_are_complete():
-    manifests = [yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "k8s").glob("*.yaml"))]
-    template = json.loads((DEPLOY / "work_pools" / "kubernetes.json").read_text())
-    jobs = [found for found in [*manifests, template["job_configuration"]["job_manifest"]] if found["kind"] == "Job"]
-    for manifest in manifests:
-        jsonschema.validate(manifest, WORKLOAD)
-    assert len(jobs) == 2
-    for job in jobs:
-        pod = job["spec"]["template"]["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        jsonschema.validate(pod["containers"][0], CONTAINER)
-        assert "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
-        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-
-
 def environment_of_the_image():
     """What ENV sets in the last stage of the Dockerfile."""
     stage = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").split("\nFROM ")[-1]
