@@ -357,3 +357,17 @@ def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     assert "export PREFECT_API_URL" in operated.grpo("serve", expect=1)
+
+
+@pytest.mark.parametrize("directory", [None, "{{ $GRPO_VARIABLE_THAT_IS_NOT_SET }}"])
+def test_a_worker_without_a_working_directory_ends_in_a_refusal_not_in_a_run_whose_results_are_deleted(operated, directory):
+    demo = operated.deployment("demo")
+    kept = ("flow_id", "entrypoint", "parameters", "work_pool_name", "work_queue_name")
+    steps = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}] if directory else []
+    plain = {key: demo[key] for key in kept} | {"name": f"plain-{len(steps)}", "pull_steps": steps}
+    made = operated.ask("/deployments/", plain)
+    run = operated.ask(f"/deployments/{made['id']}/create_flow_run", {})
+    ended = operated.wait(run["id"])
+    assert ended["state_type"] in ("FAILED", "CRASHED")
+    if directory is None:
+        assert operated.says(run["id"], "results would be lost")
