@@ -208,7 +208,7 @@ def test_the_gpu_image_has_what_a_gpu_run_needs():
     assert "vllm==0.32.0" in text
     assert "vllm==0.32.0" in (ROOT / "Makefile").read_text(), "one version of vLLM"
     assert "VLLM_VERSION=0.32.0" in (DEPLOY / ".env.example").read_text()
-    assert "extras=server,gpu" in text
+    assert "extras=server,ray,gpu" in text
     assert SERVICES["worker-gpu"]["build"]["args"] == {"VARIANT": "gpu"}
     assert SERVICES["worker-gpu"]["image"] != SERVICES["worker"]["image"]
 

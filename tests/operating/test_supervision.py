@@ -106,7 +106,8 @@ def test_a_process_that_ends_at_once_is_started_less_and_less_often():
 
 
 def test_what_a_killed_server_left_is_ended_and_what_a_worker_left_continues(tmp_path):
-    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL).pid, flush=True); time.sleep(300)"
+    child = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL).pid"
+    script = f"import subprocess, time; print({child}, flush=True); time.sleep(300)"
     for name, stays in ((MLFLOW, False), ("worker 1", True)):
         leader = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
         child = psutil.Process(int(leader.stdout.readline()))
