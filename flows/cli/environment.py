@@ -76,9 +76,12 @@ def prepare_step(config: "RunConfig", *, device: bool) -> bool:
     Without a server, a flow would start a temporary one, which takes longer than the step. The step's folder decides what is
     finished, and MLflow records it, with or without a flow. A GPU slot, though, is Prefect's: it is how two commands take turns.
     """
+    from grpo_tasks.processes.child import prepare_child
     from grpo_tasks.running.slot_names import slots_of
 
     prepare_environment()
+    if device:
+        prepare_child()
     if (device and slots_of(config.resources)) or _names_server():
         prepare_flow()
         return True

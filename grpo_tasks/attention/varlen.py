@@ -8,7 +8,8 @@ for one layer and are gathered again in the backward pass, so what is saved is t
 log-sum-exp. The kernels are those behind torch's own attention. The indices are tested without a GPU; the kernels need one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -138,10 +139,24 @@ class VarlenAttention(torch.autograd.Function):
         q, k, v, out, *kept = ctx.saved_tensors
         sequences, kernel, scale, window = ctx.rest
         keys, values = sequences.gather(k), sequences.gather(v)
-        dq, dk, dv = kernel.backward(
-            grad[0].transpose(0, 1).contiguous(), q[0].transpose(0, 1), keys, values, out, tuple(kept), sequences, scale, window
-        )
+        given = grad[0].transpose(0, 1).contiguous(), q[0].transpose(0, 1), keys, values, out, tuple(kept)
+        with _strictly_deterministic():
+            dq, dk, dv = kernel.backward(*given, sequences, scale, window)
         return dq.transpose(0, 1)[None], sequences.scatter(dk), sequences.scatter(dv), None, None, None, None
+
+
+@contextmanager
+def _strictly_deterministic() -> Iterator[None]:
+    """Where deterministic kernels are wished for, insist: both kernels then add up gradients in a fixed order, otherwise not."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    wish_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=wish_only)
 
 
 def _windowed(window: int | None) -> dict[str, int]:

@@ -6,6 +6,7 @@ Safetensors only and no remote code: downloaded weights are data and never run a
 import copy
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
     if resources.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("no CUDA device is available", place="resources.device", fix="resources.device: auto or cpu")
     torch.use_deterministic_algorithms(resources.deterministic, warn_only=True)
+    if resources.deterministic:
+        # cuBLAS reads it when CUDA is first used: products then get the same workspace every time, and so the same algorithm.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     _keep_freed_memory()
     wanted = "cuda" if resources.device == "auto" and torch.cuda.is_available() else resources.device
     return torch.device("cpu" if wanted == "auto" else wanted)
@@ -143,6 +147,9 @@ def load_base(
             use_safetensors=True,
             **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
         )
+    if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
+        # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
+        model.set_attn_implementation("eager")
     if adds_tokens(ref, config):
         tokenizer = load_tokenizer(ModelRef(path=ref.path, revision=ref.revision))
         new_ids = add_tokens(tokenizer, added_tokens(config))

@@ -98,6 +98,13 @@ class Child:
                 self.is_running(GRACE_S)
 
 
+def prepare_child() -> None:
+    """Start a fork server while this process is busy with other things: the next child then need not wait for its imports."""
+    if not Child.idle_servers:
+        # If it cannot start, the next child starts another one, with a log.
+        Child.idle_servers.append(_start_server(Path(os.devnull)))
+
+
 def _start_server(log: Path) -> Connection:
     """Start a fork server whose own output goes to `log`; it ends when the connection is closed."""
     ours, theirs = socket.socketpair()

@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from grpo_tasks.rollout.engine import Sampling
+
+BLOCK = 256
+"""Tokens that are summed by one product with a triangle of ones."""
 
 
 def uniform_numbers(seeds: Sequence[int], length: int, *, device: torch.device) -> Float[Tensor, "N L"]:
@@ -70,10 +74,49 @@ def sample_tokens(
 
 def _inverse_cdf(logp: Float[Tensor, "N V"], uniform: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
     # float64: in float32 the sum over 150,000 tokens would round away the probabilities of rare ones.
-    cdf = logp.exp().double().cumsum(-1)
+    probabilities = logp.exp().double()
+    if logp.device.type != "cpu":
+        return inverse_cdf_in_blocks(probabilities, uniform)
+    cdf = probabilities.cumsum(-1)
     # The first token whose cumulative probability exceeds the number. The last entry of the CDF is not exactly 1, so the number
     # is scaled by it; otherwise a number close to 1 could fall behind the last token.
     return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True).squeeze(-1).clamp(max=logp.shape[-1] - 1)
+
+
+def inverse_cdf_in_blocks(probabilities: Float[Tensor, "N V"], uniform: Float[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """The first token whose cumulative probability exceeds the number: first its block of tokens, then the token.
+
+    On a GPU `cumsum` adds in an order that changes from run to run. Here sums and products add in a fixed one, and only one block
+    per row is summed token by token.
+    """
+    blocks = _in_blocks(probabilities)  # [N, B, C]
+    totals = blocks.sum(-1)
+    ends = totals @ _triangle(totals)  # [N, B], cumulative
+    goal = (uniform * ends[:, -1])[:, None]
+    block = torch.searchsorted(ends, goal, right=True).clamp(max=ends.shape[1] - 1)  # [N, 1]
+    chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [N, C]
+    inner = chosen @ _triangle(chosen)
+    # Rounding may put the number just outside its block; then it means the block's first or last token that has a probability.
+    rest = (goal - (ends - totals).gather(1, block)).clamp(min=0.0)
+    rest = torch.minimum(rest, inner[:, -1:] * (1 - 2**-50))
+    return (block * BLOCK + torch.searchsorted(inner, rest, right=True)).squeeze(-1).clamp(max=probabilities.shape[-1] - 1)
+
+
+def sums_in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """`values.cumsum(-1)`, added in a fixed order on every device."""
+    blocks = _in_blocks(values)  # [N, B, C]
+    totals = blocks.sum(-1)  # [N, B]
+    before = totals @ _triangle(totals) - totals
+    return (blocks @ _triangle(blocks) + before[:, :, None]).flatten(1)[:, : values.shape[-1]]
+
+
+def _in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N B C"]:
+    return functional.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+
+
+def _triangle(like: Float[Tensor, "*N C"]) -> Float[Tensor, "C C"]:
+    """Ones on and above the diagonal: a product with it gives running sums."""
+    return like.new_ones(like.shape[-1], like.shape[-1]).triu()
 
 
 def repetition_penalty(logits: Float[Tensor, "N V"], seen: Bool[Tensor, "N V"], penalty: float) -> Float[Tensor, "N V"]:
@@ -93,7 +136,8 @@ def truncate(logits: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, 
         ordered, index = logits.sort(dim=-1, descending=True)
         # Probability of all more likely tokens. A token stays while these have not reached top_p, so the most likely one always
         # stays.
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        likely = ordered.softmax(-1)
+        before = (likely.cumsum(-1) if likely.device.type == "cpu" else sums_in_blocks(likely)) - likely
         # scatter takes the decision back from the sorted order to the order of the vocabulary.
         dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)

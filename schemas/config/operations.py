@@ -79,7 +79,8 @@ class ResourcesConfig(Section):
     fuse_kernels: bool = True
     """Decode models of the Llama architecture with fewer, larger kernels."""
     deterministic: bool = True
-    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case."""
+    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU the
+    backward pass of attention is slower, and a kernel that cannot be deterministic is named in a warning."""
     max_hours: float | None = Field(None, gt=0.0, le=100_000)
     """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
     Empty: no limit."""

@@ -15,10 +15,10 @@ from transformers import (
 
 from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.shared_prompt import UnsupportedError
-from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Sequences, VarlenAttention
+from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Kernel, Sequences, VarlenAttention
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
-from tests.attention.reference_kernel import masked_way, varlen_way
+from tests.attention.reference_kernel import REFERENCE, masked_way, varlen_way
 
 SMALL = {
     "hidden_size": 64,
@@ -137,6 +137,28 @@ def test_varlen_attention_of_every_shape_of_a_batch_gives_the_same(kind, monkeyp
     batch, wanted = wanted_of(model, kind)
     varlen_way(monkeypatch)
     assert_same(results(model, batch, "packed"), wanted)
+
+
+@pytest.mark.parametrize("wish", [True, False])
+def test_deterministic_kernels_are_insisted_on_where_they_are_wished_for(wish):
+    def backward(*given):
+        found.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()))
+        return REFERENCE.backward(*given)
+
+    _, _, batch = make_batch("mixed lengths")
+    row, length, found = row_of(batch), batch.packed.ids.shape[1], []
+    inputs = [torch.randn(1, heads, length, 16, requires_grad=True) for heads in (4, 2, 2)]
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(wish, warn_only=True)
+    try:
+        kernel = Kernel(REFERENCE.forward, backward)
+        VarlenAttention.apply(*inputs, Sequences.of(row), kernel, 1.0, None).sum().backward()
+        # With warn_only the kernels of CUDA warn, and add up in any order.
+        assert found == [(wish, False) if wish else (False, torch.is_deterministic_algorithms_warn_only_enabled())]
+        assert torch.are_deterministic_algorithms_enabled() == wish
+        assert torch.is_deterministic_algorithms_warn_only_enabled() or not wish
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral-window-8"])

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.child import Child, prepare_child, run_module
 from schemas.errors import ChildDied, ModelError
 from tests.processes.waiting import until
 
@@ -34,6 +34,19 @@ def test_later_children_are_forked_by_the_server_of_the_first(tmp_path):
         with pytest.raises(ChildDied, match="exit code 1"):
             run_module("grpo_tasks.no_such_room", tmp_path)
     assert len(servers_of(os.getpid())) == 1
+
+
+def test_a_server_that_was_prepared_forks_the_first_child(tmp_path):
+    for server in Child.idle_servers:
+        server.close()
+    Child.idle_servers.clear()
+    until(lambda: not servers_of(os.getpid()))
+    prepare_child()
+    prepared = servers_of(os.getpid())
+    with pytest.raises(ChildDied, match="exit code 1"):
+        run_module("grpo_tasks.no_such_room", tmp_path)
+    assert servers_of(os.getpid()) == prepared
+    assert len(prepared) == 1
 
 
 def test_a_child_works_in_the_directory_of_the_moment_although_its_server_was_started_in_another_one(tmp_path, monkeypatch):
@@ -67,7 +80,7 @@ def test_an_interrupted_wait_ends_the_child(tmp_path):
 
 def test_the_child_and_its_server_end_when_the_waiting_process_is_killed(tmp_path):
     os.mkfifo(tmp_path / "spec.json")
-    program = "import sys, pathlib; from grpo_tasks.processes.child import run_module; "
+    program = "import sys, pathlib; from grpo_tasks.processes.child import Child, prepare_child, run_module; "
     program += "run_module('grpo_tasks.policy', pathlib.Path(sys.argv[1]))"
     with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as waits:
         try:

@@ -12,7 +12,15 @@ from transformers import (
 )
 
 from grpo_tasks.rollout.engine import Sampling
-from grpo_tasks.rollout.token_sampling import repetition_penalty, sample_tokens, truncate, uniform_numbers
+from grpo_tasks.rollout.token_sampling import (
+    _inverse_cdf,
+    inverse_cdf_in_blocks,
+    repetition_penalty,
+    sample_tokens,
+    sums_in_blocks,
+    truncate,
+    uniform_numbers,
+)
 from schemas.config.rollout import RolloutConfig
 
 CPU = torch.device("cpu")
@@ -48,6 +56,23 @@ def test_top_k_and_top_p_keep_the_likeliest_and_renormalise():
     drawn = sample_tokens(logits, torch.tensor([0.0]), sampling(top_k=2))
     assert drawn.logps.exp().item() == pytest.approx(0.5 / 0.8)
     assert drawn.policy_logps.exp().item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("size", [5, 256, 1_000, 151_936])
+def test_a_gpu_draws_the_tokens_that_a_cpu_draws(size):
+    logp = (torch.randn(64, size, generator=torch.Generator().manual_seed(3)) * 4).log_softmax(-1)
+    uniform = uniform_numbers(range(64), 1, device=CPU)[:, 0]
+    assert torch.equal(inverse_cdf_in_blocks(logp.exp().double(), uniform), _inverse_cdf(logp, uniform))
+    torch.testing.assert_close(sums_in_blocks(logp.exp()), logp.exp().cumsum(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0.0, 2**-53, 0.5, 1 - 2**-53])
+def test_no_number_draws_a_token_without_probability(number):
+    probabilities = torch.zeros(200, 1_500, dtype=torch.float64)
+    alive = torch.randint(1_500, (200, 3), generator=torch.Generator().manual_seed(1))
+    probabilities.scatter_(1, alive, torch.rand(200, 3, dtype=torch.float64) + 0.1)
+    drawn = inverse_cdf_in_blocks(probabilities, torch.full((200,), number, dtype=torch.float64))
+    assert (probabilities.gather(1, drawn[:, None]) > 0).all()
 
 
 def test_temperature_zero_takes_the_likeliest():
