@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
+.PHONY: help demo test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,13 +14,16 @@ demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no ser
 	$(BIN)/grpo run demo $(ARGS)
 
 test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" $(ARGS)
 
 test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser, kills, the wheel, a day of operation (15 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" $(ARGS)
 
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+
+test-containers: $(READY) ## build the image, bring the compose stack up, run the demo through it (needs Docker; half an hour)
+	$(BIN)/python -m pytest -m containers tests/deploy/test_containers.py $(ARGS)
 
 coverage: $(READY) ## fail when the tests of answers, evaluation and lab cover less than the floor in pyproject.toml
 	$(BIN)/python -m pytest -q -m "not long" -p no:cacheprovider --cov --cov-report=term tests/answers tests/evaluation tests/lab

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.preflight import check_inputs, check_installed, check_output
+from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
@@ -83,6 +83,7 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
     """
+    check_working_directory()
     check_installed(config)
     check_inputs(config)
     check_output(config)

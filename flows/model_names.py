@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flows.preflight import REGISTERED, check_model
+from flows.preflight import REGISTERED, check_model, check_working_directory
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
 from schemas.config.operations import TrackingConfig
@@ -140,6 +140,8 @@ def is_adapter(folder: Path) -> bool:
 
 def with_local_model(config: RunConfig) -> RunConfig:
     """The config with `model.path` set to the downloaded folder of the registered model that it names, if it names one."""
+    # Here too, because a download is the first thing that a flow may write.
+    check_working_directory()
     found = registered_model(config.model.path, config.tracking, config.resources.output_dir / "models")
     if found is None:
         return config

@@ -24,6 +24,37 @@ EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
 
+def check_working_directory() -> None:
+    """Refuse a working directory that Prefect deletes after the run, or whose name is an unresolved variable.
+
+    A worker without a folder of its own gives each run a temporary one: relative paths would end there, and every result of a
+    completed run would be gone.
+
+    Raises:
+        ConfigError: with the folder.
+    """
+    folder, temporary = Path.cwd().resolve(), Path(tempfile.gettempdir()).resolve()
+    unresolved = next((part for part in folder.parts if "{{" in part), None)
+    below = folder.relative_to(temporary).parts if folder.is_relative_to(temporary) else ()
+    if unresolved is None and not (below and _OF_PREFECT.fullmatch(below[0])):
+        return
+    why = (
+        f"contains the unresolved variable {unresolved}"
+        if unresolved
+        else "is a temporary one, which Prefect deletes after the run"
+    )
+    raise ConfigError(
+        f"the working directory {why}: results would be lost",
+        place=str(folder),
+        fix="export GRPO_WORKDIR=/folder/for/runs where prefect deploy runs and where the worker runs, then deploy again; "
+        "or give the work pool a working_dir; grpo up does both",
+    )
+
+
+_OF_PREFECT = re.compile(r"tmp\w{1,64}prefect|prefect-workspace-\S{1,200}|runner_storage")
+"""Folders below the system's temporary folder in which Prefect's workers and runners execute runs."""
+
+
 def check_inputs(config: RunConfig) -> None:
     """Refuse data files and a base model that do not exist or are something else. Opens no file, so a FIFO cannot block it.
 

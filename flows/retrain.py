@@ -10,7 +10,7 @@ from prefect.variables import Variable
 
 from flows.flow_run import pipeline_key
 from flows.pipeline import grpo_pipeline
-from flows.preflight import check_inputs
+from flows.preflight import check_inputs, check_working_directory
 from flows.single import validate_flow
 from flows.temporary_server import locked_flow
 from grpo_tasks.running.key import content_key
@@ -43,6 +43,7 @@ def retrain_flow(
         start_from: the base model of the config, or the current champion.
         force: train even if nothing has changed.
     """
+    check_working_directory()
     config = load_config(source, overrides)
     # A schedule and an event may start it at the same time. The second run waits here, and then finds the result of the first.
     with hold(_limit_of(config)):
@@ -88,6 +89,7 @@ def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:
 @locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
     """Compare the content of the data with that of the previous check; True if it has changed."""
+    check_working_directory()
     config = load_config(source, overrides)
     check_inputs(config)
     digest = content_key("watch", (), {"data": config.data})

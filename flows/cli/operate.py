@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def up(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
-    """Start the Prefect server, the MLflow server, workers and all deployments in the background. Stop them: `grpo down`."""
+    """Start the Prefect server, the MLflow server, workers and all deployments in the background. Stop them: `grpo down`.
+
+    A supervisor starts a server or a worker again when it ends.
+    """
     with report_errors():
         start_stack(prefect_port, mlflow_port, workers, postgres)
         out.print("stop everything: grpo down")
@@ -36,20 +38,21 @@ def down() -> None:
 def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers: Workers = 1, postgres: Postgres = None) -> None:
     """The same as `grpo up`, in the foreground. Ctrl-C stops everything."""
     with report_errors():
-        stack = start_stack(prefect_port, mlflow_port, workers, postgres)
+        from grpo_tasks.operating.supervision import supervise
+
+        stack = start_stack(prefect_port, mlflow_port, workers, postgres, supervised=False)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         out.print("Ctrl-C stops everything")
         try:
-            while True:
-                stack.check()
-                time.sleep(0.5)
+            supervise(stack, postgres)
+            out.print("stopped by grpo down")
         except KeyboardInterrupt:
             out.print("stopping everything")
         finally:
             stack.stop()
 
 
-def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None) -> "Stack":
+def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None, *, supervised: bool = True) -> "Stack":
     """Start servers, workers and deployments, and print the addresses."""
     prepare_environment()
     from grpo_tasks.operating.commands import mlflow_environment
@@ -63,7 +66,14 @@ def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str
     # A new MLflow server migrates its database in place, and a kill in the middle leaves a half-migrated one. So migrate it here.
     prepare(mlflow_environment(postgres)["MLFLOW_BACKEND_STORE_URI"])
     stack = Stack(Path.cwd(), report=lambda line: out.print(f"[dim]{line}[/]", highlight=False))
-    at = stack.start(prefect_port, mlflow_port, postgres=postgres, deploy_file=DEPLOY / "prefect.yaml", workers=workers)
+    at = stack.start(
+        prefect_port,
+        mlflow_port,
+        postgres=postgres,
+        deploy_file=DEPLOY / "prefect.yaml",
+        workers=workers,
+        supervised=supervised,
+    )
     out.print(f"Prefect UI  {at.prefect}", highlight=False)
     out.print(f"MLflow UI   {at.mlflow}", highlight=False)
     return stack

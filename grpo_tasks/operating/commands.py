@@ -50,9 +50,10 @@ def mlflow_environment(postgres: str | None) -> dict[str, str]:
     return {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
-def worker_command(name: str) -> list[str]:
-    """A worker: arguments after `python -m`."""
-    return ["prefect", "worker", "start", "--pool", "grpo", "--type", "process", "--name", name]
+def worker_command(name: str, *queues: str) -> list[str]:
+    """A worker: arguments after `python -m`. It takes the runs of `queues`, without any the runs of every queue."""
+    chosen = [part for queue in queues for part in ("--work-queue", queue)]
+    return ["prefect", "worker", "start", "--pool", "grpo", "--type", "process", "--name", name, *chosen]
 
 
 def deploy_commands(deploy_file: Path) -> list[list[str]]:

@@ -3,6 +3,7 @@
     Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  workers
     Stack(folder).start()  a second time: starts only the processes that have ended
     Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
+    supervise(stack)       ->  supervision.py: starts again what has ended, in the background a process of the stack itself
 
 FOLDER/.grpo/stack.json records what was started; the logs are next to it. Both servers use SQLite by default; the address of a
 PostgreSQL server puts both databases there.
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,14 +36,15 @@ from grpo_tasks.operating.commands import (
     worker_command,
 )
 from grpo_tasks.operating.postgres import VARIABLE
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
+from grpo_tasks.processes.lock import alone
 from schemas.errors import UserError
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 15.0
 FOLDER = ".grpo"
-STATE, ADDRESSES = "stack.json", "addresses.json"
-PREFECT, MLFLOW = "Prefect server", "MLflow server"
+STATE, ADDRESSES, LOCK = "stack.json", "addresses.json", "stack.lock"
+PREFECT, MLFLOW, SUPERVISOR = "Prefect server", "MLflow server", "supervisor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,18 @@ class Stack:
         self._spawned: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, prefect_port: int, mlflow_port: int, *, postgres: str | None, deploy_file: Path, workers: int = 1
+        self,
+        prefect_port: int,
+        mlflow_port: int,
+        *,
+        postgres: str | None,
+        deploy_file: Path,
+        workers: int = 1,
+        supervised: bool = True,
     ) -> Addresses:
         """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended.
+
+        `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`.
 
         Returns:
             The addresses; those of the running stack if there is one.
@@ -109,21 +120,46 @@ class Stack:
             self._deploy(at, deploy_file)
             for number in range(1, workers + 1):
                 self._spawn(f"worker {number}", at, postgres)
+            if supervised:
+                self._spawn(SUPERVISOR, at, postgres)
         return at
 
     def stop(self) -> list[str]:
         """Stop every recorded process, the last one started first; returns the names of those that were running."""
-        found = [(recorded, process) for recorded in reversed(self._recorded()) if (process := recorded.process())]
-        for _, process in found:
-            _stop_tree(process)
-        for spawned in self._spawned:
-            spawned.wait()
-        (self.folder / STATE).unlink(missing_ok=True)
-        return [recorded.name for recorded, _ in found]
+        if not (self.folder / STATE).exists():
+            return []
+        # Before the lock: it may be restarting something, and needs the lock for that.
+        supervised = self._stop_supervisor()
+        with self._locked():
+            found = [(recorded, process) for recorded in reversed(self._recorded()) if (process := recorded.process())]
+            for _, process in found:
+                _stop_tree(process)
+            for recorded in self._recorded():
+                _end_leftovers(recorded)
+            for spawned in self._spawned:
+                spawned.wait()
+            (self.folder / STATE).unlink(missing_ok=True)
+        return [*supervised, *(recorded.name for recorded, _ in found)]
 
     def running(self) -> list[str]:
         """Names of the recorded processes that run."""
         return [recorded.name for recorded in self._recorded() if recorded.process()]
+
+    def ended(self) -> list[str] | None:
+        """Names of the servers and workers that have ended; None when `stop` has stopped the stack."""
+        recorded = self._recorded()
+        return [each.name for each in recorded if each.name != SUPERVISOR and not each.process()] if recorded else None
+
+    def restart(self, name: str, postgres: str | None) -> bool:
+        """Start a recorded process again, unless it runs or the stack has been stopped meanwhile."""
+        self._spawned = [spawned for spawned in self._spawned if spawned.poll() is None]
+        with self._locked():
+            self._processes = {recorded.name: recorded for recorded in self._recorded()}
+            recorded = self._processes.get(name)
+            if recorded is None or recorded.process():
+                return False
+            self._start_again(recorded, self.addresses(), postgres)
+        return True
 
     def addresses(self) -> Addresses:
         """Where the running stack answers."""
@@ -140,6 +176,13 @@ class Stack:
                 raise UserError(f"the {recorded.name} has ended", place=str(self._log(recorded.name)), fix="see its log")
 
     def _restart_ended(self, postgres: str | None) -> Addresses:
+        with self._locked():
+            at = self._restart_all_ended(postgres)
+        self._wait_for(f"{at.prefect}/api/health", PREFECT)
+        self._wait_for(f"{at.mlflow}/health", MLFLOW)
+        return at
+
+    def _restart_all_ended(self, postgres: str | None) -> Addresses:
         at, self._processes = self.addresses(), {recorded.name: recorded for recorded in self._recorded()}
         ended = [name for name, recorded in self._processes.items() if not recorded.process()]
         if not ended:
@@ -156,11 +199,27 @@ class Stack:
                 fix=f"repeat the command {'with' if at.postgres else 'without'} {VARIABLE}",
             )
         for name in ended:
-            self._report(f"the {name} had ended; starting it again")
-            self._spawn(name, at, postgres)
-        self._wait_for(f"{at.prefect}/api/health", PREFECT)
-        self._wait_for(f"{at.mlflow}/health", MLFLOW)
+            self._start_again(self._processes[name], at, postgres)
         return at
+
+    def _start_again(self, recorded: StackProcess, at: Addresses, postgres: str | None) -> None:
+        self._report(f"the {recorded.name} had ended; starting it again (log: {self._log(recorded.name)})")
+        _end_leftovers(recorded)
+        self._spawn(recorded.name, at, postgres)
+
+    def _stop_supervisor(self) -> list[str]:
+        """End the supervisor alone: what it has started again are its children, and `stop` stops those in order."""
+        for recorded in self._recorded():
+            if recorded.name == SUPERVISOR and (process := recorded.process()):
+                _end(process, [process])
+                return [SUPERVISOR]
+        return []
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude every other process that stops this stack or starts a part of it again."""
+        with alone(self.folder / LOCK, who="a command for the servers", waiting=lambda who: self._report(f"waiting for {who}")):
+            yield
 
     def _command(self, name: str, at: Addresses, postgres: str | None) -> tuple[list[str], dict[str, str]]:
         if name == PREFECT:
@@ -168,6 +227,9 @@ class Stack:
             return prefect_command(port), prefect_environment(port, postgres)
         if name == MLFLOW:
             return mlflow_command(_port(at.mlflow)), mlflow_environment(postgres)
+        if name == SUPERVISOR:
+            # The address holds a password, and every user can read the arguments of a process.
+            return ["grpo_tasks.operating.supervision", str(self.workdir)], {VARIABLE: postgres} if postgres else {}
         worker = f"{socket.gethostname()}-{name.removeprefix('worker ')}"
         return worker_command(worker), at.environment | {"GRPO_WORKDIR": str(self.workdir)}
 
@@ -249,9 +311,28 @@ def _stop_tree(process: psutil.Process) -> None:
     """Stop a process and all its descendants: SIGTERM to the process, after a while SIGKILL to what is left."""
     try:
         family = [*process.children(recursive=True), process]
-        process.terminate()
     except psutil.NoSuchProcess:
         return
+    _end(process, family)
+
+
+def _end_leftovers(recorded: StackProcess) -> None:
+    """Kill what a server that has ended left behind: its own processes would keep the port. Runs of a worker continue."""
+    if recorded.name not in (PREFECT, MLFLOW):
+        return
+    with suppress(psutil.NoSuchProcess):
+        if abs(psutil.Process(recorded.pid).create_time() - recorded.born) > TOLERANCE_S:
+            return  # another process has the pid by now, so the session of ours is empty
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            # Each recorded process leads a session; the kernel reuses its number only when the session is empty.
+            if os.getsid(process.pid) == recorded.pid and process.create_time() > recorded.born - TOLERANCE_S:
+                process.kill()
+
+
+def _end(process: psutil.Process, family: list[psutil.Process]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.terminate()
     _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
     for left in alive:
         left.kill()

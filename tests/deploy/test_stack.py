@@ -18,8 +18,10 @@ import jsonschema
 import pytest
 import yaml
 
-from flows.deployments import FILE, prefect_yaml
+from flows.deployments import FILE, QUEUES, prefect_yaml
 from grpo_tasks.operating.commands import HOST, deploy_commands, free_port, mlflow_command, prefect_command, worker_command
+from grpo_tasks.operating.pool_secrets import VARIABLES, block_name, save_secrets
+from schemas.errors import UserError
 from tests.postgres import cluster, programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +43,7 @@ def filled(text):
 
 
 def command(service):
-    return [filled(part) for part in SERVICES[service]["command"]]
+    return [filled(part) for part in SERVICES[service].get("command", [])]
 
 
 def test_prefect_yaml_agrees_with_the_code():
@@ -54,7 +56,9 @@ def test_the_servers_are_started_with_the_commands_of_grpo_up():
     # The same check, and passwords in addition.
     assert plain[-2:] == ["--app-name", "same-origin"]
     assert command("mlflow")[: len(plain)] == [*plain[:-1], "same-origin-basic-auth"]
-    assert command("worker") == worker_command("compose-1")
+    checked = ["--with-healthcheck"]
+    assert command("worker") == [*worker_command("compose-1", "cpu"), *checked]
+    assert command("worker-gpu") == [*worker_command("compose-gpu-1", "gpu"), *checked]
     assert [command("pool"), command("deployments")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
 
 
@@ -77,6 +81,34 @@ def test_every_service_with_a_published_port_requires_a_secret():
 def test_a_worker_sends_the_key_that_the_vllm_server_requires():
     for worker in ("worker", "worker-gpu"):
         assert SERVICES[worker]["environment"]["VLLM_API_KEY"] == SERVICES["vllm"]["environment"]["VLLM_API_KEY"]
+
+
+def test_each_queue_has_one_worker_with_what_a_run_needs():
+    workers = {name: service for name, service in SERVICES.items() if "worker" in command(name)}
+    queues = [
+        part
+        for name in workers
+        for part, before in zip(command(name)[1:], command(name), strict=False)
+        if before == "--work-queue"
+    ]
+    assert sorted(queues) == sorted(QUEUES)
+    for name, worker in workers.items():
+        assert worker["environment"].items() >= COMPOSE["x-clients"].items(), name
+        assert "models:/models" in worker["volumes"], "each run would download its model again"
+        assert worker["shm_size"], "the processes of a run share tensors in /dev/shm, which has 64 MB by default"
+        assert "/health" in worker["healthcheck"]["test"][-1], name
+
+
+def test_every_service_restarts_by_itself_or_until_it_has_succeeded():
+    once = {
+        name
+        for service in SERVICES.values()
+        for name, how in service.get("depends_on", {}).items()
+        if "completed" in how["condition"]
+    }
+    for name, service in SERVICES.items():
+        assert service["restart"] == ("on-failure" if name in once else "unless-stopped"), name
+        assert name in once or "healthcheck" in service, name
 
 
 def test_both_servers_answer_to_the_names_that_services_and_the_outside_use():
@@ -139,6 +171,7 @@ def test_the_image_copies_what_exists_and_does_not_run_as_root():
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [shlex.split(line) for line in text.splitlines() if line.strip() and not line.startswith("#")]
     known = {"FROM", "ARG", "ENV", "WORKDIR", "RUN", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    lines = [line for line in lines if line[0] != "#"]
     assert {line[0] for line in lines} <= known
     for line in lines:
         if line[0] == "COPY" and not line[1].startswith("--from"):
@@ -150,41 +183,66 @@ def test_the_image_copies_what_exists_and_does_not_run_as_root():
     assert re.search(r"^torch==2\.13\.0$", pins, re.MULTILINE)
 
 
-WORKLOAD = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}},
-}
-CONTAINER = {
-    "type": "object",
-    "required": ["name", "image", "args", "envFrom", "resources", "volumeMounts"],
-    "properties": {
-        "resources": {"type": "object", "required": ["limits", "requests"]},
-        "envFrom": {"type": "array", "items": {"type": "object", "required": ["secretRef"]}, "minItems": 1},
-    },
-}
+def environment_of_the_image():
+    """What ENV sets in the last stage of the Dockerfile."""
+    stage = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").split("\nFROM ")[-1]
+    return dict(part.split("=", 1) for line in stage.splitlines() if line.startswith("ENV ") for part in shlex.split(line)[1:])
 
 
-def test_the_kubernetes_manifests_are_complete():
-    manifests = [yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "k8s").glob("*.yaml"))]
-    template = json.loads((DEPLOY / "work_pools" / "kubernetes.json").read_text())
-    jobs = [found for found in [*manifests, template["job_configuration"]["job_manifest"]] if found["kind"] == "Job"]
-    for manifest in manifests:
-        jsonschema.validate(manifest, WORKLOAD)
-    assert len(jobs) == 2
-    for job in jobs:
-        pod = job["spec"]["template"]["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        jsonschema.validate(pod["containers"][0], CONTAINER)
-        assert "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
-        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
+def test_the_image_writes_only_where_its_user_may():
+    image = environment_of_the_image()
+    owned = ("/home/grpo", "/runs", "/models")
+    for name in ("PREFECT_UI_STATIC_DIRECTORY", "HF_HOME", "GRPO_WORKDIR"):
+        assert image[name].startswith(owned), name
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "chown -h grpo /runs /models" in text
+
+
+def test_no_deploy_file_names_a_local_build_that_the_ordinary_index_does_not_have():
+    for path in [*DEPLOY.rglob("Dockerfile"), *DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.json"), DEPLOY / "constraints.txt"]:
+        assert not re.search(r"[=\d]\+cpu\b", path.read_text()), path.name
+
+
+def test_the_gpu_image_has_what_a_gpu_run_needs():
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "vllm==0.32.0" in text
+    assert "vllm==0.32.0" in (ROOT / "Makefile").read_text(), "one version of vLLM"
+    assert "VLLM_VERSION=0.32.0" in (DEPLOY / ".env.example").read_text()
+    assert "extras=server,ray,gpu" in text
+    assert SERVICES["worker-gpu"]["build"]["args"] == {"VARIANT": "gpu"}
+    assert SERVICES["worker-gpu"]["image"] != SERVICES["worker"]["image"]
+
+
+def test_no_secret_gets_into_the_image():
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"deploy/.env", "deploy/k8s/**/*.env"} <= set(ignored)
+    for secret in ("deploy/.env", "deploy/k8s/base/secrets.env"):
+        assert subprocess.run(["git", "check-ignore", "-q", secret], cwd=ROOT, check=False).returncode == 0, secret
+
+
+def test_a_docker_pool_finds_each_password_in_a_block_that_a_service_saves():
+    template = (DEPLOY / "work_pools" / "docker.json").read_text()
+    named = set(re.findall(r"prefect\.blocks\.secret\.([\w-]+)", template))
+    assert named == {block_name(variable) for variable in VARIABLES}
+    assert command("secrets") == ["grpo_tasks.operating.pool_secrets"]
+    assert set(VARIABLES) <= SERVICES["secrets"]["environment"].keys()
+    assert json.loads(template)["variables"]["properties"]["auto_remove"]["default"] is True
+
+
+def test_pool_secrets_without_a_password_are_refused_by_name(monkeypatch):
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "x")
+    monkeypatch.delenv("MLFLOW_TRACKING_USERNAME")
+    with pytest.raises(UserError, match="not set: MLFLOW_TRACKING_USERNAME"):
+        save_secrets()
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
 def test_a_work_pool_template_fills_in_every_variable_it_declares(kind):
     template = json.loads((DEPLOY / "work_pools" / f"{kind}.json").read_text())
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    # Prefect merges the variable env into a dictionary.
+    used |= {"env"} if isinstance(template["job_configuration"]["env"], dict) else set()
     assert used == template["variables"]["properties"].keys()
     for name, schema in template["variables"]["properties"].items():
         assert schema["title"], name
@@ -243,9 +301,12 @@ def test_prefect_with_a_password_refuses_requests_without_it(start, tmp_path):
     port = free_port(14700)
     environment = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_AUTH_STRING": "me:secret", "DO_NOT_TRACK": "1"}
     environment["GRPO_ALLOWED_HOSTS"] = filled(SERVICES["prefect"]["environment"]["GRPO_ALLOWED_HOSTS"])
+    environment["PREFECT_UI_STATIC_DIRECTORY"] = str(tmp_path / "ui")
     process, log = start("prefect", port=port, replace={}, environment=environment)
     url = f"http://{HOST}:{port}/api/admin/version"
     wait_for(url, 401, process, log)
+    assert answers(f"http://{HOST}:{port}/", Accept="text/html") == 200
+    assert list((tmp_path / "ui").rglob("index.html")), "the page comes from the folder that the image names"
     assert answers(url, "me:wrong") == 401
     assert answers(url, "me:secret") == 200
     assert answers(url, "me:secret", Host="prefect:4200") == 200

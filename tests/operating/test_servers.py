@@ -12,7 +12,7 @@ import yaml
 from schemas.config.run import RunConfig
 from schemas.config.section import form_values
 from schemas.results.model import StageResult
-from tests.flows.place import SMALL
+from tests.flows.place import SMALL, _answers
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -125,6 +125,37 @@ def test_a_killed_run_loses_its_slot_to_the_run_that_waits(operated):
     assert not processes_of("grpo_tasks.grpo", "killed-holder")
 
 
+def recorded(place, name):
+    """A process of the stack, as stack.json has it."""
+    [found] = [each for each in json.loads((place.root / ".grpo" / "stack.json").read_text()) if each["name"] == name]
+    return psutil.Process(found["pid"])
+
+
+def wait_until(condition, what, limit_s=180):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.3)
+
+
+def running(place, name):
+    try:
+        return recorded(place, name).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "address"), [("Prefect server", "/api/health"), ("MLflow server", "/health")])
+def test_a_killed_server_is_started_again_on_the_same_port_by_itself(operated, name, address):
+    before = recorded(operated, name)
+    before.kill()
+    wait_until(lambda: running(operated, name) and recorded(operated, name) != before, f"the {name} was not started again")
+    base = operated.prefect if name == "Prefect server" else operated.mlflow
+    wait_until(lambda: _answers(f"{base}{address}"), f"the {name} does not answer on its port")
+    assert f"the {name} had ended; starting it again" in (operated.root / ".grpo" / "supervisor.log").read_text()
+
+
 def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
     """Its run goes on without it, or the next one takes it up: never is it half done and called complete."""
     stage = SMALL["stages"][0] | {"max_steps": 40}
@@ -137,6 +168,10 @@ def test_a_killed_worker_loses_no_run_and_grpo_up_restarts_it(operated):
         time.sleep(0.1)
     [worker] = [process for process in trainers[0].parents() if "worker start" in " ".join(process.cmdline())]
     worker.kill()
+    wait_until(lambda: all(running(operated, f"worker {number}") for number in (1, 2)), "the worker was not started again")
+    # Nobody watches the supervisor: without it, a worker stays away until somebody calls `grpo up`.
+    recorded(operated, "supervisor").kill()
+    recorded(operated, "worker 1").kill()
     if operated.postgres:
         forgetful = operated.start("up", GRPO_POSTGRES="")
         refused, _ = forgetful.communicate(timeout=300)
@@ -322,3 +357,17 @@ def test_serve_offers_the_same_deployments_without_a_work_pool(operated):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     assert "export PREFECT_API_URL" in operated.grpo("serve", expect=1)
+
+
+@pytest.mark.parametrize("directory", [None, "{{ $GRPO_VARIABLE_THAT_IS_NOT_SET }}"])
+def test_a_worker_without_a_working_directory_ends_in_a_refusal_not_in_a_run_whose_results_are_deleted(operated, directory):
+    demo = operated.deployment("demo")
+    kept = ("flow_id", "entrypoint", "parameters", "work_pool_name", "work_queue_name")
+    steps = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}] if directory else []
+    plain = {key: demo[key] for key in kept} | {"name": f"plain-{len(steps)}", "pull_steps": steps}
+    made = operated.ask("/deployments/", plain)
+    run = operated.ask(f"/deployments/{made['id']}/create_flow_run", {})
+    ended = operated.wait(run["id"])
+    assert ended["state_type"] in ("FAILED", "CRASHED")
+    if directory is None:
+        assert operated.says(run["id"], "results would be lost")

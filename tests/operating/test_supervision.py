@@ -1,0 +1,131 @@
+"""A process of a stack that ends is started again, without the stack's servers. With them: test_servers.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from grpo_tasks.operating.servers import MLFLOW, Addresses, Stack, StackProcess, _end_leftovers
+from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, supervise
+from grpo_tasks.processes.identity import ProcessIdentity
+
+
+@pytest.fixture
+def stack(tmp_path):
+    """The record of a stack whose only worker has ended. There is no server, so a worker that is started keeps asking."""
+    (tmp_path / ".grpo").mkdir()
+    (tmp_path / ".grpo" / "addresses.json").write_text(
+        json.dumps({"prefect": "http://127.0.0.1:9", "mlflow": "http://127.0.0.1:9"})
+    )
+    record(tmp_path, StackProcess("worker 1", 2**22 - 1, 1.0))
+    stack = Stack(tmp_path)
+    yield stack
+    stack.stop()
+
+
+def record(folder, *processes):
+    entries = [{"name": each.name, "pid": each.pid, "born": each.born} for each in processes]
+    (folder / ".grpo" / "stack.json").write_text(json.dumps(entries))
+
+
+def recorded_pid(folder, name="worker 1"):
+    [found] = [each for each in json.loads((folder / ".grpo" / "stack.json").read_text()) if each["name"] == name]
+    return found["pid"]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_in_the_background_a_process_that_was_killed_is_started_again_until_the_stack_stops(stack, tmp_path):
+    supervisor = subprocess.Popen([sys.executable, "-m", "grpo_tasks.operating.supervision", str(tmp_path)])
+    try:
+        wait_until(stack.running)
+        first = recorded_pid(tmp_path)
+        assert "worker start" in " ".join(psutil.Process(first).cmdline())
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: recorded_pid(tmp_path) != first and stack.running())
+        second = psutil.Process(recorded_pid(tmp_path))
+        assert stack.stop() == ["worker 1"]
+        assert supervisor.wait(60) == 0
+        assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def test_in_the_foreground_too_and_grpo_down_of_another_terminal_ends_it(stack, tmp_path):
+    rounds = 0
+
+    def stop_after_the_restart():
+        nonlocal rounds
+        rounds += 1
+        if stack.running():
+            Stack(tmp_path).stop()
+        return rounds > 100
+
+    supervise(stack, None, stop_requested=stop_after_the_restart)
+    assert rounds < 100
+    assert stack.ended() is None
+
+
+def test_a_stopped_stack_gets_nothing_started_again(stack):
+    stack.stop()
+    assert stack.restart("worker 1", None) is False
+
+
+def test_a_process_that_runs_is_not_started_a_second_time(stack, tmp_path):
+    me = ProcessIdentity.of()
+    record(tmp_path, StackProcess("worker 1", me.pid, me.born))
+    assert stack.ended() == []
+    assert stack.restart("worker 1", None) is False
+    record(tmp_path)
+
+
+def test_a_process_that_ends_at_once_is_started_less_and_less_often():
+    restarts, now, pauses = Restarts(), 0.0, []
+    for _ in range(12):
+        start = now
+        while not restarts.due("worker 1", now):
+            now += 0.5
+        pauses.append(now - start)
+        restarts.started("worker 1", now)
+    assert pauses[:4] == [0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert max(pauses) == LONGEST_PAUSE_S
+    assert restarts.due("worker 2", now), "each process has a pause of its own"
+    restarts.started("worker 1", now + 10 * LONGEST_PAUSE_S)
+    assert restarts.due("worker 1", now + 10 * LONGEST_PAUSE_S + FIRST_PAUSE_S)
+
+
+def test_what_a_killed_server_left_is_ended_and_what_a_worker_left_continues(tmp_path):
+    child = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL).pid"
+    script = f"import subprocess, time; print({child}, flush=True); time.sleep(300)"
+    for name, stays in ((MLFLOW, False), ("worker 1", True)):
+        leader = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        child = psutil.Process(int(leader.stdout.readline()))
+        server = StackProcess(name, leader.pid, ProcessIdentity.of(leader.pid).born)
+        leader.kill()
+        leader.wait()
+        _end_leftovers(server)
+        if stays:
+            assert child.is_running()
+            child.kill()
+        else:
+            wait_until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_supervisor_reads_the_address_of_postgresql_from_its_environment_not_from_its_arguments(tmp_path):
+    secret = "postgresql://me:secret@db:5432"
+    command, environment = Stack(tmp_path)._command(
+        "supervisor", Addresses("http://127.0.0.1:1", "http://127.0.0.1:2", True), secret
+    )
+    assert "secret" not in " ".join(command)
+    assert environment == {"GRPO_POSTGRES": secret}
