@@ -1,5 +1,6 @@
 """Commands for the servers, the workers and the deployments."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers
             out.print("stopping everything")
         finally:
             stack.stop()
+
+
+def weights_server(
+    folder: Annotated[Path, typer.Argument(help="Where the weights go; the vLLM server must see it under the same path.")],
+    host: Annotated[str, typer.Option(help="Address to listen on. Other than 127.0.0.1 only with VLLM_API_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8001,
+) -> None:
+    """Receive the policy for a vLLM server that does not see the files of the trainer (rollout.vllm.weights_urls)."""
+    with report_errors():
+        from grpo_tasks.operating.weights_server import serve_weights
+
+        out.print(f"receives weights at http://{host}:{port} into {folder}; Ctrl-C stops it", highlight=False)
+        serve_weights(folder, host, port, os.environ.get("VLLM_API_KEY") or None)
 
 
 def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None, *, supervised: bool = True) -> "Stack":

@@ -5,7 +5,7 @@ no answer in time, status 429 or 503           ServerBusyError    it gets fewer 
 any other status                               RolloutError       the request is wrong; no other server would take it
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -36,7 +36,18 @@ class Client:
         )
 
     def post(self, address: str, path: str, body: Mapping[str, Any], *, repeat: bool = True) -> Any:
+        """The answer to a request; see `send`."""
+        return self.send("POST", address, path, lambda: {"json": body}, repeat=repeat)
+
+    def send(self, method: str, address: str, path: str, content: Callable[[], dict[str, Any]], *, repeat: bool = True) -> Any:
         """The answer to a request.
+
+        Args:
+            method: of HTTP.
+            address: of the server.
+            path: on the server.
+            content: makes the arguments `json`, `content` and `headers` of httpx, anew for each attempt.
+            repeat: whether a request that found no connection is sent again.
 
         Raises:
             ServerGoneError: the server does not answer, or failed; ServerBusyError if it has too much to do.
@@ -50,7 +61,7 @@ class Client:
                 reraise=True,
             ):
                 with attempt:
-                    answer = self._client.post(f"{address}{path}", json=body)
+                    answer = self._client.request(method, f"{address}{path}", **content())
         except httpx.TransportError as error:
             # A server that did not even accept the connection in time is gone.
             slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)

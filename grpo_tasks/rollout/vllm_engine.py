@@ -31,6 +31,7 @@ from grpo_tasks.policy.load import save_for_server, save_trained, trained_weight
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
+from grpo_tasks.replicas.delivery import deliver, withdraw
 from grpo_tasks.replicas.pool import Limits, Pool
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
@@ -184,13 +185,20 @@ class VllmSampler:
         if self._name is None or self._name in server.loaded:
             return
         if self._merged:
-            self._post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}})
+            where = self._place(server, self._name)
+            self._post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": where}})
             # Cached keys and values of prompts come from the previous weights.
             self._post(server, "/reset_prefix_cache", {})
-            server.loaded.clear()
+            self._unload(server, keep=None)
         else:
-            self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": str(self._folder)})
+            where = self._place(server, self._name)
+            self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": where})
         server.loaded.add(self._name)
+
+    def _place(self, server: VllmServer, name: str) -> str:
+        """The folder of the present weights as the server sees it, after they were sent there if need be."""
+        assert self._folder is not None
+        return str(self._folder) if server.receiver is None else deliver(self._client, server.receiver, name, self._folder)
 
     def _recall(self, server: VllmServer) -> None:
         """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
@@ -204,6 +212,8 @@ class VllmSampler:
         for name in sorted(server.loaded - {keep}):
             if not self._merged:
                 self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
+            if server.receiver is not None:
+                withdraw(self._client, server.receiver, name)
             server.loaded.discard(name)
 
     def _healthy(self, server: VllmServer) -> bool:

@@ -64,9 +64,11 @@ class VllmServer:
         stale: it was away, so `loaded` may be wrong.
         asleep: it has released its GPU memory.
         own: it was started here.
+        receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
     """
 
     own = False
+    receiver: str | None = None
 
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
@@ -93,10 +95,12 @@ class ForeignServer(VllmServer):
     Args:
         address: where it listens.
         adapters: True if adapters will be loaded, False if complete weights.
+        receiver: see `VllmServer`.
     """
 
-    def __init__(self, address: str, *, adapters: bool) -> None:
+    def __init__(self, address: str, *, adapters: bool, receiver: str | None = None) -> None:
         super().__init__(address)
+        self.receiver = receiver
         self._wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
 
     def inspect(self) -> None:
@@ -125,8 +129,25 @@ class ForeignServer(VllmServer):
                 place=self.address,
                 fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
             )
+        self._check_receiver()
         # Adapters are listed with the model they belong to as their parent.
         self.base = next(model["id"] for model in models["data"] if not model.get("parent"))
+
+    def _check_receiver(self) -> None:
+        if self.receiver is None:
+            return
+        try:
+            answer = httpx.get(f"{self.receiver}/weights", headers=authorization(), timeout=10.0)
+        except httpx.TransportError as error:
+            raise ServerGoneError(
+                f"no weights server answers: {error}", place=self.receiver, fix="start it with: grpo weights-server"
+            ) from error
+        if answer.status_code != httpx.codes.OK:
+            raise RolloutError(
+                f"the weights server refuses us ({answer.status_code}): {answer.text[:300]}",
+                place=self.receiver,
+                fix="set VLLM_API_KEY to the same key here and there, and correct rollout.vllm.weights_urls",
+            )
 
 
 class OwnServer(VllmServer):
@@ -252,7 +273,11 @@ def existing_servers(config: VllmConfig, *, adapters: bool) -> list[VllmServer]:
     Raises:
         RolloutError: no server answers, or one lacks an endpoint; the message names the endpoint and the server's version.
     """
-    servers = [ForeignServer(url, adapters=adapters) for url in config.base_urls]
+    receivers: Sequence[str | None] = [url.rstrip("/") for url in config.weights_urls] or [None] * len(config.base_urls)
+    servers = [
+        ForeignServer(url, adapters=adapters, receiver=receiver)
+        for url, receiver in zip(config.base_urls, receivers, strict=True)
+    ]
     absent: list[ServerGoneError] = []
     for server in servers:
         try:

@@ -26,6 +26,7 @@ class VllmConfig(Section):
 
     GROUPS: ClassVar = {
         "server_details": (
+            "weights_urls",
             "python",
             "gpu_memory_utilization",
             "sleep",
@@ -43,9 +44,12 @@ class VllmConfig(Section):
     }
 
     base_urls: list[Url] = Field(default_factory=list)
-    """Addresses of running servers, such as http://10.0.0.7:8000; they share one queue of requests. They must see the files
-    that the trainer writes, on the same machine or in a shared folder. Their API key is read from VLLM_API_KEY. One that does not
-    answer at the start joins when it does. Empty: the stage starts servers of its own and ends them."""
+    """Addresses of running servers, such as http://10.0.0.7:8000; they share one queue of requests. They see the files that
+    the trainer writes, or there are `weights_urls`. Their API key is read from VLLM_API_KEY. One that does not answer at the
+    start joins when it does. Empty: the stage starts servers of its own and ends them."""
+    weights_urls: list[Url] = Field(default_factory=list)
+    """Addresses of `grpo weights-server`, one for each entry of base_urls, for servers that do not see the files of the trainer.
+    The weights of each policy are sent there. Empty: the servers read them from the trainer's folder."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers receive the policy after each update. adapter: they load the adapter. merged: they load all weights;
     full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU, which gets merged
@@ -90,8 +94,12 @@ class VllmConfig(Section):
                     f"extra_args: a server started here sets {flag} itself and listens on 127.0.0.1 only; fix: leave it out. "
                     "Its key comes from VLLM_API_KEY. Start a server for other machines by hand and name it in base_urls"
                 )
-        if any(has_password(address) for address in self.base_urls):
-            raise ValueError("base_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY")
+        if self.weights_urls and len(self.weights_urls) != len(self.base_urls):
+            raise ValueError(
+                f"weights_urls has {len(self.weights_urls)} entries for {len(self.base_urls)} base_urls; fix: one for each"
+            )
+        if any(has_password(address) for address in (*self.base_urls, *self.weights_urls)):
+            raise ValueError("base_urls or weights_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY")
         return self
 
 
