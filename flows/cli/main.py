@@ -53,7 +53,15 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         inspection.doctor,
     ),
     "Registered models": (models.chat, models.download, models.compare, models.lineage, models.rollback, models.reproduce),
-    "Servers and deployments": (operate.up, operate.down, operate.ui, operate.serve, operate.weights_server, operate.deployments),
+    "Servers and deployments": (
+        operate.up,
+        operate.down,
+        operate.ui,
+        operate.serve,
+        operate.weights_server,
+        operate.metrics_server,
+        operate.deployments,
+    ),
 }
 """Title of a panel -> its commands, in the order of `grpo --help`."""
 for _title, _commands in PANELS.items():

@@ -66,6 +66,19 @@ def weights_server(
         serve_weights(folder, host, port, os.environ.get("VLLM_API_KEY") or None)
 
 
+def metrics_server(
+    runs: Annotated[Path, typer.Argument(help="Folder of the runs (resources.output_dir).")] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9464,
+) -> None:
+    """Show the last update of every stage to Prometheus, at /metrics."""
+    with report_errors():
+        from grpo_tasks.operating.prometheus import serve_metrics
+
+        out.print(f"http://{host}:{port}/metrics shows the stages below {runs}; Ctrl-C stops it", highlight=False)
+        serve_metrics(runs, host, port)
+
+
 def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None, *, supervised: bool = True) -> "Stack":
     """Start servers, workers and deployments, and print the addresses."""
     prepare_environment()
