@@ -121,7 +121,7 @@ def test_a_fused_step_draws_what_the_models_own_step_draws(model, temperature, t
     drawn = []
     for options in ({"fuse_kernels": False}, {}):
         engine = engine_of(model, tokenizer, GPU, **options)
-        drawn.append(engine.generate(REQUESTS, sampling(temperature=temperature)))
+        drawn.append(engine.generate(REQUESTS, replace(sampling(), temperature=temperature)))
         assert (engine._fused is not None) == (bool(not options) and model in FUSED)
     for wanted, found in zip(*drawn, strict=True):
         assert found.token_ids == wanted.token_ids
