@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ten minutes on a GPU machine that has torch, transformers, accelerate and peft, and no network.
 #
-#   deploy/gpu-check.sh wheels        where there is a network: collect the other packages in .gpu-check/wheels (64 MB)
+#   deploy/gpu-check.sh wheels        where there is a network: collect the other packages in .gpu-check/wheels (under 20 MiB)
 #   deploy/gpu-check.sh run [OUT]     on the GPU machine, in a copy of this folder: tests/gpu, then the benchmark; results in OUT
 #
 # PYTHON names the interpreter (python3). TARGET_PYTHON is the version on the GPU machine for `wheels`, such as 3.12.
@@ -14,8 +14,8 @@ here=.gpu-check
 # Everything that the engine, its tests and TRL's side of the benchmark import, besides what the machine has.
 packages=(
     annotated-types beartype datasets dill httpx hypothesis iniconfig jaxtyping jsonschema jsonschema-specifications
-    markdown-it-py mdurl multiprocess mypy-extensions orjson pandera pluggy polars polars-runtime-32 psutil pydantic pydantic-core
-    pygments pytest referencing rich rpds-py setproctitle sortedcontainers tenacity trl typeguard typing-inspect typing-inspection
+    markdown-it-py mdurl multiprocess orjson pluggy psutil pydantic pydantic-core
+    pygments pytest referencing rich rpds-py setproctitle sortedcontainers tenacity trl typing-inspection
     wadler-lindig xxhash
 )
 

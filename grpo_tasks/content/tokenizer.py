@@ -132,3 +132,14 @@ def _literal(value: Any) -> str:
         return "[" + ", ".join(map(_literal, value)) + "]"
     # JSON and Jinja write strings, numbers and booleans alike; Jinja reads a string's escapes as Python does.
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """The tokens that `skip_special_tokens=True` leaves out when decoding, by token id."""
+    # Not all_special_tokens: it lists only those with a role, and add_special_tokens removes others from that list.
+    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def contains_special(text: str, special: Iterable[str]) -> bool:
+    """Whether the text contains one of the special tokens."""
+    return any(token in text for token in special)

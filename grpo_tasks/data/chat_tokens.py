@@ -12,7 +12,7 @@ special tokens that it adds to any text.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from grpo_tasks.content.tokenizer import stop_token_ids
+from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
 from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -217,17 +217,6 @@ class TokenCounter:
         common = _common_prefix(str(texts.min()), str(texts.max()))
         end = max((common.rfind(token) + len(token) for token in self.special_tokens if token in common), default=0)
         return len(common[:end].encode()) - self._count_texts([common[:end]])[0]
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens that `skip_special_tokens=True` leaves out when decoding, by token id."""
-    # Not all_special_tokens: it lists only those with a role, and add_special_tokens removes others from that list.
-    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def contains_special(text: str, special: Iterable[str]) -> bool:
-    """Whether the text contains one of the special tokens."""
-    return any(token in text for token in special)
 
 
 def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:

@@ -9,13 +9,11 @@ everything that is not a number as it is, and does not handle units, fractions o
 equal is decided in grpo_tasks/answers.
 """
 
-import hashlib
 import re
-from collections.abc import Mapping, Sequence
 
-import orjson
 import polars as pl
 
+from grpo_tasks.data.table import json_digest
 from schemas.config.data import DataConfig, PromptFormat
 from schemas.errors import ConfigError, DataError
 from schemas.prompts import PLAIN
@@ -135,22 +133,6 @@ def check_pattern(pattern: str | None) -> None:
         raise ConfigError("the pattern has no group that captures the answer", place=f"data.answer_pattern: {pattern}", fix=fix)
 
 
-def prompt_id(
-    messages: Sequence[Mapping[str, str]], answer: str | None, *, answers: Sequence[str] | None = None, task: str = ""
-) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical JSON of messages and answer, which may be null.
-
-    `answers` and `task` count only where a row has them, so they leave the ids of all other rows unchanged.
-    """
-    row: dict[str, object] = {
-        "messages": [{"role": one["role"], "content": one["content"]} for one in messages],
-        "answer": answer,
-    }
-    if answers is not None or task:
-        row |= {"answers": answers, "task": task}
-    return _digest(orjson.dumps(row))
-
-
 def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
     """`prompt_id` of each row; null where there is no prompt, or no answer although the row needs one.
 
@@ -163,7 +145,7 @@ def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
     # polars writes the same JSON as orjson in prompt_id; a test proves it.
     plain = rows["answers"].null_count() == rows.height and bool((rows["task"].fill_null("") == "").all())
     json = rows.select(pl.when(complete).then(short if plain else pl.when(more).then(full).otherwise(short))).to_series()
-    digests = [None if text is None else _digest(text.encode()) for text in json]
+    digests = [None if text is None else json_digest(text.encode()) for text in json]
     return pl.Series("prompt_id", digests, dtype=pl.String)
 
 
@@ -190,10 +172,6 @@ def _replace(text: pl.Expr, replacements: tuple[tuple[str, str], ...]) -> pl.Exp
     for pattern, replacement in replacements:
         text = text.str.replace_all(pattern, replacement)
     return text
-
-
-def _digest(json: bytes) -> str:
-    return hashlib.sha256(json).hexdigest()[:16]
 
 
 def _prompt(data: DataConfig, form: PromptFormat) -> pl.Expr:

@@ -2,20 +2,25 @@
 
 train.parquet, eval.parquet --read_prompts--> PromptRow     for the lab, the trainer and the evaluation
 quarantine.parquet, ...     --read_table----> DataFrame
+
+The trainer needs no polars: it is imported where a DataFrame is asked for.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.errors import DamagedError
 from schemas.prompts import PLAIN
+
+if TYPE_CHECKING:
+    import polars as pl
 
 QUARANTINE = "quarantine.parquet"
 PASS_RATE_COLUMNS = ("pass_rate", "pass_rate_low", "pass_rate_high")
@@ -66,10 +71,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
 
     With a limit: the first `limit` rows by prompt_id. It is a hash, so the sample does not depend on the order of the file.
     """
-    rows = read_table(path)
-    if limit is not None and limit < rows.height:
-        rows = rows.sort("prompt_id").head(limit)
-    return [_row(fields) for fields in rows.iter_rows(named=True)]
+    rows = _read_arrow(path, lambda table: table.to_pylist())
+    if limit is not None and limit < len(rows):
+        rows = sorted(rows, key=lambda row: row["prompt_id"])[:limit]
+    return [_row(fields) for fields in rows]
 
 
 def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]]]:
@@ -77,26 +82,33 @@ def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]
     return [[dict(message) for message in row.messages] for row in read_prompts(path, limit)]
 
 
-def read_table(path: Path) -> pl.DataFrame:
+def read_table(path: Path) -> "pl.DataFrame":
     """A Parquet table that a step has written.
 
     Raises:
         DamagedError: the file is missing, or its content is not Parquet any more.
     """
+    import polars as pl
+
+    # polars panics on a column name that is not UTF-8
+    table = _read_arrow(path, pl.from_arrow, pl.exceptions.PolarsError, pl.exceptions.PanicException)
+    assert isinstance(table, pl.DataFrame)
+    return table
+
+
+def _read_arrow(path: Path, convert: Callable[[pa.Table], Any], *errors: type[BaseException]) -> Any:
+    """What `convert` makes of a table; `errors` are its own."""
     try:
         # Arrow, because it checks what it reads: polars takes text and offsets from a damaged file on trust.
         columns = pq.read_table(path, partitioning=None)
         columns.validate(full=True)
-        table = pl.from_arrow(columns)
-    # polars panics on a column name that is not UTF-8
-    except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        return convert(columns)
+    except (pa.ArrowException, OSError, ValueError, *errors) as error:
         raise DamagedError(
             f"the table cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}",
             place=str(path),
             fix="run the command that made it again; the step runs again when its files have changed",
         ) from error
-    assert isinstance(table, pl.DataFrame)
-    return table
 
 
 def _row(fields: Mapping[str, Any]) -> PromptRow:
@@ -111,3 +123,24 @@ def pass_rate_columns(rows: Sequence[PromptRow]) -> dict[str, list[float | None]
     if all(row.pass_rate is None for row in rows):
         return {}
     return {name: [getattr(row, name) for row in rows] for name in PASS_RATE_COLUMNS}
+
+
+def prompt_id(
+    messages: Sequence[Mapping[str, str]], answer: str | None, *, answers: Sequence[str] | None = None, task: str = ""
+) -> str:
+    """First 16 hex digits of the SHA-256 of the canonical JSON of messages and answer, which may be null.
+
+    `answers` and `task` count only where a row has them, so they leave the ids of all other rows unchanged.
+    """
+    row: dict[str, object] = {
+        "messages": [{"role": one["role"], "content": one["content"]} for one in messages],
+        "answer": answer,
+    }
+    if answers is not None or task:
+        row |= {"answers": answers, "task": task}
+    return json_digest(orjson.dumps(row))
+
+
+def json_digest(json: bytes) -> str:
+    """First 16 hex digits of the SHA-256."""
+    return hashlib.sha256(json).hexdigest()[:16]

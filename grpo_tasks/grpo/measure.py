@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import polars as pl
+import pyarrow as pa
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
@@ -239,9 +239,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def completions_table(
-    scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int
-) -> pl.DataFrame:
+def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage: str, step: int, policy_version: int) -> pa.Table:
     """Every completion of a rollout with its rewards; (stage, step, prompt_id, sample) is unique.
 
     Args:
@@ -253,7 +251,7 @@ def completions_table(
     """
     rollout, scores = scored.rollout, scored.scores
     rows = [rollout.rows[index] for index in rollout.prompt_of]
-    return pl.DataFrame(
+    return pa.table(
         {
             "stage": [stage] * len(rows),
             "step": [step] * len(rows),
@@ -265,7 +263,8 @@ def completions_table(
             "completion": [completion.text for completion in rollout.completions],
             "completion_tokens": [len(completion.token_ids) for completion in rollout.completions],
             "finish_reason": [completion.finish_reason for completion in rollout.completions],
-            "reward": pl.Series(scores.totals, nan_to_null=True),
+            # NaN, a completion without a score, becomes null.
+            "reward": pa.array(scores.totals, from_pandas=True),
             "advantage": advantages.mean(-1).numpy(),
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
             **scores.logged_columns(),

@@ -1,35 +1,204 @@
-"""`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU."""
+"""`max_tokens_per_microbatch: auto`: the size of a pass from the memory of the GPU, calculated first and then measured.
+
+    plan (planning/memory_plan.py) -> tokens by calculation -> one trial pass -> bytes that it took -> tokens of every pass
+
+The trial is the largest pass that the stage can have, with made-up tokens, before anything is sampled; its gradients are dropped.
+Where it does not fit, it is repeated with half of the tokens, and below one completion of full length with gradient
+checkpointing. The outcome is kept in the stage directory, so a stage that is resumed splits its updates in the same way.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from grpo_tasks.planning.memory_plan import StagePlan, tokens_that_fit
+from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.planning.memory_plan import StagePlan, does_not_fit, tokens_that_fit
+from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.policy.load import checkpoint_layers
+from grpo_tasks.stage.journal import Events
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.stage import StageConfig
 
 
-def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float | None = None) -> StageConfig:
-    """The stage with a number in the place of `auto`.
+@runtime_checkable
+class DeviceMemory(Protocol):
+    """The memory of an accelerator that reports what is allocated."""
 
-    The number depends on the card and on the config only, not on what else is in its memory now: a stage that is resumed on the
-    same kind of card splits its updates in the same way.
+    total: float
+    """Bytes of the device."""
+
+    def begin(self) -> float:
+        """Forget the peak so far; returns the bytes that are allocated."""
+
+    def peak(self) -> float:
+        """The most bytes that were allocated at once since `begin`."""
+
+
+class CudaMemory:
+    """Memory of a CUDA device, as torch's allocator counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = float(torch.cuda.get_device_properties(device).total_memory)
+
+    def begin(self) -> float:
+        """See `DeviceMemory`; also returns unused blocks, so that a failed trial leaves nothing behind."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return float(torch.cuda.memory_allocated(self._device))
+
+    def peak(self) -> float:
+        """See `DeviceMemory`."""
+        return float(torch.cuda.max_memory_allocated(self._device))
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of a device; None where it is not reported."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a trial has found."""
+
+    calculated: int
+    """Tokens of a pass by calculation: another card or another config has another number, and needs another trial."""
+    measured: int
+    """Tokens of a pass by the bytes that the trial took."""
+    checkpointing: bool
+    """True if the stage needs gradient checkpointing, which its config did not ask for."""
+
+
+def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float | None = None) -> StageConfig:
+    """The stage with the calculated number in the place of `auto`.
 
     Args:
         spec: the stage.
         policy: the policy that is trained; only its architecture and its device are read.
         prompt_length: longest prompt in tokens.
-        memory: bytes of the card; None asks the device. On a CPU nothing is limited.
+        memory: bytes of the card; None asks the device. Where it reports none, as on a CPU, nothing is limited.
 
     Raises:
-        ModelError: not even one completion of full length fits.
+        ModelError: not even one completion of full length fits, by calculation.
     """
     if spec.stage.max_tokens_per_microbatch != "auto":
         return spec.stage
-    model = causal_model(policy)
-    if memory is None and model.device.type == "cuda":
-        memory = float(torch.cuda.get_device_properties(model.device).total_memory)
-    tokens = None
-    if memory is not None:
-        plan = StagePlan(spec.model, spec.rollout, spec.stage, spec.resources, model.config, prompt_length, memory)
-        tokens = tokens_that_fit(plan)
+    found = device_memory(causal_model(policy).device)
+    if memory is None and found is not None:
+        memory = found.total
+    tokens = None if memory is None else tokens_that_fit(_plan(spec, policy, prompt_length, memory))
     return spec.stage.model_copy(update={"max_tokens_per_microbatch": tokens})
+
+
+def with_measured_budget(
+    stage: StageConfig, policies: Policies, directory: StageDir, events: Events, prompt_length: int
+) -> StageConfig:
+    """The stage with the measured number of tokens, where the config says `auto` and the device reports its memory.
+
+    Measured once for a stage: later starts read what the first one has found. Sharded weights stay with the calculation, because
+    a rank that runs out of memory would leave the others waiting.
+
+    Args:
+        stage: the stage with the calculated number.
+        policies: run the trial. Their layers are checkpointed from now on if the stage needs it.
+        directory: where the outcome is kept.
+        events: get one line with both numbers.
+        prompt_length: longest prompt in tokens.
+
+    Raises:
+        ModelError: not even one completion of full length fits with gradient checkpointing.
+    """
+    spec, ranks, memory = policies.spec, policies.ranks, device_memory(policies.ranks.accelerator.device)
+    calculated = stage.max_tokens_per_microbatch
+    if spec.stage.max_tokens_per_microbatch != "auto" or memory is None or not isinstance(calculated, int) or policies.sharded:
+        return stage
+    # What one rank has read holds for all: a disk on the network may show the file late.
+    kept = ranks.gather(_read(directory.token_budget, calculated))[0]
+    budget = kept or _measured(_plan(spec, policies.model, prompt_length, memory.total), calculated, policies, memory)
+    if kept is None:
+        every = ranks.gather(budget)
+        tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
+        budget = Budget(calculated, tokens, checkpointing)
+        if ranks.writes:
+            _write(directory.token_budget, budget)
+        added = ", with gradient checkpointing" if checkpointing else ""
+        events.report(0, "token_budget", f"{tokens} tokens a pass by measurement, {calculated} by calculation{added}")
+    if budget.checkpointing:
+        checkpoint_layers(policies.model)
+    return stage.model_copy(update={"max_tokens_per_microbatch": budget.measured})
+
+
+def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: DeviceMemory) -> Budget:
+    completion = plan.prompt_length + plan.rollout.max_completion_length
+    # The layout is chosen at the first pass, by comparing with padded rows: with few tokens, which fit in any case.
+    with torch.no_grad():
+        policies.scores(_batch(plan, completion, policies))
+    plans = [plan] if plan.model.gradient_checkpointing else [plan, plan.with_checkpointing()]
+    for chosen in plans:
+        added = chosen is not plan
+        if added:
+            checkpoint_layers(policies.model)
+        tokens = most = chosen.pass_tokens
+        while tokens >= completion:
+            batch = _batch(plan, tokens, policies)
+            taken = _trial(policies, batch, memory)
+            if taken is not None:
+                fitting = chosen.tokens_within(taken / chosen.update(batch.packed.ids.numel()))
+                # What has run fits; what has not run is not trusted above a size that did not fit.
+                return Budget(calculated, max(completion, fitting if tokens == most else min(fitting, tokens)), added)
+            tokens //= 2
+    raise does_not_fit(plan)
+
+
+def _trial(policies: Policies, batch: TokenBatch, memory: DeviceMemory) -> float | None:
+    """Bytes that a pass takes beyond what stands; None if it does not fit."""
+    trained = [parameter for parameter in policies.model.parameters() if parameter.requires_grad]
+    try:
+        # As in every pass after the first one of an update: gradients are there, and each new one is added to them.
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        standing = memory.begin()
+        entropies = policies.spec.stage.entropy_coef > 0
+        policies.ranks.accelerator.backward(policies.scores(batch, entropy_gradients=entropies).logps.sum())
+        return memory.peak() - standing
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _batch(plan: StagePlan, tokens: int, policies: Policies) -> TokenBatch:
+    """Made-up groups of full length with at most so many tokens, and at least one completion."""
+    length, size = plan.rollout.max_completion_length, plan.stage.num_generations
+    groups, rest = divmod(tokens, plan.prompt_length + size * length)
+    count = max(1, groups * size + max(0, rest - plan.prompt_length) // length)
+    words = causal_model(policies.model).get_input_embeddings().weight.shape[0]
+    prompts = [[place % words for place in range(plan.prompt_length)]] * -(-count // size)
+    completions = [[(row + place) % words for place in range(length)] for row in range(count)]
+    device = policies.ranks.accelerator.device
+    return token_batch(prompts, completions, [row // size for row in range(count)], device=device)
+
+
+def _plan(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float) -> StagePlan:
+    architecture = causal_model(policy).config
+    return StagePlan(spec.model, spec.rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+
+
+def _read(path: Path, calculated: int) -> Budget | None:
+    """What an earlier start has found; None if there is none, or one of another card or config."""
+    try:
+        found = Budget(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.calculated == calculated else None
+
+
+def _write(path: Path, budget: Budget) -> None:
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")
+    unfinished.replace(path)

@@ -20,7 +20,7 @@ from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Collector, Round, Rounds
 from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates, prompts_per_rollout
-from grpo_tasks.grpo.token_budget import with_token_budget
+from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
@@ -66,11 +66,13 @@ class Trainer:
         self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
         self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
-        stage = self.stage = with_token_budget(spec, model, max(row.prompt_tokens for row in self.rows))
+        longest = max(row.prompt_tokens for row in self.rows)
+        stage = with_token_budget(spec, model, longest)
         policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
         self.learner = Learner(policies, stage, self.ranks, self.updates)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
+        self.stage = with_measured_budget(stage, policies, directory, self.events, longest)
         self.guards = Guards(stage.guards, kl_every=self._kl_every)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)

@@ -106,9 +106,13 @@ class StagePlan:
     @cached_property
     def fitting_tokens(self) -> int:
         """The most tokens that a pass may have; 0 if not even one completion of full length fits."""
-        fixed, slope = self._line
-        tokens = int((self.available - fixed) / slope)
+        tokens = self.tokens_within()
         return tokens if tokens >= self.prompt_length + self.rollout.max_completion_length else 0
+
+    def tokens_within(self, factor: float = 1.0) -> int:
+        """The most tokens that a pass may have if it takes `factor` times the calculated bytes."""
+        fixed, slope = self._line
+        return int((self.available / factor - fixed) / slope)
 
     @property
     def pass_tokens(self) -> int:
@@ -239,10 +243,15 @@ def tokens_that_fit(plan: StagePlan) -> int:
         ModelError: not even one completion of full length fits.
     """
     if not plan.fitting_tokens:
-        raise ModelError(
-            f"one completion of {plan.rollout.max_completion_length} tokens with its prompt does not fit into "
-            f"{plan.memory / GIB:.0f} GiB",
-            place=f"stage {plan.stage.name}",
-            fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",
-        )
+        raise does_not_fit(plan)
     return plan.fitting_tokens
+
+
+def does_not_fit(plan: StagePlan) -> ModelError:
+    """The error of a stage whose pass does not fit, however small."""
+    return ModelError(
+        f"one completion of {plan.rollout.max_completion_length} tokens with its prompt does not fit into "
+        f"{plan.memory / GIB:.0f} GiB",
+        place=f"stage {plan.stage.name}",
+        fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",
+    )

@@ -229,10 +229,15 @@ def _for_training(model: CausalLM, config: ModelConfig) -> CausalLM:
     if model.device.type != "cpu":
         use_lean_layers(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # Below an adapter the embeddings are frozen; without this no input of a checkpointed layer would require gradients.
-        model.enable_input_require_grads()
+        checkpoint_layers(model)
     return model
+
+
+def checkpoint_layers(model: CausalLM) -> None:
+    """Let the layers compute their activations again in the backward pass; the results stay the same."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Below an adapter the embeddings are frozen; without this no input of a checkpointed layer would require gradients.
+    model.enable_input_require_grads()
 
 
 def compile_layers(model: CausalLM) -> None:

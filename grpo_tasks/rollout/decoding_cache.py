@@ -48,21 +48,26 @@ class DecodingCache:
         self._keys, self._values = list(keys), list(values)
         self._heads, self._device = keys[0].shape[1], keys[0].device
         self._lengths, self._prompt_of, self._copies = list(lengths), list(prompt_of), 0
-        shape = (len(prompt_of), self._heads, 0)
-        self._own = [
-            (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
-            for key, value in zip(keys, values, strict=True)
-        ]
+        # Keys and values of a layer in one tensor [2, N, K, L, D], so that both can be written at once.
+        shape = (2, len(prompt_of), self._heads, 0)
+        self._own = [key.new_zeros(*shape, max(key.shape[3], value.shape[3])) for key, value in zip(keys, values, strict=True)]
         self._column = torch.zeros(1, dtype=torch.long, device=self._device)
         self.windows: dict[int, int | None] = {}
         """The window of each layer, as the model's forward pass gave it."""
         self._biases: dict[int | None, tuple[Tensor | None, Tensor]] = {}
+        self._scores: dict[tuple[int, int, int], Tensor] = {}
+        self._nothing, self._hidden = keys[0].new_zeros(()), keys[0].new_full((), -torch.inf)
         self._lay_out()
         self.make_room(0)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context, padding included."""
+        return len(self._places)
+
     def make_room(self, columns: int) -> None:
         """Room for `columns` own tokens per row, at least as many as before."""
-        self._own = [(_longer(keys, columns), _longer(values, columns)) for keys, values in self._own]
+        self._own = [_longer(own, columns) for own in self._own]
         self._columns = torch.arange(columns, device=self._device)
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
@@ -81,13 +86,13 @@ class DecodingCache:
             self._lengths = [self._lengths[prompt] for prompt in prompts]
         self._prompt_of, self._copies = [prompts.index(prompt) for prompt in prompt_of], copies
         chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._device)
-        self._own = [(keys.index_select(0, chosen), values.index_select(0, chosen)) for keys, values in self._own]
+        self._own = [own.index_select(1, chosen) for own in self._own]
         self._lay_out()
 
     def begin_step(self, column: Int[Tensor, " 1"]) -> Int[Tensor, "N 1"]:
         """Begin the step in which every row, having `column` own tokens, gets another one; returns its position in each row."""
         # Which columns are visible is worked out once per step, for all layers with the same window.
-        self._column, self._biases = column, {}
+        self._column, self._biases, self._scores = column, {}, {}
         return self._row_lengths + column
 
     def attend(
@@ -100,53 +105,72 @@ class DecodingCache:
         window: int | None = None,
     ) -> Float[Tensor, "N H 1 _"]:
         """Attention of one new token per row to its prompt and to the row's own tokens; see `SharedPrompt`."""
-        own_keys, own_values = self._append(layer, key, value)  # [N K, L, D]
+        if layer >= len(self._keys):
+            raise UnsupportedError("layers that share their keys and values")
+        for own, new in zip(self._own[layer], (key, value), strict=True):
+            own[..., : new.shape[-1]].index_copy_(2, self._column, new)
+        return self.read(layer, query, scale, window)
+
+    def append(self, layer: int, both: Float[Tensor, "N 2 K D"]) -> None:
+        """Store the keys and the values of the current token."""
+        self._own[layer].index_copy_(3, self._column, both.transpose(0, 1)[..., None, :])
+
+    def read(self, layer: int, query: Float[Tensor, "N H 1 D"], scale: float, window: int | None) -> Float[Tensor, "N H 1 _"]:
+        """Attention to the prompt and to the tokens stored so far; arguments as for `attend`."""
+        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [P K, S, D]
+        size, depth = keys.shape[1], values.shape[2]  # S, D
+        own_keys, own_values = self._own[layer].flatten(1, 2)  # [N K, L, D]
+        own_keys, own_values = own_keys[..., : keys.shape[2]], own_values[..., :depth]
         self.windows[layer] = window
         if window not in self._biases:
             self._biases[window] = self._visible(window)
         prompt_bias, own_bias = self._biases[window]
         queries = query.reshape(len(own_keys), -1, query.shape[-1])  # [N, H, 1, D] -> [N K, R, D]
-        shared = self._keys[layer].shape[0] * self._heads  # P K
-        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [P K, S, D]
-        folded = queries.index_select(0, self._fold).view(shared, -1, query.shape[-1])  # [P K W, R, D] -> [P K, W R, D]
+        folded = queries.index_select(0, self._fold).view(len(keys), -1, query.shape[-1])  # [P K W, R, D] -> [P K, W R, D]
+        # Scores and weights have D columns more between the prompt's S and the own L. Their weights are 0, and the part of the
+        # result that the prompt gives takes their place, so that one gather takes it and the own weights back to the rows.
+        scores = self._score_rows(folded.shape[1], depth, own_keys.shape[1])  # [P K, W R, S + D + L]
         # One kernel multiplies, scales and adds the bias; with beta = 0 the bias is not read.
         bias, beta = (own_bias[..., :1], 0.0) if prompt_bias is None else (prompt_bias, 1.0)
-        from_prompt = torch.baddbmm(bias, folded, keys.transpose(1, 2), beta=beta, alpha=scale)  # [P K, W R, S]
+        torch.baddbmm(bias, folded, keys.transpose(1, 2), beta=beta, alpha=scale, out=scores[..., :size])
         own = torch.baddbmm(own_bias, queries, own_keys.transpose(1, 2), alpha=scale)  # [N K, R, L]
         # The prompt's scores, the larger part, stay folded; the few scores of the own tokens are rearranged to join them.
-        own = own.index_select(0, self._fold).view(shared, -1, own.shape[-1])  # [P K, W R, L]
-        weights = torch.cat([from_prompt, own], dim=-1).softmax(-1)  # in float32 inside, whatever the dtype
-        size = from_prompt.shape[-1]  # S: columns up to here weigh the prompt's values, the others the own values
-        attended = torch.bmm(weights[..., :size], values).view(len(self._fold), *queries.shape[1:2], -1)  # [P K W, R, D]
-        own_weights = weights[..., size:].unflatten(1, (-1, queries.shape[1])).flatten(0, 1)  # [P K W, R, L], a view
-        # index_select takes slots back to rows: [P K W, ...] -> [N K, ...]
-        attended = attended.index_select(0, self._unfold)
-        attended = torch.baddbmm(attended, own_weights.index_select(0, self._unfold), own_values)
+        torch.index_select(own, 0, self._fold, out=_slots(scores, queries.shape[1])[..., size + depth :])
+        weights = scores.softmax(-1)  # in float32 inside, whatever the dtype
+        torch.bmm(weights[..., :size], values, out=weights[..., size : size + depth])
+        # index_select takes slots back to rows: [P K W, R, D + L] -> [N K, R, D + L]
+        rows = _slots(weights, queries.shape[1])[..., size:].index_select(0, self._unfold)
+        attended = torch.baddbmm(rows[..., :depth], rows[..., depth:], own_values)
         return attended.view(query.shape[0], query.shape[1], 1, -1)
 
-    def _append(
-        self, layer: int, key: Float[Tensor, "N K 1 D"], value: Float[Tensor, "N K 1 _"]
-    ) -> tuple[Float[Tensor, "_ L D"], Float[Tensor, "_ L _"]]:
-        """The rows' own keys and values with those of the current token, [N K, L, D]."""
-        if layer >= len(self._keys):
-            raise UnsupportedError("layers that share their keys and values")
-        keys, values = self._own[layer]
-        keys.index_copy_(2, self._column, key)
-        values.index_copy_(2, self._column, value)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+    def _score_rows(self, queries: int, depth: int, own: int) -> Float[Tensor, "_ M C"]:
+        """Room for the scores of a layer, [P K, W R, S + D + L], with -inf in the middle; all layers of a shape share it."""
+        shape = queries, depth, own
+        if shape not in self._scores:
+            size = len(self._places)
+            scores = self._keys[0].new_empty(len(self._lengths) * self._heads, queries, size + depth + own)
+            scores[..., size : size + depth].fill_(-torch.inf)
+            self._scores[shape] = scores
+        return self._scores[shape]
 
     def _visible(self, window: int | None) -> tuple[Tensor | None, Tensor]:
         """Added to the scores: 0 at visible columns, -inf elsewhere. [P K, 1, S], None if all of it is visible, and [1, 1, L].
 
         All rows are at the same column and the rows of a prompt at the same position, so rows need no masks of their own.
         """
-        dtype, own = self._keys[0].dtype, self._columns <= self._column
+        own = self._columns <= self._column
         if window is None:
-            return self._padding, _bias(own, dtype)[None, None]
+            return self._padding, self._bias(own)[None, None]
         own = own & (self._columns > self._column - window)
         # A context token at position s is seen from position length + column if that is less than `window` away.
         seen = self._real & (self._places > self._prompt_lengths + self._column - window)  # [P, S]
-        return _per_head(_bias(seen, dtype), self._heads), _bias(own, dtype)[None, None]
+        return self._per_head(self._bias(seen)), self._bias(own)[None, None]
+
+    def _bias(self, seen: Tensor) -> Tensor:
+        return torch.where(seen, self._nothing, self._hidden)
+
+    def _per_head(self, bias: Float[Tensor, "P S"]) -> Float[Tensor, "_ 1 S"]:
+        return bias.repeat_interleave(self._heads, 0, output_size=len(bias) * self._heads)[:, None]
 
     def _lay_out(self) -> None:
         """Which rows stand side by side. On the host: reading sizes from the device would make the host wait."""
@@ -171,19 +195,16 @@ class DecodingCache:
         self._places = torch.arange(self._keys[0].shape[2], device=self._device)  # [S]
         self._real = self._places < self._prompt_lengths  # [P, S]
         padded = min(self._lengths) < len(self._places)
-        self._padding = _per_head(_bias(self._real, self._keys[0].dtype), self._heads) if padded else None
+        self._padding = self._per_head(self._bias(self._real)) if padded else None
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _slots(folded: Float[Tensor, "_ M C"], heads: int) -> Float[Tensor, "_ R C"]:
+    """[P K, W R, C] -> [P K W, R, C]."""
+    return folded.unflatten(1, (-1, heads)).flatten(0, 1)
 
 
-def _per_head(bias: Float[Tensor, "P S"], heads: int) -> Float[Tensor, "_ 1 S"]:
-    return bias.repeat_interleave(heads, 0, output_size=len(bias) * heads)[:, None]
-
-
-def _longer(own: Float[Tensor, "N K L D"], columns: int) -> Float[Tensor, "N K _ D"]:
+def _longer(own: Float[Tensor, "2 N K L D"], columns: int) -> Float[Tensor, "2 N K _ D"]:
     # Zeros: a column that is not yet written has the weight 0, and 0 times a random bit pattern may be NaN.
-    longer = own.new_zeros(*own.shape[:2], columns, own.shape[3])
-    longer[:, :, : own.shape[2]] = own
+    longer = own.new_zeros(*own.shape[:3], columns, own.shape[4])
+    longer[..., : own.shape[3], :] = own
     return longer

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from grpo_tasks.attention.shared_prompt import SharedPrompt, UnsupportedError
+from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
+from grpo_tasks.rollout.decoding_cache import DecodingCache
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest allowed difference from the model's own logits, as a share of the largest logit."""
@@ -57,7 +58,7 @@ class _Stacked:
         if self.up is None:
             return found
         size = self.up.shape[1]
-        return torch.addmm(found[:, :size], found[:, size:], self.up)
+        return found[:, :size].addmm_(found[:, size:], self.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,15 @@ class _Residual:
         linear = _linear(module)
         return cls(linear, linear.weight.detach().t(), linear.up.detach().t() if isinstance(linear, LowRankLinear) else None)
 
-    def __call__(self, hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"]) -> Float[Tensor, "N out"]:
+    def add(self, hidden: Float[Tensor, "N out"], given: Float[Tensor, "N in"]) -> None:
+        """Add the projection of `given` to `hidden`, in place."""
         if self.linear.bias is not None:
-            return hidden + self.linear(given)
+            hidden += self.linear(given)
+            return
         # Product and sum in one kernel.
-        hidden = torch.addmm(hidden, given, self.weight)
-        if self.up is None:
-            return hidden
-        return torch.addmm(hidden, functional.linear(given, self.linear.down), self.up)
+        hidden.addmm_(given, self.weight)
+        if self.up is not None:
+            hidden.addmm_(functional.linear(given, self.linear.down), self.up)
 
 
 class FusedDecoder:
@@ -101,6 +103,7 @@ class FusedDecoder:
         config = model.config
         try:
             decoder = getattr(model, model.base_model_prefix)
+            self._angles = torch.empty(0)  # of each position, [M, 2, D]: cosines and sines
             self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, _norm(decoder.norm)
             self._layers = [_layer(layer, windows[index]) for index, layer in enumerate(decoder.layers)]
         except AttributeError as error:
@@ -109,45 +112,68 @@ class FusedDecoder:
             raise UnsupportedError("an activation other than SiLU, or capped logits")
         self._head = model.get_output_embeddings()
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
+        if getattr(self._rotary, "rope_type", None) in ("dynamic", "longrope"):
+            raise UnsupportedError("rotary angles that depend on the length")
+        self.reserve(1)
+        depth = self._angles.shape[-1]
+        if len(self._layers[0].qkv.weight) < (self._heads + 3 * self._key_heads) * depth:
+            raise UnsupportedError("heads that are rotated in part")
+        self._same = torch.eye(depth, dtype=self._angles.dtype, device=self._angles.device)
+        # x @ turned = [-x_right, x_left] for x = [x_left, x_right].
+        self._turned = self._same.roll(depth // 2, dims=1)
+        self._turned[depth // 2 :].neg_()
 
-    def step(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"], past: SharedPrompt) -> Float[Tensor, "N V"]:
+    def reserve(self, positions: int) -> None:
+        """Compute the angles of positions below `positions`, for the steps to come."""
+        if len(self._angles) < positions:
+            weight = self._head.weight
+            every = torch.arange(positions, device=weight.device)[None]
+            # [1, M, D] each -> [M, 2, D]; the argument gives the dtype.
+            self._angles = torch.stack(self._rotary(weight[:1, None], every), dim=2)[0]
+
+    def step(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, "N 1"], past: DecodingCache) -> Float[Tensor, "N V"]:
         """Logits of the next token.
 
         Args:
             tokens: the last token of each row.
             positions: its position.
-            past: attends to the prompt and the row's earlier tokens, and stores the new keys and values.
+            past: keys and values of the prompts and of the rows' earlier tokens; those of the new tokens are added.
         """
         # [N, hidden size], without an axis for tokens: there is one token per row.
         hidden = self._embed(tokens)
-        cos, sin = self._rotary(hidden[:, None], positions)
-        # A sign at the left half here saves one at every layer; see `_project`.
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        rotation = self._rotation(positions)
         for layer_index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, cos, sin)
-            attended = past.attend(layer_index, query, key, value, layer.scale, layer.window).reshape(len(tokens), -1)
-            hidden = layer.out(hidden, attended)  # [N, H D] -> [N, hidden]
+            query, both = self._project(layer, hidden, rotation)
+            past.append(layer_index, both)
+            attended = past.read(layer_index, query, layer.scale, layer.window).reshape(len(tokens), -1)
+            layer.out.add(hidden, attended)  # [N, H D] -> [N, hidden]
             # [N, hidden] -> [N, 2 x intermediate] in one product; down(silu(gate) * up) is the gated MLP (arXiv:2002.05202).
             gate, up = layer.gate_up(_normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = layer.down(hidden, functional.silu(gate) * up)
+            layer.down.add(hidden, functional.silu(gate) * up)
         logits: Tensor = self._head(_normed(hidden, self._norm))
         return logits
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, 1, D] and keys [N, K, 1, D], values [N, K, 1, D]."""
-        # One product gives H query heads, K key heads and K value heads: [N, (H + 2 K) D] -> [N, H + 2 K, D].
-        rows, rotated = len(hidden), self._heads + self._key_heads
-        split = layer.qkv(_normed(hidden, layer.attention_norm)).view(rows, rotated + self._key_heads, -1)
-        both = split[:, :rotated]  # queries and keys are rotated together, values are not
+    def _rotation(self, positions: Int[Tensor, "N 1"]) -> Float[Tensor, "N D D"]:
+        """The rotary embedding (arXiv:2104.09864, eq. 34) of each row's position, as a matrix that heads are multiplied by.
+
+        It has the layout of transformers: dimension i is paired with i + D / 2.
+        """
+        cos, sin = self._angles.index_select(0, positions[:, 0]).split(1, dim=1)  # [N, 1, D]
+        return torch.addcmul(self._same * cos, self._turned, sin)
+
+    def _project(
+        self, layer: _Layer, hidden: Float[Tensor, "N _"], rotation: Float[Tensor, "N D D"]
+    ) -> tuple[Float[Tensor, "N H 1 D"], Float[Tensor, "N 2 K D"]]:
+        """Rotated queries; rotated keys and values."""
+        # One product gives room for K rotated keys, K values, K keys and H queries: [N, (3 K + H) D] -> [N, 3 K + H, D].
+        heads = layer.qkv(_normed(hidden, layer.attention_norm)).unflatten(1, (-1, rotation.shape[-1]))
+        count = self._key_heads
+        rotated, _, key, query = heads.split([count, count, count, self._heads], dim=1)
         if layer.head_norms is not None:
-            norms = zip(both.split([self._heads, self._key_heads], dim=1), layer.head_norms, strict=True)
-            both = torch.cat([_normed(heads, norm) for heads, norm in norms], dim=1)
-        # Rotary embedding (arXiv:2104.09864, eq. 34) in the layout of transformers: dimension i is paired with i + D / 2, and the
-        # sine of the left half has its sign already. cos and sin are [N, 1, D] and broadcast over the heads.
-        left, right = both.chunk(2, dim=-1)
-        both = torch.addcmul(both * cos, torch.cat([right, left], dim=-1), sin)
-        return both[:, : self._heads, None], both[:, self._heads :, None], split[:, rotated:, None]
+            query, key = _normed(query, layer.head_norms[0]), _normed(key, layer.head_norms[1])
+        # Rotated keys beside the values are stored together, in one kernel.
+        torch.bmm(key, rotation, out=rotated)
+        return torch.bmm(query, rotation)[:, :, None], heads[:, : 2 * count].unflatten(1, (2, count))
 
 
 def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
@@ -161,7 +187,7 @@ def _layer(layer: Any, window: int | None) -> _Layer:
     norms = (_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
-        qkv=_fuse([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=_fuse([attention.v_proj, attention.k_proj, attention.q_proj], room=len(_linear(attention.k_proj).weight)),
         out=_Residual.of(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_without_bias(_fuse([mlp.gate_proj, mlp.up_proj])),
@@ -172,22 +198,26 @@ def _layer(layer: Any, window: int | None) -> _Layer:
     )
 
 
-def _fuse(linears: list[nn.Module]) -> _Stacked:
-    """Stack the weights of projections of one input, and make the projections views of them where `sync` writes."""
+def _fuse(linears: list[nn.Module], *, room: int = 0) -> _Stacked:
+    """Stack the weights of projections of one input, and make the projections views of them where `sync` writes.
+
+    The product begins with `room` zeros, into which later results can be written.
+    """
     layers = [_linear(linear) for linear in linears]
     apart = [layer for layer in layers if isinstance(layer, LowRankLinear)]
     # Linear weights are [out, in], so stacking them along the first axis stacks the outputs.
     weights = [*(layer.weight.detach() for layer in layers), *(layer.down.detach() for layer in apart)]
-    fused = torch.cat(weights)
-    rows = fused.split([len(weight) for weight in weights])
+    empty = weights[0].new_zeros(room, weights[0].shape[1])
+    fused = torch.cat([empty, *weights])
+    rows = fused[room:].split([len(weight) for weight in weights])
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     if len(biases) not in (0, len(layers)):
         raise UnsupportedError("some projections have a bias and some have none")
-    size, rank = sum(len(layer.weight) for layer in layers), sum(len(layer.down) for layer in apart)
-    if biases and rank:
-        biases.append(fused.new_zeros(rank))
+    size, rank = room + sum(len(layer.weight) for layer in layers), sum(len(layer.down) for layer in apart)
+    if biases:
+        biases = [fused.new_zeros(room), *biases, fused.new_zeros(rank)]
     up = fused.new_zeros(size, rank)
-    out = column = 0
+    out, column = room, 0
     for layer, weight in zip(layers, rows[: len(layers)], strict=True):
         if isinstance(layer, LowRankLinear):
             # Its weight is the base's and never changes; A and B do.

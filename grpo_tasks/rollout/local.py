@@ -164,6 +164,8 @@ class SharedPromptState:
     def make_room(self, columns: int) -> None:
         """See `DecodingState`."""
         self.cache.make_room(columns)
+        if self._fused is not None:
+            self._fused.reserve(self.cache.longest + columns)
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""

@@ -7,6 +7,7 @@ would depend on its neighbours in the batch and on which of them have ended.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -62,7 +63,8 @@ def sample_tokens(
     # Greedy decoding draws from a point mass; reported are the log-probabilities at temperature 1, as vLLM does.
     greedy, temperature = sampling.temperature == 0.0, sampling.temperature or 1.0
     penalised = logits if seen is None else repetition_penalty(logits, seen, sampling.repetition_penalty)
-    logp = torch.log_softmax(truncate(penalised / temperature, sampling), dim=-1)  # [N, V]
+    scaled = penalised if temperature == 1.0 else penalised / temperature
+    logp = torch.log_softmax(truncate(scaled, sampling), dim=-1)  # [N, V]
     tokens = penalised.argmax(-1) if greedy else _inverse_cdf(logp, uniform)
     logps = logp.gather(-1, tokens[:, None]).squeeze(-1)
     if greedy or not sampling.changes_distribution:
@@ -99,7 +101,8 @@ def inverse_cdf_in_blocks(probabilities: Float[Tensor, "N V"], uniform: Float[Te
     # Rounding may put the number just outside its block; then it means the block's first or last token that has a probability.
     rest = (goal - (ends - totals).gather(1, block)).clamp(min=0.0)
     rest = torch.minimum(rest, inner[:, -1:] * (1 - 2**-50))
-    return (block * BLOCK + torch.searchsorted(inner, rest, right=True)).squeeze(-1).clamp(max=probabilities.shape[-1] - 1)
+    token = torch.add(torch.searchsorted(inner, rest, right=True), block, alpha=BLOCK)
+    return token.squeeze(-1).clamp(max=probabilities.shape[-1] - 1)
 
 
 def sums_in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
@@ -116,7 +119,14 @@ def _in_blocks(values: Float[Tensor, "N V"]) -> Float[Tensor, "N B C"]:
 
 def _triangle(like: Float[Tensor, "*N C"]) -> Float[Tensor, "C C"]:
     """Ones on and above the diagonal: a product with it gives running sums."""
-    return like.new_ones(like.shape[-1], like.shape[-1]).triu()
+    return _ones(like.shape[-1], like.dtype, like.device)
+
+
+@cache
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "C C"]:
+    # Made once, not at every step. Outside of inference mode, so that it can be used everywhere.
+    with torch.inference_mode(mode=False):
+        return torch.ones(size, size, dtype=dtype, device=device).triu()
 
 
 def repetition_penalty(logits: Float[Tensor, "N V"], seen: Bool[Tensor, "N V"], penalty: float) -> Float[Tensor, "N V"]:

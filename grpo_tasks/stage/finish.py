@@ -4,7 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
@@ -33,12 +34,12 @@ class Ending:
     """The update whose weights are the result; None: the last one."""
 
 
-def write_completions(directory: StageDir, step: int, table: pl.DataFrame) -> None:
+def write_completions(directory: StageDir, step: int, table: pa.Table) -> None:
     """Write the table of an update's completions; readers never see an incomplete file."""
     path = directory.completions(step)
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".part")
-    table.write_parquet(unfinished)
+    pq.write_table(table, unfinished)
     unfinished.replace(path)
 
 

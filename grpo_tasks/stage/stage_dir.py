@@ -88,6 +88,11 @@ class StageDir:
         return self.root / "events.jsonl"
 
     @property
+    def token_budget(self) -> Path:
+        """What `max_tokens_per_microbatch: auto` has measured (grpo/token_budget.py)."""
+        return self.root / "token_budget.json"
+
+    @property
     def log(self) -> Path:
         """Output of the trainer and of the reward functions."""
         return self.root / LOG

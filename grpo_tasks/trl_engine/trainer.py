@@ -122,7 +122,7 @@ class _Recorder(TrainerCallback):
         for note in scores.notes:
             self.events.report(step, "reward_error", str(note))
         if step % self.spec.stage.log_completions_steps == 0 or step in (1, state.max_steps):
-            write_completions(self.directory, step, self._table(step))
+            write_completions(self.directory, step, self._table(step).to_arrow())
         if target_reached(self.spec, self.journal, step):
             control.should_training_stop = True
 

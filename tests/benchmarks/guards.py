@@ -14,7 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.normalise import prompt_id
+from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.guards import GUARDS, Guards

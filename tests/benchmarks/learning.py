@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from grpo_tasks.data.normalise import prompt_id
+from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.builtin import format, incremental_format
 from grpo_tasks.rewards.suite import RewardSuite

@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
-from grpo_tasks.data.normalise import prompt_id
+from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
@@ -129,7 +130,7 @@ def write_stage(work: Work, root: Path) -> StageDir:
     for line, chat in enumerate(work.chats()):
         row = {"prompt_id": prompt_id(chat, "0"), "source": "bench", "line": line, "prompt": chat, "answer": "0"}
         rows.append(row | {"prompt_tokens": work.prompt_tokens, "extra": "{}", "answers": None, "task": ""})
-    pl.DataFrame(rows).write_parquet(root / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), root / "train.parquet")
     directory = StageDir(root / "stage")
     directory.root.mkdir()
     StageSpec(

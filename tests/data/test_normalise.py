@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.data.judge import Verdict
-from grpo_tasks.data.normalise import check_pattern, normalise_answer, normalise_column, prompt_id, prompt_id_column
+from grpo_tasks.data.normalise import check_pattern, normalise_answer, normalise_column, prompt_id_column
+from grpo_tasks.data.table import prompt_id
 from schemas.errors import ConfigError
 from schemas.tables import MESSAGES
 

@@ -42,7 +42,7 @@ def config_of(**changes):
 
 @pytest.fixture
 def rows(tmp_path, tokenizer):
-    from grpo_tasks.data.normalise import prompt_id
+    from grpo_tasks.data.table import prompt_id
 
     made = []
     for line, (left, right) in enumerate(SUMS[:6], start=1):

@@ -3,10 +3,11 @@
 import json
 from dataclasses import dataclass
 
-import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from grpo_tasks.data.normalise import prompt_id
+from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -88,7 +89,7 @@ def stages(tmp_path):
         messages, answer = [SYSTEM, {"role": "user", "content": f"What is {a} + 27?"}], str(a + 27)
         row = {"prompt_id": prompt_id(messages, answer), "source": "made", "line": a, "prompt": messages}
         rows.append(row | {"answer": answer, "prompt_tokens": 34, "extra": "{}", "answers": None, "task": ""})
-    pl.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     return Stages(tmp_path)
 
 

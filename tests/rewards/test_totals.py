@@ -79,7 +79,7 @@ def test_what_functions_pass_to_log_extra_is_a_column_of_the_completions_table()
     rollout = scored(np.ones((8, 3)))
     rollout = replace(rollout, scores=replace(rollout.scores, extra={"a": {"verdict": ["good"] * 7 + [None]}}))
     table = completions_table(rollout, torch.zeros(8, 1), stage="s", step=1, policy_version=0)
-    assert table["logged_a_verdict"].to_list() == ["good"] * 7 + [None]
+    assert table["logged_a_verdict"].to_pylist() == ["good"] * 7 + [None]
 
 
 def test_a_function_that_applies_to_half_of_the_completions_counts_half_on_held_out_prompts():

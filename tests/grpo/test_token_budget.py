@@ -1,0 +1,148 @@
+"""`max_tokens_per_microbatch: auto`, measured on the pretend card, and with a memory that reports what a test wants."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.grpo import token_budget
+from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.planning.memory_plan import RESERVE
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.stage.journal import read_events
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import ModelError
+from tests.grpo.conftest import journal
+
+AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
+TOTAL = RESERVE + 40 * 2**20
+"""A card with room for a few hundred tokens of the embedded model."""
+
+
+class Told:
+    """A memory that reports so many bytes for each token of a pass, and is full above a number of tokens."""
+
+    def __init__(self, bytes_per_token, most=10**9):
+        self.total, self.bytes_per_token, self.most, self.sizes = TOTAL, bytes_per_token, most, []
+
+    def begin(self):
+        return 0.0
+
+    def peak(self):
+        if self.sizes[-1] > self.most:
+            raise torch.OutOfMemoryError("full")
+        return float(self.bytes_per_token * self.sizes[-1])
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Let the CPU report a memory."""
+
+    def tell(bytes_per_token, **options):
+        memory = Told(bytes_per_token, **options)
+        batch = token_budget._batch
+
+        def watched(plan, tokens, policies):
+            found = batch(plan, tokens, policies)
+            memory.sizes.append(found.packed.ids.numel())
+            return found
+
+        monkeypatch.setattr(token_budget, "device_memory", lambda _: memory)
+        monkeypatch.setattr(token_budget, "_batch", watched)
+        return memory
+
+    return tell
+
+
+def train(directory):
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = Trainer(directory, suite)
+        trainer.train()
+    return trainer
+
+
+def test_the_size_of_a_pass_follows_what_the_first_one_took(stages, told):
+    sizes = {}
+    for name, bytes_per_token in (("light", 20_000), ("heavy", 80_000)):
+        told(bytes_per_token)
+        directory = stages.write(name, **AUTO)
+        trainer = train(directory)
+        kept = json.loads(directory.token_budget.read_text())
+        sizes[name] = trainer.stage.max_tokens_per_microbatch
+        assert kept == {"calculated": kept["calculated"], "measured": sizes[name], "checkpointing": False}
+        [event] = [event for event in read_events(directory.events) if event["event"] == "token_budget"]
+        assert event["detail"] == f"{sizes[name]} tokens a pass by measurement, {kept['calculated']} by calculation"
+        assert all(parameter.grad is None or parameter.grad.abs().sum() >= 0 for parameter in trainer.learner.model.parameters())
+    # Four times the bytes leave room for less than a third of the tokens; less than a quarter, because the head takes its part.
+    assert sizes["heavy"] < sizes["light"] / 3
+
+
+def test_a_resumed_stage_keeps_the_size_and_ends_with_the_same_bytes(stages, told):
+    told(60_000)
+    whole = stages.write("whole", **AUTO)
+    train(whole)
+    cut = stages.write("cut", **AUTO)
+    train(cut)
+    # As a kill after the first update leaves it.
+    for later in ("step-000002", "step-000003"):
+        shutil.rmtree(cut.checkpoints / later)
+    shutil.rmtree(cut.final)
+    cut.result.unlink()
+    memory = told(10_000)
+    resumed = train(cut)
+    assert resumed.counters.resumed == 1
+    assert memory.sizes == []  # not measured again
+    assert resumed.stage.max_tokens_per_microbatch == json.loads(whole.token_budget.read_text())["measured"]
+    assert folder_sha256(cut.final) == folder_sha256(whole.final)
+
+
+def test_another_card_is_measured_again(stages, told):
+    told(60_000)
+    directory = stages.write(**AUTO)
+    train(directory)
+    memory = told(60_000)
+    memory.total *= 2
+    directory.result.unlink()
+    train(directory)
+    assert memory.sizes
+
+
+def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
+    told(1, most=0)
+    directory = stages.write(**AUTO)
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite, pytest.raises(ModelError, match="does not fit into") as caught:
+        Trainer(directory, suite)
+    assert "quantization" in caught.value.fix
+    assert not directory.token_budget.exists()
+
+
+def on_card(directory, *numbers):
+    command = [sys.executable, "-m", "tests.grpo.train_on_card", str(directory.root), *map(str, numbers)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = json.loads(directory.token_budget.read_text())
+    return kept, journal(directory), json.loads((directory.root / "taken.json").read_text())
+
+
+@pytest.mark.long
+def test_a_full_card_halves_the_pass_and_then_checkpoints_it(stages):
+    kept, free, [taken] = on_card(stages.write("free", **AUTO), TOTAL)
+    assert not kept["checkpointing"]
+    assert taken > 2**20
+    half, halved, [less] = on_card(stages.write("half", **AUTO), TOTAL, 0.7 * taken)
+    assert not half["checkpointing"]
+    assert less < 0.7 * taken
+    assert half["measured"] < kept["measured"]
+    least, checkpointed, _ = on_card(stages.write("least", **AUTO), TOTAL, 0.12 * taken)
+    assert least["checkpointing"]
+    for lines in (halved, checkpointed):
+        for one, other in zip(lines, free, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-3, abs=1e-5)
