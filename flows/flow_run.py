@@ -9,7 +9,7 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import flow_run_id, run_logger
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, run_name
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
@@ -115,13 +115,14 @@ def _state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
 @contextmanager
 def _folder_lock(config: RunConfig, fresh: bool) -> Iterator[None]:
     """Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder."""
-    log = run_logger()
     lock = config.resources.output_dir / config.name / LOCKS / "folder"
+    wait = Wait()
 
     def waiting(holder: str) -> None:
-        log.info("waiting for %s, which uses the same folder %s", holder, lock.parent.parent)
+        wait.begin(f"waiting for {holder}, which uses the same folder {lock.parent.parent}")
 
-    with alone(lock, who=f"the run {config.name}", shared=not fresh, waiting=waiting):
+    with alone(lock, who=f"the run {run_name() or config.name}", shared=not fresh, waiting=waiting):
+        wait.over()
         yield
 
 

@@ -1,4 +1,4 @@
-"""The pipeline: data in, champion out. Read `grpo_pipeline` from top to bottom: each line is a step, and a label in the UI."""
+"""The pipeline: data in, champion out. Read `run_pipeline` from top to bottom: each line is a step, and a label in the UI."""
 
 from flows.flow_run import open_flow_run
 from flows.model_names import with_local_model
@@ -15,6 +15,11 @@ from schemas.results.publication import PipelineResult, PublishedFacts
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
 def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
     """Run every step. A step whose inputs have not changed is skipped, unless `fresh`."""
+    return run_pipeline(config, fresh)
+
+
+def run_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
+    """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started."""
     config = with_local_model(config)
     with open_flow_run(config, flow="pipeline", fresh=fresh) as run:
         check_champion(config.registered_model, config.tracking)

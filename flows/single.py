@@ -5,7 +5,7 @@ from pathlib import Path
 from flows import one_step
 from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, with_local_model
-from flows.pipeline import grpo_pipeline
+from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
 from flows.steps import base_model, evaluation_of, rivals_of, validated_data
 from flows.temporary_server import locked_flow
@@ -76,4 +76,4 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
 def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh: bool = False) -> PipelineResult:
     """`source`: name of a preset, or a YAML file; `overrides`: settings as key.path=value, e.g. stages.0.learning_rate=1e-5."""
     check_working_directory()
-    return grpo_pipeline(load_config(source, overrides), fresh)
+    return run_pipeline(load_config(source, overrides), fresh)

@@ -9,7 +9,9 @@ than the step, and the folder of the step is the truth anyway. So nothing here i
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Any
+from uuid import UUID
 
 log = logging.getLogger("grpo")
 
@@ -53,3 +55,60 @@ def show_artifact(key: str, markdown: str, *, description: str) -> None:
     from prefect.artifacts import create_markdown_artifact
 
     create_markdown_artifact(key=key, markdown=markdown, description=description)
+
+
+def run_name() -> str:
+    """Name of the flow run; empty outside of a flow."""
+    if not in_flow():
+        return ""
+    from prefect.runtime import flow_run
+
+    return flow_run.name or ""
+
+
+class Wait:
+    """A wait for another run: logged, and shown as the state of the run until it is over."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self, reason: str) -> None:
+        """Say what the run waits for: `waiting for ...`."""
+        self._begun = True
+        run_logger().info(reason)
+        show_waiting(reason)
+
+    def over(self) -> None:
+        """The run goes on."""
+        if self._begun:
+            show_running()
+
+
+def show_waiting(reason: str) -> None:
+    """Let the state of the run, and of the run that a person started, say in every list why it waits: `waiting for ...`."""
+    _set_running("Waiting", reason)
+
+
+def show_running() -> None:
+    """Take back what `show_waiting` said."""
+    _set_running("Running", "")
+
+
+def _set_running(name: str, message: str) -> None:
+    if not in_flow():
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+    from prefect.states import Running
+
+    # Only a text for people: a server that is away, or a run that is being cancelled, is no reason to stop or to wait.
+    with (
+        suppress(Exception),
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client({"timeout": 5.0}, sync_client=True) as client,
+    ):
+        for run_id in {flow_run.id, flow_run.root_flow_run_id} - {None}:
+            state = client.read_flow_run(UUID(str(run_id))).state
+            if state is not None and state.is_running():
+                client.set_flow_run_state(UUID(str(run_id)), Running(name=name, message=message))

@@ -30,7 +30,7 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import in_flow, run_logger, show_artifact
+from grpo_tasks.running.orchestrator import Wait, in_flow, run_logger, run_name, show_artifact
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
@@ -192,13 +192,16 @@ def _slots(work: Work) -> AbstractContextManager[None]:
 @contextmanager
 def _locked_folder(work: Work) -> Iterator[None]:
     """Be the only process in this folder. Of two runs that need the same step, the second waits and finds it finished."""
-    log, name = run_logger(), work.directory.parent.name
+    name = work.directory.parent.name
+    lock = work.directory.parent.parent / LOCKS / f"{name}-{work.directory.name}"
+    who = f"the run {run_name()}" if in_flow() else "another run"
+    wait = Wait()
 
     def waiting(holder: str) -> None:
-        log.info("%s: waiting for %s, which runs the same step (%s)", name, holder, work.directory)
+        wait.begin(f"waiting for {holder}, which runs the same step {name} ({work.directory})")
 
-    lock = work.directory.parent.parent / LOCKS / f"{work.directory.parent.name}-{work.directory.name}"
-    with alone(lock, who="another run", waiting=waiting):
+    with alone(lock, who=who, waiting=waiting):
+        wait.over()
         yield
 
 
