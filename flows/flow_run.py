@@ -9,7 +9,8 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, run_name
+from grpo_tasks.running.links import mlflow_pages, show_links
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_url, run_name
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
@@ -17,6 +18,7 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
 from schemas.results.base import StepResult
+from schemas.results.publication import Publication
 from schemas.secret import hide
 
 ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "replicas", "stage", "grpo", "evaluation")
@@ -72,6 +74,12 @@ class FlowRun:
                 elif (directory / name).exists():
                     handle.file(directory / name, f"failed/{step}")
 
+    def show_links(self, publication: Publication | None = None, *, report: bool = False) -> None:
+        """Show in Prefect where MLflow has this run, its report and its version."""
+        tracked = self.tracked
+        version = (publication.model_name, publication.model_version) if publication else None
+        show_links(mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id), report=report, version=version)
+
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""
         return self.tracked.follow(stage_dir)
@@ -95,9 +103,11 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
         hidden_errors(),
         _folder_lock(config, fresh),
         _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
-        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, name=name) as tracked,
+        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, flow_run_url=flow_run_url(), name=name) as tracked,
     ):
-        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+        run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+        run.show_links()
+        yield run
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from prefect.events import emit_event
 from prefect.variables import Variable
 
 from flows import one_step
+from flows.approval import was_suspended
 from flows.flow_run import pipeline_key
 from flows.pipeline import run_pipeline
 from flows.preflight import check_inputs, check_working_directory
@@ -17,7 +18,7 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.slot_names import RETRAINING
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
-from grpo_tasks.tracking.registry import find_tagged, tag_version
+from grpo_tasks.tracking.registry import find_tagged
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
@@ -59,11 +60,11 @@ def _limit_of(config: RunConfig) -> str:
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
-    if known is not None and not force:
+    # A run that was suspended for approval finds its own version here, and goes on with it.
+    if known is not None and not force and not was_suspended():
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return _report(config, RetrainResult(trained=False, reason=reason))
-    made = run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force)
-    tag_version(config.registered_model, made.publication.model_version, made_of, config.tracking)
+    made = run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of)
     result = RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
     return _report(config, result)
 

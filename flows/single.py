@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from flows import one_step
-from flows.flow_run import open_flow_run
+from flows.approval import ask_for_approval, was_suspended
+from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
@@ -62,14 +63,24 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     """`adapter`: as for a merge, trained from the base model of the config."""
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
-    with open_flow_run(config, flow="publish", fresh=fresh) as run:
+    with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
         template = config.rollout.chat_template_kwargs
         merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
         final = evaluation_of(run, "merged", merged.model, data)
-        champion, rivals = rivals_of(run, merged, base, data)
-        return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
+        made = _published(run, merged, final, base, data)
+    while made.awaits_approval and ask_for_approval(config, made, made.headline()):
+        with open_flow_run(config, flow="publish") as run:
+            made = _published(run, merged, final, base, data)
+    return made
+
+
+def _published(run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalReport, data: DataReport) -> Publication:
+    champion, rivals = rivals_of(run, merged, base, data)
+    made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion)
+    run.show_links(made)
+    return made
 
 
 @locked_flow(name="grpo-preset", description="Run the pipeline from a preset or a YAML file, with a few settings changed.")

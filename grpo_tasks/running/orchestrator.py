@@ -9,9 +9,10 @@ than the step, and the folder of the step is the truth anyway. So nothing here i
 
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 log = logging.getLogger("grpo")
 
@@ -48,6 +49,16 @@ def flow_run_id() -> str | None:
     return str(flow_run.id) if flow_run.id else None
 
 
+def flow_run_url() -> str | None:
+    """Address of the flow run in the Prefect UI; None outside of a flow and with a temporary server, which has no UI."""
+    if not in_flow():
+        return None
+    from prefect.runtime import flow_run
+    from prefect.settings import get_current_settings
+
+    return flow_run.ui_url if get_current_settings().api.url else None
+
+
 def show_artifact(key: str, markdown: str, *, description: str) -> None:
     """Show a report in the Prefect UI under a stable key; outside of a flow nothing happens."""
     if not in_flow():
@@ -55,6 +66,25 @@ def show_artifact(key: str, markdown: str, *, description: str) -> None:
     from prefect.artifacts import create_markdown_artifact
 
     create_markdown_artifact(key=key, markdown=markdown, description=description)
+
+
+def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
+    """Send an event to the event feed of the Prefect UI, where it can trigger an automation; outside of a flow nothing happens.
+
+    Args:
+        event: name of the event.
+        resource: id of what it happened to.
+        payload: what an automation can pass on.
+        event_id: Prefect ignores an event whose id it knows; without one the event is a new one.
+    """
+    run = flow_run_id()
+    if run is None:
+        return
+    from prefect.events import emit_event
+
+    related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
+    where = {"prefect.resource.id": resource}
+    emit_event(event=event, resource=where, related=related, payload=dict(payload), id=event_id or uuid4())
 
 
 def run_name() -> str:

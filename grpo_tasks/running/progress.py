@@ -17,7 +17,7 @@ from uuid import NAMESPACE_URL, uuid5
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import in_flow, run_logger
+from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
@@ -102,20 +102,10 @@ class StageProgress:
         self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
 
     def _emit(self, event: dict[str, Any]) -> None:
-        """Send an event to the event feed of the Prefect UI, where it can trigger an automation."""
-        if not in_flow():
-            return
-        from prefect.context import TaskRunContext
-        from prefect.events import emit_event
-
-        resource = {"prefect.resource.id": f"grpo.stage.{self._directory.root.name}"}
-        context = TaskRunContext.get()
-        run = context.task_run.flow_run_id if context else None
-        related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}] if run else []
         payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
         # Derived from the event: a stage that resumes repeats events, and Prefect ignores an id that it knows.
         event_id = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
-        emit_event(event=f"grpo.{event['event']}", resource=resource, related=related, payload=payload, id=event_id)
+        send_event(f"grpo.{event['event']}", f"grpo.stage.{self._directory.root.name}", payload, event_id=event_id)
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""

@@ -138,6 +138,11 @@ class PipelineResult(Result):
         figures = f"{test.metric.replace('_', ' ')} {before} -> {after}"
         return f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
 
+    def comparison(self) -> str:
+        """The summary of the report, in Markdown: what a person needs to decide about the version."""
+        summary = self.report.with_suffix(".md")
+        return f"{self.headline()}\n\n{summary.read_text(encoding='utf-8')}" if summary.exists() else self.headline()
+
 
 class RetrainResult(Result):
     """Result of a retraining."""
