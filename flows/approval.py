@@ -6,10 +6,15 @@
 A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
 """
 
-from typing import Literal
+from contextlib import suppress
+from typing import Any, Literal
+from uuid import UUID
 
 from prefect import suspend_flow_run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
@@ -59,7 +64,11 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
     if key not in _questions():
         send_event(REQUESTED, resource, payload)
     seconds = max(1, round(3600 * config.promotion.approval_hours))
-    verdict = suspend_flow_run(Verdict.with_initial_data(description=comparison), timeout=seconds, key=key)
+    try:
+        verdict = suspend_flow_run(Verdict.with_initial_data(description=comparison), timeout=seconds, key=key)
+    except Pause as suspended:
+        _say_in_lists(suspended.state, publication.headline())
+        raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
         run_logger().info(decide_pending(name, approval, config.tracking))
@@ -68,6 +77,14 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
         run_logger().warning("%s", changed)
     send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
+
+
+def _say_in_lists(state: State[Any] | None, message: str) -> None:
+    """Give the suspended state a message. `suspend_flow_run` takes none, and a list of runs would say nothing."""
+    # The run is suspended already; what is missing is only the text.
+    with suppress(Exception), get_client(sync_client=True) as client:
+        if state is not None:
+            client.set_flow_run_state(UUID(str(flow_run.id)), state.model_copy(update={"message": message}), force=True)
 
 
 def _questions() -> set[str]:

@@ -9,10 +9,13 @@ than the step, and the folder of the step is the truth anyway. So nothing here i
 
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID, uuid4
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 log = logging.getLogger("grpo")
 
@@ -66,6 +69,48 @@ def show_artifact(key: str, markdown: str, *, description: str) -> None:
     from prefect.artifacts import create_markdown_artifact
 
     create_markdown_artifact(key=key, markdown=markdown, description=description)
+
+
+def show_table(key: str, rows: Sequence[Mapping[str, object]], *, description: str) -> None:
+    """Show rows as a table that the Prefect UI can sort and filter; outside of a flow nothing happens."""
+    if not in_flow() or not rows:
+        return
+    from prefect.artifacts import create_table_artifact
+
+    create_table_artifact(key=key, table=[dict(row) for row in rows], description=description)
+
+
+def show_progress(key: str, percent: float, description: str, known: dict[str, UUID]) -> None:
+    """Show a progress bar, or update the one that `known` has under this key; outside of a flow nothing happens."""
+    if not in_flow():
+        return
+    from prefect.artifacts import create_progress_artifact
+
+    with suppress(Exception):  # see _set_running
+        if key in known:
+            _update(known[key], data=percent, description=description)
+        else:
+            known[key] = cast(UUID, create_progress_artifact(percent, key=key, description=description))
+
+
+def show_live(key: str, markdown: str, description: str, known: dict[str, UUID]) -> None:
+    """Show a report, or update the one that `known` has under this key; outside of a flow nothing happens."""
+    if not in_flow():
+        return
+    from prefect.artifacts import create_markdown_artifact
+
+    with suppress(Exception):
+        if key in known:
+            _update(known[key], data=markdown, description=description)
+        else:
+            known[key] = cast(UUID, create_markdown_artifact(markdown, key=key, description=description))
+
+
+def _update(artifact: UUID, *, data: object, description: str) -> None:
+    from prefect.client.schemas.actions import ArtifactUpdate
+
+    with _impatient_client() as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
 
 
 def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
@@ -127,18 +172,25 @@ def show_running() -> None:
 def _set_running(name: str, message: str) -> None:
     if not in_flow():
         return
-    from prefect.client.orchestration import get_client
     from prefect.runtime import flow_run
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
     from prefect.states import Running
 
     # Only a text for people: a server that is away, or a run that is being cancelled, is no reason to stop or to wait.
-    with (
-        suppress(Exception),
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client({"timeout": 5.0}, sync_client=True) as client,
-    ):
+    with suppress(Exception), _impatient_client() as client:
         for run_id in {flow_run.id, flow_run.root_flow_run_id} - {None}:
             state = client.read_flow_run(UUID(str(run_id))).state
             if state is not None and state.is_running():
                 client.set_flow_run_state(UUID(str(run_id)), Running(name=name, message=message))
+
+
+@contextmanager
+def _impatient_client() -> "Iterator[SyncPrefectClient]":
+    """A client that gives up at once: what it says is only for people to see, and must not delay a run."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client({"timeout": 5.0}, sync_client=True) as client,
+    ):
+        yield client

@@ -40,6 +40,6 @@ def test_a_version_that_stays_behind_says_so(tmp_path):
 def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):
     small()
     place.grpo("validate", "small.yaml")
-    [run] = [run for run in ask(f"{place.api}/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})]
+    [run] = ask(f"{place.api}/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
     assert run["state"]["message"] == "240 rows read: 200 to train on, 40 held out"
     assert not list((place.root / "prefect").rglob("storage/*"))
