@@ -19,6 +19,7 @@ from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
+from flows.flow_run import CHAMPION_CHANGED
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from schemas.config.run import RunConfig
@@ -75,6 +76,9 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
     except ModelError as changed:
         # Another version became champion meanwhile, or `grpo promote` was quicker: publishing again finds out.
         run_logger().warning("%s", changed)
+    else:
+        if approval.decision == "promote":
+            send_event(CHAMPION_CHANGED, f"grpo.model.{publication.model_name}", payload | {"detail": str(approval)})
     send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
 

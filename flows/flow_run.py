@@ -10,9 +10,10 @@ from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_url, run_name
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_url, run_name, send_event
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
+from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
@@ -25,6 +26,7 @@ ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollo
 """Rooms whose code decides what a trained model is."""
 FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 """Files of a failed step that are sent to MLflow."""
+CHAMPION_CHANGED = "grpo.champion.changed"
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +81,18 @@ class FlowRun:
         tracked = self.tracked
         version = (publication.model_name, publication.model_version) if publication else None
         show_links(mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id), report=report, version=version)
+
+    def announce(self, publication: Publication, before: Champion | None) -> None:
+        """Send the event grpo.champion.changed if the version has become the champion."""
+        if publication.champion and (before is None or before.version != publication.model_version):
+            name, version = publication.model_name, publication.model_version
+            payload = {
+                "name": name,
+                "version": version,
+                "before": before.version if before else "",
+                "detail": publication.headline(),
+            }
+            send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""

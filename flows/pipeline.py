@@ -96,4 +96,5 @@ def _published(run: FlowRun, trained: _Trained, tags: Mapping[str, str]) -> Pipe
         config=config,
     )
     run.show_links(publication, report=True)
+    run.announce(publication, champion)
     return PipelineResult(publication=publication, evaluations=trained.evaluations, report=report.html)

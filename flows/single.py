@@ -80,6 +80,7 @@ def _published(run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalRe
     champion, rivals = rivals_of(run, merged, base, data)
     made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion)
     run.show_links(made)
+    run.announce(made, champion)
     return made
 
 

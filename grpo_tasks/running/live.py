@@ -17,7 +17,7 @@ from typing import Any
 from uuid import UUID
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import show_live, show_progress
+from grpo_tasks.running.orchestrator import artifact_key, show_live, show_progress
 from grpo_tasks.web.live_pages import live_address, live_folder
 from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PLOTS, PROGRESS
@@ -80,7 +80,7 @@ class LivePage:
         """Progress in one line: `update 40/120, reward 1.234, KL 0.010, 3 min left`."""
         last = self._lines[-1]
         total = f"/{self._stage.max_steps}" if self._stage.max_steps else ""
-        figures = [f"{short} {last['metrics'][name]:.3f}" for name, short in PROGRESS.items() if _number(last, name)]
+        figures = [f"{short} {value:.3f}" for short, value in self._latest().items()]
         return ", ".join(filter(None, [f"update {last['step']}{total}", *figures, self.left()]))
 
     def _write(self, final: bool) -> None:
@@ -93,7 +93,7 @@ class LivePage:
             part.replace(path)
 
     def _show(self, final: bool) -> None:
-        key = self._stage.name.replace("_", "-").lower()
+        key = artifact_key(self._stage.name)
         show_progress(f"progress-{key}", self.percent(), f"{self._stage.name}: {self.summary()}", self._artifacts)
         show_live(f"live-{key}", self.markdown(final), f"{self._stage.name}: {self.summary()}", self._artifacts)
 
@@ -113,7 +113,7 @@ class LivePage:
         """The page for the Prefect UI, whose Markdown shows pictures, but no SVG of its own."""
         address = live_address(self._name)
         link = f"[Live page]({address}), which loads itself again" if address and not final else ""
-        figures = [[short, f"{self._lines[-1]['metrics'][name]:.4g}"] for name, short in PROGRESS.items() if self._has(name)]
+        figures = [[short, f"{value:.4g}"] for short, value in self._latest().items()]
         pictures = [base64.b64encode(chart.encode()).decode() for chart in self._charts()]
         return "\n\n".join(
             [
@@ -125,8 +125,10 @@ class LivePage:
             ]
         )
 
-    def _has(self, name: str) -> bool:
-        return _number(self._lines[-1], name)
+    def _latest(self) -> dict[str, float]:
+        """By short name, the latest value of each metric: not every update measures the KL."""
+        points = {short: self._points(name)[-1:] for name, short in PROGRESS.items()}
+        return {short: last[0][1] for short, last in points.items() if last}
 
     def _charts(self) -> list[str]:
         names = [plot.name for plot in PLOTS if plot.name in PROGRESS]

@@ -8,6 +8,7 @@ than the step, and the folder of the step is the truth anyway. So nothing here i
 """
 
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -60,6 +61,11 @@ def flow_run_url() -> str | None:
     from prefect.settings import get_current_settings
 
     return flow_run.ui_url if get_current_settings().api.url else None
+
+
+def artifact_key(name: str) -> str:
+    """A name as the key of an artifact: Prefect allows lower-case letters, digits and dashes."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def show_artifact(key: str, markdown: str, *, description: str) -> None:

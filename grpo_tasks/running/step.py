@@ -19,7 +19,7 @@ Outside of a flow the same function runs without Prefect: same key, same folder,
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import Wait, in_flow, run_logger, run_name, show_artifact
+from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_logger, run_name, show_artifact, show_table
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
@@ -78,7 +78,12 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        show_artifact(name.replace("_", "-").lower(), hide(markdown), description=self.key[:16])
+        show_artifact(artifact_key(name), hide(markdown), description=self.key[:16])
+
+    def table(self, name: str, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """Show rows in the Prefect UI, which can sort and filter them, under a stable key."""
+        shown = [{column: hide(cell) if isinstance(cell, str) else cell for column, cell in row.items()} for row in rows]
+        show_table(artifact_key(name), shown, description=self.key[:16])
 
 
 def step(
