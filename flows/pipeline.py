@@ -24,7 +24,12 @@ from schemas.results.publication import PipelineResult, PublishedFacts
 
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
 def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
-    """Run every step. A step whose inputs have not changed is skipped, unless `fresh`."""
+    """Run every step. A step whose inputs have not changed is skipped, unless `fresh`.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return run_pipeline(config, fresh)
 
 

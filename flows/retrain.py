@@ -91,7 +91,12 @@ def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:
 
 @locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
-    """Compare the content of the data with that of the previous check; True if it has changed."""
+    """Compare the content of the data with that of the previous check; True if it has changed.
+
+    Args:
+        source: name of a preset, or a YAML file in the folder where `grpo up` was called.
+        overrides: settings to change, each as key.path=value.
+    """
     check_working_directory()
     config = load_config(source, overrides)
     check_inputs(config)

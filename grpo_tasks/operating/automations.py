@@ -36,6 +36,9 @@ ALARMS = (*GuardsConfig.model_fields, "rolled_back", "reward_error")
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry")
 
 
+# The client sends only the fields that were given. Without its type, the server takes an action for the first one that fits.
+
+
 def automations(notify: ActionTypes) -> list[AutomationCore]:
     """Every automation, with the action that notifies."""
     ours = {"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)}
@@ -89,7 +92,9 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
                 threshold=1,
                 within=SILENCE,
             ),
-            actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=_VANISHED)],
+            actions=[
+                ChangeFlowRunState(type="change-flow-run-state", state=StateType.CRASHED, name="Crashed", message=_VANISHED)
+            ],
         ),
     ]
 
@@ -108,7 +113,7 @@ def _paused_after_failures(deployment: str) -> AutomationCore:
             threshold=FAILURES,
             within=FAILURES_WITHIN,
         ),
-        actions=[PauseDeployment(source="inferred")],
+        actions=[PauseDeployment(type="pause-deployment", source="inferred")],
     )
 
 
@@ -128,9 +133,10 @@ def _notification(client: SyncPrefectClient) -> ActionTypes:
     answer: Any = client.request("POST", "/block_documents/filter", json={"block_documents": {"name": {"any_": [NOTIFY]}}})
     blocks = answer.json()
     if not blocks:
-        return DoNothing()
+        return DoNothing(type="do-nothing")
     body = "{{ automation.description }}\n{{ event.event }}: {{ event.resource.id }}\n" + _facts(("detail", "stage", "update"))
     return SendNotification(
+        type="send-notification",
         block_document_id=blocks[0]["id"],
         subject="{{ automation.name }}",
         body=body + "{{ flow_run.name }} {{ flow_run|ui_url }}",
