@@ -92,21 +92,22 @@ def deployments() -> list[Deployment]:
     """All deployments. The form of a pipeline is filled in with a preset, so there is one deployment for each preset."""
     demo = {"config": _preset("demo")}
     return [
+        Deployment(
+            "preset",
+            "flows.single.preset_flow",
+            "Recommended. The whole pipeline from a preset or a YAML file, with a few settings changed: a form of three fields.",
+            {"source": "demo", "overrides": []},
+        ),
         *(
             Deployment(
                 name,
                 "flows.pipeline.grpo_pipeline",
-                f"The whole pipeline. The form is filled in with the preset {name}.",
+                f"The whole pipeline with every setting in the form, filled in with the preset {name}. "
+                "To change a few settings, the deployment preset is quicker.",
                 {"config": _preset(name), "fresh": False},
                 queue,
             )
             for name, queue in _PIPELINES.items()
-        ),
-        Deployment(
-            "preset",
-            "flows.single.preset_flow",
-            "The whole pipeline from a preset or a YAML file, with a few settings changed.",
-            {"source": "demo", "overrides": []},
         ),
         Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
         Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),

@@ -9,20 +9,24 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import flow_run_id, run_logger
+from grpo_tasks.running.links import mlflow_pages, show_links
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_url, run_name, send_event
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
+from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
 from schemas.results.base import StepResult
+from schemas.results.publication import Publication
 from schemas.secret import hide
 
 ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "replicas", "stage", "grpo", "evaluation")
 """Rooms whose code decides what a trained model is."""
 FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 """Files of a failed step that are sent to MLflow."""
+CHAMPION_CHANGED = "grpo.champion.changed"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +76,24 @@ class FlowRun:
                 elif (directory / name).exists():
                     handle.file(directory / name, f"failed/{step}")
 
+    def show_links(self, publication: Publication | None = None, *, report: bool = False) -> None:
+        """Show in Prefect where MLflow has this run, its report and its version."""
+        tracked = self.tracked
+        version = (publication.model_name, publication.model_version) if publication else None
+        show_links(mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id), report=report, version=version)
+
+    def announce(self, publication: Publication, before: Champion | None) -> None:
+        """Send the event grpo.champion.changed if the version has become the champion."""
+        if publication.champion and (before is None or before.version != publication.model_version):
+            name, version = publication.model_name, publication.model_version
+            payload = {
+                "name": name,
+                "version": version,
+                "before": before.version if before else "",
+                "detail": publication.headline(),
+            }
+            send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
+
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""
         return self.tracked.follow(stage_dir)
@@ -95,9 +117,11 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
         hidden_errors(),
         _folder_lock(config, fresh),
         _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
-        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, name=name) as tracked,
+        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, flow_run_url=flow_run_url(), name=name) as tracked,
     ):
-        yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+        run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+        run.show_links()
+        yield run
 
 
 @contextmanager
@@ -115,13 +139,14 @@ def _state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
 @contextmanager
 def _folder_lock(config: RunConfig, fresh: bool) -> Iterator[None]:
     """Runs in one folder share finished steps. A fresh run deletes them, so it waits until no other run uses the folder."""
-    log = run_logger()
     lock = config.resources.output_dir / config.name / LOCKS / "folder"
+    wait = Wait()
 
     def waiting(holder: str) -> None:
-        log.info("waiting for %s, which uses the same folder %s", holder, lock.parent.parent)
+        wait.begin(f"waiting for {holder}, which uses the same folder {lock.parent.parent}")
 
-    with alone(lock, who=f"the run {config.name}", shared=not fresh, waiting=waiting):
+    with alone(lock, who=f"the run {run_name() or config.name}", shared=not fresh, waiting=waiting):
+        wait.over()
         yield
 
 

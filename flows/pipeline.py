@@ -1,47 +1,105 @@
-"""The pipeline: data in, champion out. Read `grpo_pipeline` from top to bottom: each line is a step, and a label in the UI."""
+"""The pipeline: data in, champion out. Read `run_pipeline` from top to bottom: each line is a step, and a label in the UI."""
 
-from flows.flow_run import open_flow_run
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flows.approval import ask_for_approval, was_suspended
+from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import with_local_model
 from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, rivals_of, trained_stage, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
+from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
+from schemas.results.data import DataReport
+from schemas.results.difficulty import DifficultyReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PipelineResult, PublishedFacts
 
 
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
 def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
-    """Run every step. A step whose inputs have not changed is skipped, unless `fresh`."""
+    """Run every step. A step whose inputs have not changed is skipped, unless `fresh`.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
+    return run_pipeline(config, fresh)
+
+
+def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, str] | None = None) -> PipelineResult:
+    """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started.
+
+    Args:
+        config: the configuration.
+        fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
+        tags: further tags of the registered version.
+    """
     config = with_local_model(config)
-    with open_flow_run(config, flow="pipeline", fresh=fresh) as run:
+    with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
         check_champion(config.registered_model, config.tracking)
-        data = validated_data(run)
-        lab = probed_rewards(run, data)
-        model = base_model(config)
-        difficulty = measured_difficulty(run, model, data)
-        evaluations = [base := evaluation_of(run, "base", model, data)]
-        stages = []
-        for stage in config.stages:
-            stages.append(trained_stage(run, stage, model, data, difficulty))
-            model = stages[-1].model
-            if config.evaluation.stages:
-                evaluations.append(evaluation_of(run, stage.name, model, data))
-        merged = merge_adapter(run, model, data, model=config.model, chat_template_kwargs=config.rollout.chat_template_kwargs)
-        evaluations.append(final := evaluation_of(run, "merged", merged.model, data))
-        champion, rivals = rivals_of(run, merged, base, data)
-        publication = publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
-        report = write_report(
-            run,
-            data,
-            lab,
-            difficulty,
-            evaluations=evaluations,
-            stages=stages,
-            proof=merged,
-            decision=PublishedFacts.of(publication),
-            config=config,
-        )
-    return PipelineResult(publication=publication, evaluations=evaluations, report=report.html)
+        trained = _trained(run)
+        made = _published(run, trained, tags or {})
+    # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
+    while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.comparison()):
+        with open_flow_run(config, flow="pipeline") as run:
+            made = _published(run, trained, tags or {})
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """Everything before the decision."""
+
+    data: DataReport
+    lab: LabReport
+    difficulty: DifficultyReport | None
+    stages: list[StageResult]
+    evaluations: list[EvalReport]
+    """Base, each stage, merged model."""
+    merged: MergeProof
+
+
+def _trained(run: FlowRun) -> _Trained:
+    config = run.config
+    data = validated_data(run)
+    lab = probed_rewards(run, data)
+    model = base_model(config)
+    difficulty = measured_difficulty(run, model, data)
+    evaluations = [evaluation_of(run, "base", model, data)]
+    stages = []
+    for stage in config.stages:
+        stages.append(trained_stage(run, stage, model, data, difficulty))
+        model = stages[-1].model
+        if config.evaluation.stages:
+            evaluations.append(evaluation_of(run, stage.name, model, data))
+    merged = merge_adapter(run, model, data, model=config.model, chat_template_kwargs=config.rollout.chat_template_kwargs)
+    evaluations.append(evaluation_of(run, "merged", merged.model, data))
+    return _Trained(data, lab, difficulty, stages, evaluations, merged)
+
+
+def _published(run: FlowRun, trained: _Trained, tags: Mapping[str, str]) -> PipelineResult:
+    config, base, final = run.config, trained.evaluations[0], trained.evaluations[-1]
+    champion, rivals = rivals_of(run, trained.merged, base, trained.data)
+    publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion)
+    tag_version(publication.model_name, publication.model_version, tags, config.tracking)
+    report = write_report(
+        run,
+        trained.data,
+        trained.lab,
+        trained.difficulty,
+        evaluations=trained.evaluations,
+        stages=trained.stages,
+        proof=trained.merged,
+        decision=PublishedFacts.of(publication),
+        config=config,
+    )
+    run.show_links(publication, report=True)
+    run.announce(publication, champion)
+    return PipelineResult(publication=publication, evaluations=trained.evaluations, report=report.html)

@@ -8,15 +8,17 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.variables import Variable
 
+from flows import one_step
+from flows.approval import was_suspended
 from flows.flow_run import pipeline_key
-from flows.pipeline import grpo_pipeline
+from flows.pipeline import run_pipeline
 from flows.preflight import check_inputs, check_working_directory
-from flows.single import validate_flow
 from flows.temporary_server import locked_flow
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.slot_names import RETRAINING
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
-from grpo_tasks.tracking.registry import find_tagged, tag_version
+from grpo_tasks.tracking.registry import find_tagged
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
@@ -52,25 +54,26 @@ def retrain_flow(
 
 def _limit_of(config: RunConfig) -> str:
     """Name of the concurrency limit of a registered model, without the characters that Prefect does not allow."""
-    return "retrain-" + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
+    return RETRAINING + re.sub(r"[/%&<>\s]+", "-", config.registered_model)
 
 
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
-    if known is not None and not force:
+    # A run that was suspended for approval finds its own version here, and goes on with it.
+    if known is not None and not force and not was_suspended():
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return _report(config, RetrainResult(trained=False, reason=reason))
-    publication = grpo_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force).publication
-    tag_version(config.registered_model, publication.model_version, made_of, config.tracking)
-    return _report(config, RetrainResult(trained=True, reason=publication.reason, publication=publication))
+    made = run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of)
+    result = RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
+    return _report(config, result)
 
 
 def _hub_digest(config: RunConfig) -> dict[str, str]:
     """The digest of data from a hub, which must be downloaded first. Local files are part of `pipeline_key` by their content."""
     if all(is_local(source.path) for source in [*config.data.train, *config.data.eval]):
         return {}
-    return {"grpo.data_digest": validate_flow(config, fresh=True).digest}
+    return {"grpo.data_digest": one_step.validate(config, fresh=True).digest}
 
 
 def _from_champion(config: RunConfig) -> RunConfig:
@@ -88,7 +91,12 @@ def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:
 
 @locked_flow(name="grpo-watch-data", description="Send the event grpo.data.changed when the data files of a config have changed.")
 def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) -> bool:
-    """Compare the content of the data with that of the previous check; True if it has changed."""
+    """Compare the content of the data with that of the previous check; True if it has changed.
+
+    Args:
+        source: name of a preset, or a YAML file in the folder where `grpo up` was called.
+        overrides: settings to change, each as key.path=value.
+    """
     check_working_directory()
     config = load_config(source, overrides)
     check_inputs(config)

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from flows import one_step
-from flows.flow_run import open_flow_run
+from flows.approval import ask_for_approval, was_suspended
+from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
-from flows.pipeline import grpo_pipeline
+from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
 from flows.steps import base_model, evaluation_of, rivals_of, validated_data
 from flows.temporary_server import locked_flow
@@ -23,57 +24,114 @@ from schemas.results.publication import PipelineResult, Publication
 
 @locked_flow(name="grpo-validate", description="Read the data and check every row.")
 def validate_flow(config: RunConfig, fresh: bool = False) -> DataReport:
-    """Read the data and check every row."""
+    """Read the data and check every row.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return one_step.validate(config, fresh)
 
 
 @locked_flow(name="grpo-rewards", description="Run the reward lab, without any training.")
 def rewards_flow(config: RunConfig, fresh: bool = False) -> LabReport:
-    """Test every reward of every stage."""
+    """Test every reward of every stage.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return one_step.rewards(config, fresh)
 
 
 @locked_flow(name="grpo-difficulty", description="Measure how often the base model solves each training prompt.")
 def difficulty_flow(config: RunConfig, fresh: bool = False) -> DifficultyReport:
-    """Measure how often the base model solves each training prompt."""
+    """Measure how often the base model solves each training prompt.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return one_step.difficulty(config, fresh)
 
 
 @locked_flow(name="grpo-evaluate", description="Evaluate a model on the held-out prompts.")
 def evaluate_flow(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
-    """`model`: a model folder, an adapter folder, a hub id, or a registered model: NAME, NAME@ALIAS or NAME/VERSION."""
+    """Evaluate a model on the held-out prompts.
+
+    Args:
+        model: a model folder, an adapter folder, a hub id, or a registered model: NAME, NAME@ALIAS or NAME/VERSION.
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return one_step.evaluate(model, config, fresh)
 
 
 @locked_flow(name="grpo-merge", description="Merge an adapter into the base model and prove the merge.")
 def merge_flow(adapter: str, config: RunConfig, into: Path | None = None) -> MergeProof:
-    """`adapter`: a folder with adapter_config.json, a hub id, or a registered version; `into`: where to copy the merged model."""
+    """Merge an adapter into the base model and prove the merge.
+
+    Args:
+        adapter: a folder with adapter_config.json, a hub id, or a registered version.
+        config: the configuration. Fields that are rarely changed are folded away.
+        into: a new folder for a copy of the merged model. Empty: no copy.
+    """
     return one_step.merge(adapter, config, into)
 
 
 @locked_flow(name="grpo-train", description="Train one stage of a config, from its base model or from an adapter.")
 def train_flow(config: RunConfig, stage: str, start: str | None = None, fresh: bool = False) -> StageResult:
-    """`stage`: name of a stage of the config; `start`: an adapter folder or a model to start from, by default the base model."""
+    """Train one stage, and publish nothing.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        stage: name of a stage of the config.
+        start: an adapter folder or a model to start from. Empty: the base model.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     return one_step.train(config, stage, start, fresh)
 
 
 @locked_flow(name="grpo-publish", description="Merge an adapter, compare it with base and champion, register it, decide.")
 def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Publication:
-    """`adapter`: as for a merge, trained from the base model of the config."""
+    """Merge an adapter, compare it with base and champion, register it, decide.
+
+    Args:
+        adapter: as for a merge, trained from the base model of the config.
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
-    with open_flow_run(config, flow="publish", fresh=fresh) as run:
+    with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
         template = config.rollout.chat_template_kwargs
         merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
         final = evaluation_of(run, "merged", merged.model, data)
-        champion, rivals = rivals_of(run, merged, base, data)
-        return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
+        made = _published(run, merged, final, base, data)
+    while made.awaits_approval and ask_for_approval(config, made, made.headline()):
+        with open_flow_run(config, flow="publish") as run:
+            made = _published(run, merged, final, base, data)
+    return made
+
+
+def _published(run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalReport, data: DataReport) -> Publication:
+    champion, rivals = rivals_of(run, merged, base, data)
+    made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion)
+    run.show_links(made)
+    run.announce(made, champion)
+    return made
 
 
 @locked_flow(name="grpo-preset", description="Run the pipeline from a preset or a YAML file, with a few settings changed.")
 def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh: bool = False) -> PipelineResult:
-    """`source`: name of a preset, or a YAML file; `overrides`: settings as key.path=value, e.g. stages.0.learning_rate=1e-5."""
+    """The whole pipeline from a preset or a YAML file, with a few settings changed.
+
+    Args:
+        source: name of a preset, or a YAML file in the folder where `grpo up` was called.
+        overrides: settings to change, each as key.path=value, for example stages.0.learning_rate=1e-5.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     check_working_directory()
-    return grpo_pipeline(load_config(source, overrides), fresh)
+    return run_pipeline(load_config(source, overrides), fresh)

@@ -7,6 +7,7 @@ outlasting  Ctrl-C in a terminal reaches every process of the command. If the se
             also ends when the command is killed.
 """
 
+import functools
 import os
 import secrets
 import subprocess
@@ -19,8 +20,10 @@ import prefect.server.api.server as prefect_server
 from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
+from prefect.states import Completed
 
 from grpo_tasks.processes.lifetime import PARENT
+from schemas.results.base import Result
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,5 +75,19 @@ class _LockedFlow(Flow[P, R]):
 
 
 def locked_flow(*, name: str, description: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """`prefect.flow`, for flows that a script may call directly: their temporary server is locked too."""
-    return lambda function: _LockedFlow(function, name=name, description=description)
+    """`prefect.flow`, for flows that a script may call directly: their temporary server is locked too.
+
+    The headline of the result becomes the message of the run's final state, which Prefect shows in lists of runs.
+    """
+
+    def decorate(function: Callable[P, R]) -> Flow[P, R]:
+        @functools.wraps(function)
+        def with_headline(*args: P.args, **kwargs: P.kwargs) -> Any:
+            result = function(*args, **kwargs)
+            message = result.headline() if isinstance(result, Result) else ""
+            return Completed(message=message, data=result) if message else result
+
+        # The folders of the steps are what is kept. A pickle of Prefect's would be a second, unverified copy.
+        return _LockedFlow(with_headline, name=name, description=description, persist_result=False)
+
+    return decorate

@@ -59,4 +59,6 @@ def evaluate_model(
         rewards=rewards,
     )
     work.artifact(f"evaluation-{label}", (work.directory / "report.md").read_text(encoding="utf-8"))
+    figures = [{"metric": name, **interval.model_dump()} for name, interval in report.metrics.items()]
+    work.table(f"evaluation-{label}-figures", figures)
     return report.model_copy(update={"seconds": time.perf_counter() - began})

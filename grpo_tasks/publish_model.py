@@ -61,6 +61,7 @@ def publish_model(
         tests=tests,
         regressions=regressions,
         reason=decision.reason,
+        awaits_approval=decision.awaits_approval,
     )
 
 
@@ -92,7 +93,7 @@ def _markdown(
     ]
     sections = [
         f"# {name} version {decision.version}",
-        f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}",
+        f"{'Promoted' if decision.champion else 'Not promoted' if not decision.awaits_approval else 'Passed'}: {decision.reason}",
         table(
             [f"paired test, alpha {promotion.alpha:g}", "metric", "difference", "p", "better"], paired, right=["difference", "p"]
         ),

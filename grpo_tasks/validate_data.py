@@ -26,7 +26,7 @@ def validate_data(
     check_completion(inputs.completion)
     origin = Origin(work.key, work.directory, 0.0, rows.sources)
     try:
-        return validate_rows(
+        report = validate_rows(
             rows.directory / ROWS,
             inputs,
             origin,
@@ -35,6 +35,8 @@ def validate_data(
             rollout=rollout,
             warn=run_logger().warning,
         )
+        work.table("validation-rules", [{"rule": each.rule, "meaning": each.meaning, "rows": each.rows} for each in report.rules])
+        return report
     finally:
         # Also, and above all, when too many rows are bad.
         if (work.directory / REPORT).exists():

@@ -52,7 +52,15 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         inspection.trace,
         inspection.doctor,
     ),
-    "Registered models": (models.chat, models.download, models.compare, models.lineage, models.rollback, models.reproduce),
+    "Registered models": (
+        models.chat,
+        models.download,
+        models.compare,
+        models.lineage,
+        models.promote,
+        models.rollback,
+        models.reproduce,
+    ),
     "Servers and deployments": (
         operate.up,
         operate.down,

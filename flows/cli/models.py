@@ -28,6 +28,23 @@ def rollback(
         out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
 
 
+def promote(
+    version: Annotated[str, typer.Argument(metavar="NAME/VERSION", help="A version that waits for approval.")],
+    reject: Annotated[bool, typer.Option("--reject", help="Do not promote it. It stays registered.")] = False,
+    by: Annotated[str, typer.Option(metavar="NAME", help="Your name, for the record.")] = "",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the record.")] = "",
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Decide about a version that passed its tests and waits for approval (promotion.approval: manual)."""
+    with report_errors():
+        prepare_environment()
+        from grpo_tasks.tracking.registry import decide_pending
+        from schemas.results.publication import Approval
+
+        decided = Approval(decision="reject" if reject else "promote", by=by, note=note)
+        out.print(decide_pending(version, decided, tracking_at(tracking_uri)), soft_wrap=True, highlight=False)
+
+
 def download(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],

@@ -165,6 +165,10 @@ def show_pipeline(console: Console, config: RunConfig, result: PipelineResult) -
     alias = f"models:/{publication.model_name}@champion" if publication.champion else "the champion has not changed"
     console.print(f"{publication.model_name} version {publication.model_version}: {publication.reason} ({alias})")
     version = f"{publication.model_name}/{publication.model_version}"
+    if publication.awaits_approval:
+        console.print(
+            f"decide:       grpo promote {version}, or grpo promote {version} --reject", soft_wrap=True, highlight=False
+        )
     merged = [evaluation.model.path for evaluation in result.evaluations if evaluation.label == "merged"]
     for folder in merged:
         console.print(f"merged model: {folder}", soft_wrap=True, highlight=False)

@@ -57,10 +57,11 @@ def worker_command(name: str, *queues: str) -> list[str]:
 
 
 def deploy_commands(deploy_file: Path) -> list[list[str]]:
-    """Work pool, queues and deployments: arguments after `python -m`. Repeating these commands changes nothing."""
+    """Work pool, queues, deployments and automations: arguments after `python -m`. Repeating these commands changes nothing."""
     return [
         ["prefect", "--no-prompt", "work-pool", "create", "grpo", "--type", "process", "--overwrite"],
         ["prefect", "--no-prompt", "deploy", "--prefect-file", str(deploy_file), "--all"],
+        ["grpo_tasks.operating.automations"],
     ]
 
 

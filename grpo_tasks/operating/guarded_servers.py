@@ -10,6 +10,8 @@ import argparse
 import os
 from importlib import import_module
 
+from grpo_tasks.operating.form_check import FormCheck
+from grpo_tasks.web.live_pages import LivePages
 from grpo_tasks.web.same_origin import LOOPBACK, SameOrigin, further_hosts
 
 
@@ -35,8 +37,12 @@ def _name_hosts_to_mlflow() -> None:
 
 
 def prefect_app() -> SameOrigin:
-    """Prefect's API, pages and services, behind the check."""
-    return SameOrigin(import_module("prefect.server.api.server").create_app(final=True))
+    """Prefect's API, pages and services, and the live pages of stages, behind the checks."""
+    from prefect.settings import get_current_settings
+
+    password = get_current_settings().server.api.auth_string
+    app = import_module("prefect.server.api.server").create_app(final=True)
+    return SameOrigin(LivePages(FormCheck(app), password.get_secret_value() if password else None))
 
 
 def main() -> None:

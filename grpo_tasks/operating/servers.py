@@ -35,9 +35,11 @@ from grpo_tasks.operating.commands import (
     prefect_environment,
     worker_command,
 )
+from grpo_tasks.operating.form_check import WORKDIR
 from grpo_tasks.operating.postgres import VARIABLE
 from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
 from grpo_tasks.processes.lock import alone
+from grpo_tasks.web.live_pages import FOLDER as LIVE
 from schemas.errors import UserError
 
 START_LIMIT_S = 120.0
@@ -224,14 +226,18 @@ class Stack:
     def _command(self, name: str, at: Addresses, postgres: str | None) -> tuple[list[str], dict[str, str]]:
         if name == PREFECT:
             port = _port(at.prefect)
-            return prefect_command(port), prefect_environment(port, postgres)
+            return prefect_command(port), prefect_environment(port, postgres) | self._own
         if name == MLFLOW:
             return mlflow_command(_port(at.mlflow)), mlflow_environment(postgres)
         if name == SUPERVISOR:
             # The address holds a password, and every user can read the arguments of a process.
             return ["grpo_tasks.operating.supervision", str(self.workdir)], {VARIABLE: postgres} if postgres else {}
         worker = f"{socket.gethostname()}-{name.removeprefix('worker ')}"
-        return worker_command(worker), at.environment | {"GRPO_WORKDIR": str(self.workdir)}
+        return worker_command(worker), at.environment | self._own
+
+    @property
+    def _own(self) -> dict[str, str]:
+        return {LIVE: str(self.folder / "live"), WORKDIR: str(self.workdir)}
 
     def _spawn(self, name: str, at: Addresses, postgres: str | None) -> None:
         command, environment = self._command(name, at, postgres)
@@ -255,7 +261,7 @@ class Stack:
         part.replace(self.folder / STATE)
 
     def _deploy(self, at: Addresses, deploy_file: Path) -> None:
-        environment = os.environ | QUIET | at.environment | {"GRPO_WORKDIR": str(self.workdir)}
+        environment = os.environ | QUIET | at.environment | {WORKDIR: str(self.workdir)}
         self._report("creating the deployments")
         for command in deploy_commands(deploy_file):
             done = subprocess.run(

@@ -8,8 +8,15 @@ than the step, and the folder of the step is the truth anyway. So nothing here i
 """
 
 import logging
+import re
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
+from uuid import UUID, uuid4
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 log = logging.getLogger("grpo")
 
@@ -46,6 +53,21 @@ def flow_run_id() -> str | None:
     return str(flow_run.id) if flow_run.id else None
 
 
+def flow_run_url() -> str | None:
+    """Address of the flow run in the Prefect UI; None outside of a flow and with a temporary server, which has no UI."""
+    if not in_flow():
+        return None
+    from prefect.runtime import flow_run
+    from prefect.settings import get_current_settings
+
+    return flow_run.ui_url if get_current_settings().api.url else None
+
+
+def artifact_key(name: str) -> str:
+    """A name as the key of an artifact: Prefect allows lower-case letters, digits and dashes."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def show_artifact(key: str, markdown: str, *, description: str) -> None:
     """Show a report in the Prefect UI under a stable key; outside of a flow nothing happens."""
     if not in_flow():
@@ -53,3 +75,128 @@ def show_artifact(key: str, markdown: str, *, description: str) -> None:
     from prefect.artifacts import create_markdown_artifact
 
     create_markdown_artifact(key=key, markdown=markdown, description=description)
+
+
+def show_table(key: str, rows: Sequence[Mapping[str, object]], *, description: str) -> None:
+    """Show rows as a table that the Prefect UI can sort and filter; outside of a flow nothing happens."""
+    if not in_flow() or not rows:
+        return
+    from prefect.artifacts import create_table_artifact
+
+    create_table_artifact(key=key, table=[dict(row) for row in rows], description=description)
+
+
+def show_progress(key: str, percent: float, description: str, known: dict[str, UUID]) -> None:
+    """Show a progress bar, or update the one that `known` has under this key; outside of a flow nothing happens."""
+    if not in_flow():
+        return
+    from prefect.artifacts import create_progress_artifact
+
+    with suppress(Exception):  # see _set_running
+        if key in known:
+            _update(known[key], data=percent, description=description)
+        else:
+            known[key] = cast(UUID, create_progress_artifact(percent, key=key, description=description))
+
+
+def show_live(key: str, markdown: str, description: str, known: dict[str, UUID]) -> None:
+    """Show a report, or update the one that `known` has under this key; outside of a flow nothing happens."""
+    if not in_flow():
+        return
+    from prefect.artifacts import create_markdown_artifact
+
+    with suppress(Exception):
+        if key in known:
+            _update(known[key], data=markdown, description=description)
+        else:
+            known[key] = cast(UUID, create_markdown_artifact(markdown, key=key, description=description))
+
+
+def _update(artifact: UUID, *, data: object, description: str) -> None:
+    from prefect.client.schemas.actions import ArtifactUpdate
+
+    with _impatient_client() as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=data, description=description))
+
+
+def send_event(event: str, resource: str, payload: Mapping[str, object], *, event_id: UUID | None = None) -> None:
+    """Send an event to the event feed of the Prefect UI, where it can trigger an automation; outside of a flow nothing happens.
+
+    Args:
+        event: name of the event.
+        resource: id of what it happened to.
+        payload: what an automation can pass on.
+        event_id: Prefect ignores an event whose id it knows; without one the event is a new one.
+    """
+    run = flow_run_id()
+    if run is None:
+        return
+    from prefect.events import emit_event
+
+    related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
+    where = {"prefect.resource.id": resource}
+    emit_event(event=event, resource=where, related=related, payload=dict(payload), id=event_id or uuid4())
+
+
+def run_name() -> str:
+    """Name of the flow run; empty outside of a flow."""
+    if not in_flow():
+        return ""
+    from prefect.runtime import flow_run
+
+    return flow_run.name or ""
+
+
+class Wait:
+    """A wait for another run: logged, and shown as the state of the run until it is over."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self, reason: str) -> None:
+        """Say what the run waits for: `waiting for ...`."""
+        self._begun = True
+        run_logger().info(reason)
+        show_waiting(reason)
+
+    def over(self) -> None:
+        """The run goes on."""
+        if self._begun:
+            show_running()
+
+
+def show_waiting(reason: str) -> None:
+    """Let the state of the run, and of the run that a person started, say in every list why it waits: `waiting for ...`."""
+    _set_running("Waiting", reason)
+
+
+def show_running() -> None:
+    """Take back what `show_waiting` said."""
+    _set_running("Running", "")
+
+
+def _set_running(name: str, message: str) -> None:
+    if not in_flow():
+        return
+    from prefect.runtime import flow_run
+    from prefect.states import Running
+
+    # Only a text for people: a server that is away, or a run that is being cancelled, is no reason to stop or to wait.
+    with suppress(Exception), _impatient_client() as client:
+        for run_id in {flow_run.id, flow_run.root_flow_run_id} - {None}:
+            state = client.read_flow_run(UUID(str(run_id))).state
+            if state is not None and state.is_running():
+                client.set_flow_run_state(UUID(str(run_id)), Running(name=name, message=message))
+
+
+@contextmanager
+def _impatient_client() -> "Iterator[SyncPrefectClient]":
+    """A client that gives up at once: what it says is only for people to see, and must not delay a run."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client({"timeout": 5.0}, sync_client=True) as client,
+    ):
+        yield client

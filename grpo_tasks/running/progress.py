@@ -1,6 +1,6 @@
 """Shows the progress of a stage while it is trained: a bar in the terminal, lines in the Prefect log, events in the Prefect UI.
 
-    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect
+    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect, live.html
                                                         --`ship`, every few seconds--> MLflow
 
 The trainer knows none of these: everything comes from its journal.
@@ -17,7 +17,8 @@ from uuid import NAMESPACE_URL, uuid5
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import in_flow, run_logger
+from grpo_tasks.running.live import LivePage, page_name
+from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
@@ -34,11 +35,14 @@ class StageProgress:
     Args:
         stage: every `logging_steps`-th update and the last one get a log line.
         directory: where the journal and the events are written.
+        key: content key of the stage.
         ship: sends new lines of the journal to the tracking server.
         ship_every_s: seconds between two calls of `ship`; it is also called at the end.
     """
 
-    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
+    def __init__(
+        self, stage: StageConfig, directory: StageDir, *, key: str, ship: Callable[[], object], ship_every_s: float
+    ) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = run_logger()
         self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
@@ -56,6 +60,8 @@ class StageProgress:
         # The updates before a resume were logged by the run that made them.
         earlier = self._journal.read()
         self._last = self._logged = earlier[-1] if earlier else None
+        self._page = LivePage(stage, directory.live, page_name(key))
+        self._page.add(earlier)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -93,6 +99,7 @@ class StageProgress:
             self._bar.update(self._task, completed=lines[-1]["step"], figures=_figures(lines[-1]))
         if final and self._last is not None and self._last is not self._logged:
             self._log_update(self._last)
+        self._page.add(lines, final=final)
         if final or self._polled - self._shipped >= self._ship_every_s:
             self._shipped = self._polled
             self._ship()
@@ -102,20 +109,10 @@ class StageProgress:
         self._log.info("stage %s, update %s%s: %s", self._stage.name, line["step"], self._of(), _figures(line))
 
     def _emit(self, event: dict[str, Any]) -> None:
-        """Send an event to the event feed of the Prefect UI, where it can trigger an automation."""
-        if not in_flow():
-            return
-        from prefect.context import TaskRunContext
-        from prefect.events import emit_event
-
-        resource = {"prefect.resource.id": f"grpo.stage.{self._directory.root.name}"}
-        context = TaskRunContext.get()
-        run = context.task_run.flow_run_id if context else None
-        related = [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}] if run else []
         payload = {"stage": self._stage.name, "update": event["step"], "detail": event["detail"]}
         # Derived from the event: a stage that resumes repeats events, and Prefect ignores an id that it knows.
         event_id = uuid5(NAMESPACE_URL, f"{self._directory.root} {json.dumps(event, sort_keys=True)}")
-        emit_event(event=f"grpo.{event['event']}", resource=resource, related=related, payload=payload, id=event_id)
+        send_event(f"grpo.{event['event']}", f"grpo.stage.{self._directory.root.name}", payload, event_id=event_id)
 
     def _of(self) -> str:
         return f"/{self._stage.max_steps}" if self._stage.max_steps else ""

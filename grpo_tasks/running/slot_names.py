@@ -1,6 +1,7 @@
 """Which slots a run holds. Apart from slots.py, so that a machine without a GPU learns that it has none without Prefect."""
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from schemas.config.operations import ResourcesConfig
 
 SHARED = "shared"
 AUTO = "auto"
+RETRAINING = "retrain-"
+"""Prefix of the slot that a retraining of a registered model holds."""
 
 
 def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
@@ -26,3 +29,12 @@ def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> li
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = visible.split(",") if visible else [str(card) for card in range(resources.num_processes)]
     return sorted(f"gpu-{socket.gethostname()}-{card}" for card in cards[: resources.num_processes])
+
+
+def describe_slot(slot: str) -> str:
+    """A slot in words: `card 0 of HOST`, `the retraining of NAME`, or its name."""
+    if card := re.fullmatch(r"gpu-(.+)-([^-]+)", slot):
+        return f"card {card[2]} of {card[1]}"
+    if slot.startswith(RETRAINING):
+        return f"the retraining of {slot.removeprefix(RETRAINING)}"
+    return f"the slot {slot}"

@@ -37,6 +37,8 @@ from prefect.runtime import flow_run
 from prefect.variables import Variable
 
 from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.running.orchestrator import show_running, show_waiting
+from grpo_tasks.running.slot_names import describe_slot
 
 LEASE_S = 60.0
 """Duration of a lease, the shortest that Prefect allows. The slot of a machine that vanishes is free after this."""
@@ -49,7 +51,7 @@ class Holder:
     """The run that holds a slot, as recorded in a Prefect variable."""
 
     run: str
-    """Name of the flow run."""
+    """Name of the run that a person or a schedule started."""
     run_id: str
     lease_id: str
     host: str
@@ -97,6 +99,7 @@ def hold(slot: str) -> Iterator[None]:
 def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
     with suppress(ObjectAlreadyExists):
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=slot, limit=1, active=True))
+    started = _started_run(client)
     reported = None
     while (lease_id := _try_to_acquire(client, slot)) is None:
         other = _read_holder(slot)
@@ -107,12 +110,22 @@ def _acquire(client: SyncPrefectClient, slot: str) -> Holder:
         if other is not None and reported != other.run_id:
             reported = other.run_id
             get_run_logger().info("waiting for the slot %s, held by the run %s on %s", slot, other.run, other.host)
+            show_waiting(f"waiting for {describe_slot(slot)}, held by {other.run}")
         time.sleep(RETRY_INTERVAL_S)
     own = ProcessIdentity.of()
-    holder = Holder(flow_run.name or "", str(flow_run.id), lease_id, socket.gethostname(), own.pid, own.born)
+    holder = Holder(started, str(flow_run.id), lease_id, socket.gethostname(), own.pid, own.born)
     Variable.set(_variable(slot), json.dumps(asdict(holder)), overwrite=True)
     get_run_logger().info("slot %s acquired", slot)
+    if reported is not None:
+        show_running()
     return holder
+
+
+def _started_run(client: SyncPrefectClient) -> str:
+    """Name of the run that a person or a schedule started: people know this one, not the subflow that holds the slot."""
+    with suppress(ObjectNotFound, ValueError):
+        return client.read_flow_run(UUID(str(flow_run.root_flow_run_id or flow_run.id))).name
+    return flow_run.name or ""
 
 
 def _try_to_acquire(client: SyncPrefectClient, slot: str) -> str | None:

@@ -19,7 +19,7 @@ Outside of a flow the same function runs without Prefect: same key, same folder,
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import in_flow, run_logger, show_artifact
+from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_logger, run_name, show_artifact, show_table
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
@@ -78,7 +78,12 @@ class Work:
 
     def artifact(self, name: str, markdown: str) -> None:
         """Show a report in the Prefect UI under a stable key."""
-        show_artifact(name.replace("_", "-").lower(), hide(markdown), description=self.key[:16])
+        show_artifact(artifact_key(name), hide(markdown), description=self.key[:16])
+
+    def table(self, name: str, rows: Sequence[Mapping[str, str | float]]) -> None:
+        """Show rows in the Prefect UI, which can sort and filter them, under a stable key."""
+        shown = [{column: hide(cell) if isinstance(cell, str) else cell for column, cell in row.items()} for row in rows]
+        show_table(artifact_key(name), shown, description=self.key[:16])
 
 
 def step(
@@ -192,13 +197,16 @@ def _slots(work: Work) -> AbstractContextManager[None]:
 @contextmanager
 def _locked_folder(work: Work) -> Iterator[None]:
     """Be the only process in this folder. Of two runs that need the same step, the second waits and finds it finished."""
-    log, name = run_logger(), work.directory.parent.name
+    name = work.directory.parent.name
+    lock = work.directory.parent.parent / LOCKS / f"{name}-{work.directory.name}"
+    who = f"the run {run_name()}" if in_flow() else "another run"
+    wait = Wait()
 
     def waiting(holder: str) -> None:
-        log.info("%s: waiting for %s, which runs the same step (%s)", name, holder, work.directory)
+        wait.begin(f"waiting for {holder}, which runs the same step {name} ({work.directory})")
 
-    lock = work.directory.parent.parent / LOCKS / f"{work.directory.parent.name}-{work.directory.name}"
-    with alone(lock, who="another run", waiting=waiting):
+    with alone(lock, who=who, waiting=waiting):
+        wait.over()
         yield
 
 

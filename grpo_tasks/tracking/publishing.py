@@ -31,12 +31,22 @@ from grpo_tasks.tracking.models import (
     parse_manifest,
     stored_manifest,
 )
-from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, DECISION_TAG, PREVIOUS, ROLLED_BACK_TAG, SHA_TAG
+from grpo_tasks.tracking.registry import (
+    CHALLENGER,
+    CHAMPION,
+    DECISION_TAG,
+    PREVIOUS,
+    ROLLED_BACK_TAG,
+    SHA_TAG,
+    approval_of,
+    await_approval,
+)
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.store import Store
 from schemas.errors import TrackingError
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 from schemas.results.model import MergeProof
+from schemas.results.publication import Approval
 
 UPLOADS = 3
 """Attempts at the upload of a model before publishing fails."""
@@ -52,6 +62,8 @@ class Decision:
     sha256: str
     champion: bool
     reason: str
+    awaits_approval: bool = False
+    """Whether the version may become the champion as soon as a person agrees."""
 
 
 def publish(
@@ -91,6 +103,10 @@ def publish(
     decision = decide(
         str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
     )
+    if run.config.promotion.approval == "manual":
+        decision = with_approval(decision, approval_of(version), current)
+    if decision.awaits_approval:
+        await_approval(run.store, name, decision.version, current.version if current else "")
     _tag(run, name, decision, tests, evaluation, regressions, origin or {})
     _move_aliases(run.store, name, decision, current)
     if decision.champion and current is not None and current.version == decision.version:
@@ -168,6 +184,19 @@ def decide(
     if better and worse:
         return decided(False, f"{reason}; but {'; '.join(_describe_regression(check) for check in worse)}")
     return decided(better, reason)
+
+
+def with_approval(decision: Decision, approval: Approval | None, current: Champion | None) -> Decision:
+    """The decision when a person has to agree: the tests can stop a promotion, and so can the person. A pure function.
+
+    An approval counts only for the champion that the version was compared with.
+    """
+    champion = current.version if current else ""
+    if not decision.champion or champion == decision.version:
+        return decision
+    if approval is None or approval.decision == "pending" or approval.champion != champion:
+        return replace(decision, champion=False, awaits_approval=True, reason=f"waits for approval; {decision.reason}")
+    return replace(decision, champion=approval.decision == "promote", reason=f"{approval}; {decision.reason}")
 
 
 def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
-from schemas.results.publication import Lineage
+from schemas.results.publication import Approval, Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
@@ -30,6 +30,8 @@ ADAPTER_TAG = "grpo.adapter_sha256"
 """Tag of a version: SHA-256 of the weights of its last stage."""
 ROLLED_BACK_TAG = "grpo.rolled_back"
 DECISION_TAG = "grpo.decision"
+APPROVAL_TAG = "grpo.approval"
+"""Tag of a version: what a person has decided about it, or has to decide (`Approval` as JSON)."""
 _VERSION = re.compile("[0-9]{1,9}")
 """SQLite cannot store longer numbers."""
 _UNKNOWN = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
@@ -118,6 +120,71 @@ def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig
 
     store.ask(work)
     return current, target
+
+
+def approval_of(version: ModelVersion) -> Approval | None:
+    """What a person has decided about a version; None when nobody was asked."""
+    try:
+        return Approval.model_validate_json(version.tags.get(APPROVAL_TAG, ""))
+    except ValueError:
+        return None
+
+
+def await_approval(store: Store, name: str, version: str, champion: str) -> None:
+    """Record that a person has to decide about a version that was compared with this champion."""
+    pending = Approval(decision="pending", champion=champion)
+    store.ask(lambda client: client.set_model_version_tag(name, version, APPROVAL_TAG, pending.model_dump_json()))
+
+
+def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig) -> str:
+    """Record what a person has decided about a version that waits for approval; `promote` makes it the champion.
+
+    Returns:
+        A sentence about what happened.
+
+    Raises:
+        ModelError: there is no such version, it waits for no decision, or another version became champion meanwhile.
+    """
+    version = find_version(reference, tracking)
+    name, number, store = version.name, str(version.version), open_store(tracking)
+    pending = approval_of(version)
+    if pending is None or pending.decision != "pending":
+        made = f": it was {pending}" if pending else ""
+        raise ModelError(
+            f"version {number} of {name} does not wait for approval{made}",
+            place=store.uri,
+            fix=f"grpo rollback {name} --to {number} makes any version the champion",
+        )
+    with store.lock(f"publish-{name}", who="a decision about a version"):
+        current = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
+        champion = str(current.version) if current else ""
+        if approval.decision == "promote" and champion != pending.champion:
+            raise ModelError(
+                f"version {champion or 'none'} is the champion now, and version {number} was compared with "
+                f"{f'version {pending.champion}' if pending.champion else 'none'}",
+                place=store.uri,
+                fix="start the run again: only the comparison with the new champion is made anew",
+            )
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        final = approval.model_copy(update={"champion": pending.champion, "time": now})
+        store.ask(lambda client: _record_approval(client, version, final))
+    if approval.decision == "reject":
+        return f"{name} version {number}: {final}; the champion has not changed"
+    return f"{name} version {number}: {final}; it is the champion now"
+
+
+def _record_approval(client: MlflowClient, version: ModelVersion, final: Approval) -> None:
+    """Repeatable after a kill: `previous` moves first, because once `champion` has moved the old one is not known any more."""
+    name, number = version.name, str(version.version)
+    because = version.tags.get(DECISION_TAG, "").partition("; ")[2]
+    client.set_model_version_tag(name, number, DECISION_TAG, f"{final}; {because}")
+    if final.decision == "promote":
+        if final.champion:
+            client.set_registered_model_alias(name, PREVIOUS, final.champion)
+        client.set_registered_model_alias(name, CHAMPION, number)
+        if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
+            client.delete_registered_model_alias(name, CHALLENGER)
+    client.set_model_version_tag(name, number, APPROVAL_TAG, final.model_dump_json())
 
 
 def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:

@@ -42,7 +42,13 @@ _KEY_CHARS = 8
 
 @contextmanager
 def open_run(
-    config: RunConfig, *, key: str, fresh: bool = False, flow_run_id: str | None = None, name: str | None = None
+    config: RunConfig,
+    *,
+    key: str,
+    fresh: bool = False,
+    flow_run_id: str | None = None,
+    flow_run_url: str | None = None,
+    name: str | None = None,
 ) -> Iterator["TrackedRun"]:
     """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
 
@@ -51,12 +57,15 @@ def open_run(
         key: content key of the run. The experiment's most recent run with this key is resumed.
         fresh: create a new run even if there is one with this key.
         flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
+        flow_run_url: address of its page, recorded as tag prefect.flow_run_url.
         name: name of a new MLflow run; the configuration's name otherwise.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
-    run = TrackedRun(config, key=key, fresh=fresh, flow_run_id=flow_run_id, name=name)
+    flow = {"prefect.flow_run_id": flow_run_id, "prefect.flow_run_url": flow_run_url}
+    known = {tag: value for tag, value in flow.items() if value}
+    run = TrackedRun(config, key=key, fresh=fresh, flow=known, name=name)
     try:
         yield run
     except BaseException as fault:
@@ -70,11 +79,11 @@ def open_run(
 class TrackedRun:
     """The parent run and its children. Created by `open_run`."""
 
-    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow_run_id: str | None, name: str | None) -> None:
+    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow: dict[str, str], name: str | None) -> None:
         self.config = config
         self.key = key
         self.store: Store = open_store(config.tracking)
-        self._flow_run_id = flow_run_id
+        self._flow = flow
         self._children: dict[str, RunHandle] = {}
         self._stages: list[StageResult] = []
         self._data_digest = ""
@@ -124,7 +133,9 @@ class TrackedRun:
             case MergeProof():
                 step, work = "merge_adapter", partial(records.record_merge, run, result)
             case Publication():
-                step, work = "publish_model", partial(records.record_publication, run, result)
+                # A second time when a person has decided about a version that waited for it.
+                step = "publish_model.pending" if result.awaits_approval else "publish_model"
+                work = partial(records.record_publication, run, result)
             case ReportResult():
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
@@ -196,8 +207,7 @@ class TrackedRun:
     def _describe(self, handle: RunHandle) -> None:
         """Record the environment. Each process that writes to the run records its own."""
         environment = describe_environment()
-        flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
-        handle.tags(environment.tags() | flow)
+        handle.tags(environment.tags() | self._flow)
         handle.text(environment.to_json(), "environment.json")
 
 

@@ -62,6 +62,11 @@ class PromotionConfig(Section):
     max_length_growth: float = Field(0.5, ge=0.0)
     """Largest growth of the mean completion length against the champion, as a share of the champion's. The base is not compared,
     because learning to reason makes completions longer."""
+    approval: Literal["none", "manual"] = "none"
+    """manual: a version that passes the tests becomes the champion only when a person agrees. A run of a deployment suspends and
+    asks in the Prefect UI; any other run ends, and `grpo promote` decides."""
+    approval_hours: float = Field(72.0, gt=0.0, le=10_000.0)
+    """Hours that a suspended run waits for the decision. After that it fails; `grpo promote` can still decide."""
 
     @field_validator("metric")
     @classmethod

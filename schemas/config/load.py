@@ -160,6 +160,15 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
         raise ConfigError("\n".join(faults), place=place) from error
 
 
+def form_faults(values: dict[str, Any]) -> list[str]:
+    """What is wrong with the values of a form, a line for each field; none for valid ones."""
+    try:
+        RunConfig.model_validate(values)
+    except ValidationError as error:
+        return [_fault_line(dict(fault)) for fault in error.errors()]
+    return []
+
+
 def tracking_at(uri: str | None) -> TrackingConfig:
     """The settings of the tracking store at this address. None: the address in the environment.
 

@@ -43,7 +43,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _unfold(cls, given: Any, info: ValidationInfo) -> Any:
-        if info.context == FLAT or not isinstance(given, Mapping) or not any(group in given for group in cls.GROUPS):
+        if info.context == FLAT or not isinstance(given, Mapping):
             return given
         flat = {name: value for name, value in given.items() if name not in cls.GROUPS}
         for group, members in cls.GROUPS.items():
@@ -54,14 +54,28 @@ class Section(BaseModel):
             if twice:
                 raise ValueError(f"{twice[0]} is set twice, directly and in {group}; fix: set it once")
             flat |= folded
-        return flat
+        # A section that the form shows as "Defaults" arrives as null.
+        return {name: value for name, value in flat.items() if value is not None or not cls._folds(name)}
+
+    @classmethod
+    def _folds(cls, name: str) -> bool:
+        """Whether a field is a section with defaults, which a form can show as one line."""
+        field = cls.model_fields.get(name)
+        kind = field.annotation if field is not None and not field.is_required() else None
+        return isinstance(kind, type) and issubclass(kind, Section)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The JSON schema with rarely used fields moved into groups, which come last."""
+        """The JSON schema with rarely used fields moved into groups, which come last, and sections that open on demand."""
         made = handler(core_schema)
         schema = handler.resolve_ref_schema(made)
         properties = schema.get("properties", {})
+        for name, field in properties.items():
+            if "description" in field:
+                # Prefect shows a description as HTML, where <answer> would be a tag and vanish.
+                field["description"] = field["description"].replace("<", "&lt;")
+            if cls._folds(name) and "$ref" in field:
+                field |= {"anyOf": [{"$ref": field.pop("$ref")}, {"type": "null", "title": "Defaults"}], "default": None}
         for group, members in cls.GROUPS.items():
             folded = {name: properties.pop(name) for name in members}
             _number(folded)

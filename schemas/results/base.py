@@ -25,6 +25,10 @@ class Result(BaseModel):
         part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         part.replace(path)
 
+    def headline(self) -> str:
+        """What came out, in a few words for a list of runs; empty when there is nothing to say."""
+        return ""
+
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""

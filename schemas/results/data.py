@@ -97,6 +97,11 @@ class DataReport(StepResult):
     sources: list[SourceFile]
     """The sources of the rows."""
 
+    def headline(self) -> str:
+        """How many rows were read, and what became of them."""
+        rejected = f", {self.quarantined:,} rejected" if self.quarantined else ""
+        return f"{self.rows:,} rows read: {self.train_rows:,} to train on, {self.eval_rows:,} held out{rejected}"
+
     @property
     def train(self) -> Path:
         """Accepted training rows."""

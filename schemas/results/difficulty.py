@@ -49,6 +49,11 @@ class DifficultyReport(StepResult):
     """Share of the full reward from which a completion counts as solved."""
     stages: list[StageDifficulty]
 
+    def headline(self) -> str:
+        """The mean pass rate of each stage."""
+        known = [f"{stage.stage} {stage.mean.value:.1%}" for stage in self.stages if stage.mean is not None]
+        return f"mean pass rate: {', '.join(known) or 'unknown'}"
+
     @property
     def pass_rates(self) -> Path:
         """The table of pass rates, one line for each stage and prompt."""

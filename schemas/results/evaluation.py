@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import ClassVar
 
+from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD, figure_text
 from schemas.results.base import Result, StepResult
 from schemas.results.model import ModelRef
+
+_SHOWN = (ACCURACY, FORMAT_RATE, REWARD)
 
 
 class Interval(Result):
@@ -31,6 +34,13 @@ class EvalReport(StepResult):
     """By metric name (EVALUATION in schemas/metrics.py)."""
     pass_at_k: dict[int, Interval]
     """Unbiased pass@k of strictly right answers for k = 1, 2, 4 ... up to num_samples."""
+
+    def headline(self) -> str:
+        """The main figures that were measured."""
+        shown = [
+            f"{name.replace('_', ' ')} {figure_text(name, self.metrics[name].value)}" for name in _SHOWN if name in self.metrics
+        ]
+        return f"{self.label}: {', '.join(shown)}"
 
     @property
     def samples(self) -> Path:

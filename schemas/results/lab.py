@@ -59,6 +59,10 @@ class LabReport(StepResult):
     left_out: list[str] = Field(default_factory=list)
     """Checks that could not be made, each with its reason."""
 
+    def headline(self) -> str:
+        """How many checks were made, and how many found something."""
+        return f"{len(self.checks)} checks: {len(self.failures)} failed, {len(self.warnings)} warned"
+
     @property
     def failures(self) -> list[LabCheck]:
         """The checks that stop the run."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from schemas.config.model import ModelConfig
+from schemas.metrics import REWARD
 from schemas.results.base import Result, StepResult
 
 
@@ -81,6 +82,11 @@ class StageResult(StepResult):
     kept: KeptPrompts | None = None
     """The prompts that it trained on, by their pass rates; None where no pass rates were known."""
 
+    def headline(self) -> str:
+        """How the stage ended, and the reward at its end."""
+        reward = f", reward {self.metrics[REWARD]:.3f}" if REWARD in self.metrics else ""
+        return f"{self.stage}: {self.steps} updates, stopped by {self.stopped}{reward}"
+
 
 class MergeSpec(Result):
     """Input of a merge. The step writes it as spec.json."""
@@ -121,3 +127,7 @@ class MergeProof(StepResult, MergeFigures):
     OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
 
     model: ModelRef
+
+    def headline(self) -> str:
+        """How well the merged model agrees with base and adapter."""
+        return f"merged: {self.greedy_agreement:.1%} of greedy tokens agree with base and adapter"

@@ -1,10 +1,11 @@
 """Results of publishing, reporting, and of whole runs."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field
 
+from schemas.metrics import figure_text
 from schemas.results.base import Result, StepResult
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 
@@ -47,6 +48,25 @@ class Reproduction(Result):
     differences: list[str]
     """What differs from the original run: commit, packages, data."""
 
+    def headline(self) -> str:
+        """Whether the adapter is the recorded one."""
+        return f"{self.of.name} version {self.of.version}: the adapter {'is identical' if self.same else 'differs'}"
+
+
+class Approval(Result):
+    """What a person has decided, or has to decide, about a version. A tag of the version in the registry."""
+
+    decision: Literal["pending", "promote", "reject"]
+    champion: str = ""
+    """Version of the champion that the version was compared with; empty when there was none."""
+    by: str = ""
+    note: str = ""
+    time: str = ""
+
+    def __str__(self) -> str:
+        verb = {"pending": "waits for approval", "promote": "approved", "reject": "rejected"}[self.decision]
+        return verb + (f" by {self.by}" if self.by else "") + (f" ({self.note})" if self.note else "")
+
 
 class Publication(StepResult):
     """The published version, and why the alias `champion` moved or did not."""
@@ -62,6 +82,18 @@ class Publication(StepResult):
     """Against the champion, or against the base if there was no champion."""
     reason: str
     """The decision in one sentence."""
+    awaits_approval: bool = False
+    """Whether the version passed every test, and a person has to agree (promotion.approval)."""
+
+    def headline(self) -> str:
+        """The decision about the version."""
+        return f"{self.verdict()}: {self.reason}"
+
+    def verdict(self) -> str:
+        """`promoted v7`, `v7 waits for approval`, or `v7 not promoted`."""
+        if self.awaits_approval:
+            return f"v{self.model_version} waits for approval"
+        return f"promoted v{self.model_version}" if self.champion else f"v{self.model_version} not promoted"
 
 
 class PublishedFacts(Result):
@@ -95,6 +127,22 @@ class PipelineResult(Result):
     report: Path
     """The report's HTML file."""
 
+    def headline(self) -> str:
+        """The decision with the figure that it was made by, of the rival and of the new model."""
+        merged = next((one.metrics for one in self.evaluations if one.label == "merged"), {})
+        test = self.publication.tests[-1] if self.publication.tests else None
+        if test is None or test.metric not in merged:
+            return self.publication.headline()
+        ours = merged[test.metric].value
+        before, after = (figure_text(test.metric, value) for value in (ours - test.difference, ours))
+        figures = f"{test.metric.replace('_', ' ')} {before} -> {after}"
+        return f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
+
+    def comparison(self) -> str:
+        """The summary of the report, in Markdown: what a person needs to decide about the version."""
+        summary = self.report.with_suffix(".md")
+        return f"{self.headline()}\n\n{summary.read_text(encoding='utf-8')}" if summary.exists() else self.headline()
+
 
 class RetrainResult(Result):
     """Result of a retraining."""
@@ -104,3 +152,9 @@ class RetrainResult(Result):
     reason: str
     """The decision in one sentence."""
     publication: Publication | None = None
+    summary: str = ""
+    """The headline of the pipeline, if it ran."""
+
+    def headline(self) -> str:
+        """Why nothing was trained, or what the training brought."""
+        return self.summary or self.reason

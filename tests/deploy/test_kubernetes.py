@@ -220,8 +220,8 @@ def test_the_commands_are_those_of_compose():
         [container] = named("Deployment")[name]["spec"]["template"]["spec"]["containers"]
         assert container["args"] == of_compose(name)
     job = named("Job")["deployments"]["spec"]["template"]["spec"]
-    assert job["initContainers"][0]["args"] == of_compose("pool")
-    assert job["containers"][0]["args"] == of_compose("deployments")
+    in_order = [*job["initContainers"], *job["containers"]]
+    assert [each["args"] for each in in_order] == [of_compose(name) for name in ("pool", "deployments", "automations")]
     databases = named("ConfigMap")["postgres-databases"]["data"]["databases.sql"]
     assert databases == (ROOT / "deploy" / "postgres" / "databases.sql").read_text()
 

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
 
-from tests.flows.place import SMALL, Place
+from tests.flows.place import SMALL, Place, ask
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -48,6 +49,12 @@ def read_until(process, words):
     raise AssertionError(f"it ended without {words!r}:\n{''.join(lines[-30:])}")
 
 
+def messages(place, state):
+    """Messages of the runs in a state of this name."""
+    found = ask(f"{place.api}/flow_runs/filter", {"flow_runs": {"state": {"name": {"any_": [state]}}}})
+    return [run["state"]["message"] for run in found]
+
+
 def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_for(place, small):
     small()
     first = start(place, HOLDER)
@@ -58,6 +65,10 @@ def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_fo
         assert "held by the run the-first-one" in read_until(second, "waiting for the slot retrain-small")
         assert second.poll() is None
         assert not list(place.root.glob("runs/small/*/*"))
+        # In a list of runs, too: not "Running", which says nothing.
+        while "waiting for the retraining of small, held by the-first-one" not in messages(place, "Waiting"):
+            assert second.poll() is None
+            time.sleep(0.2)
     finally:
         for process in (first, second):
             if process:
@@ -78,4 +89,8 @@ def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_p
     reasons = [line for output in outputs for line in output.splitlines() if line.startswith("TOLD")]
     assert sum("nothing to do" in reason for reason in reasons) == 1
     assert "waiting for the slot retrain-small, held by the run" in "".join(outputs)
+    if with_server:
+        ended = [message for message in messages(place, "Completed") if "small" in message or "v1" in message]
+        assert "nothing to do: version 1 of small was made of the same data, code and config" in ended
+        assert any(message.startswith(("promoted v1: accuracy", "v1 not promoted: accuracy")) for message in ended), ended
     assert [int(version.version) for version in place.client.search_model_versions("name='small'")] == [1]

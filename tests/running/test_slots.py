@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from grpo_tasks.running.slot_names import slots_of
+from grpo_tasks.running.slot_names import describe_slot, slots_of
 from grpo_tasks.running.slots import hold
 from schemas.config.operations import ResourcesConfig
 
@@ -47,6 +47,19 @@ def test_a_run_takes_the_slot_of_each_of_its_cards(settings, visible, wanted, mo
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = slots_of(ResourcesConfig(**settings), has_cards=True)
     assert found == [f"gpu-{socket.gethostname()}-{card}" for card in wanted]
+
+
+@pytest.mark.parametrize(
+    ("slot", "words"),
+    [
+        ("gpu-host-a-0", "card 0 of host-a"),
+        ("gpu-host-GPU1234", "card GPU1234 of host"),
+        ("retrain-my-model", "the retraining of my-model"),
+        ("big-card", "the slot big-card"),
+    ],
+)
+def test_a_slot_is_described_in_words(slot, words):
+    assert describe_slot(slot) == words
 
 
 def test_a_slot_with_a_name_is_one_slot():

@@ -1,5 +1,7 @@
 """The form is another view of the same tree: what it sends back is what a YAML file would have said."""
 
+import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -10,7 +12,7 @@ from pydantic import ValidationError
 
 from schemas.config.load import PRESETS, check_config, load_config, read_tree
 from schemas.config.run import RunConfig
-from schemas.config.section import Section, form_values
+from schemas.config.section import FLAT, Section, form_values
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 
@@ -88,3 +90,29 @@ def test_reward_modules_are_found_beside_the_file_that_is_extended(tmp_path, mon
     (tmp_path / "top" / "top.yaml").write_text("extends: ../base/base.yaml\nname: top\n")
     monkeypatch.chdir(tmp_path)
     assert load_config("top/top.yaml").rewards.module_dir == Path("base")
+
+
+def test_a_section_that_a_form_shows_as_its_defaults_has_its_defaults():
+    stage = {"name": "s", "rewards": ["format"]}
+    folded = {
+        "stages": [stage | {"logs_and_checkpoints": {"save_steps": 7, "guards": None}}],
+        "rollout": None,
+        "completion": None,
+    }
+    data = {"data": {"train": [{"path": "t.jsonl"}]}}
+    plain = RunConfig.model_validate(data | {"stages": [stage | {"save_steps": 7}]})
+    jsonschema.validate(data | folded, SCHEMA)
+    assert RunConfig.model_validate(data | folded) == plain
+    for name in ("completion", "rollout", "evaluation", "promotion"):
+        assert SCHEMA["properties"][name]["anyOf"][1] == {"type": "null", "title": "Defaults"}, "folded until a value is set"
+
+
+def test_a_yaml_file_cannot_set_a_section_to_null():
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate({"data": {"train": [{"path": "t"}]}, "stages": [], "rollout": None}, context=FLAT)
+
+
+def test_tags_in_the_help_texts_of_a_form_are_shown_as_text():
+    text = json.dumps(SCHEMA)
+    assert "&lt;reasoning>" in text
+    assert not re.search(r"<[a-z/]", text), "a browser would take it for a tag and show nothing"

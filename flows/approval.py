@@ -1,0 +1,98 @@
+"""A person decides about the champion (promotion.approval: manual), in the form with which Prefect resumes a suspended run.
+
+    the tests pass  ->  suspend: the process ends, nothing is held  ->  Resume in the UI, with the form
+                    ->  a worker starts the run again: every step is skipped, only the alias moves
+
+A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
+"""
+
+from contextlib import suppress
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect import suspend_flow_run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.input import RunInput
+from prefect.runtime import deployment, flow_run
+from pydantic import Field
+
+from flows.flow_run import CHAMPION_CHANGED
+from grpo_tasks.running.orchestrator import run_logger, send_event
+from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
+from schemas.config.run import RunConfig
+from schemas.errors import ModelError
+from schemas.results.publication import Approval, Publication
+
+REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
+"""Events of the version grpo.model.NAME.VERSION."""
+
+
+class Verdict(RunInput):
+    """The form of a suspended run."""
+
+    decision: Literal["promote", "reject"] = Field(description="promote: the version becomes the champion.")
+    approved_by: str = Field("", max_length=200, description="Your name, for the record.")
+    note: str = Field("", max_length=2_000, description="Why, for the record.")
+
+
+def was_suspended() -> bool:
+    """Whether the run was suspended before. Then everything is computed, also where every step was to run again."""
+    return bool(_questions())
+
+
+def ask_for_approval(config: RunConfig, publication: Publication, comparison: str) -> bool:
+    """Suspend the run until a person has decided about its version, and record the decision.
+
+    Args:
+        config: its `promotion.approval_hours` limit the wait.
+        publication: of a version that waits for approval.
+        comparison: description of the form, in Markdown.
+
+    Returns:
+        Whether the decision has to be made again or recorded. False: this run cannot ask anybody.
+    """
+    name = f"{publication.model_name}/{publication.model_version}"
+    if deployment.id is None or flow_run.parent_flow_run_id is not None:
+        run_logger().info("%s waits for approval: grpo promote %s, or grpo promote %s --reject", name, name, name)
+        return False
+    resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": publication.headline()}
+    pending = approval_of(find_version(name, config.tracking))
+    # A comparison with another champion is another question.
+    key = f"approval-{publication.model_version}-{pending.champion if pending else ''}"
+    if key not in _questions():
+        send_event(REQUESTED, resource, payload)
+    seconds = max(1, round(3600 * config.promotion.approval_hours))
+    try:
+        verdict = suspend_flow_run(Verdict.with_initial_data(description=comparison), timeout=seconds, key=key)
+    except Pause as suspended:
+        _say_in_lists(suspended.state, publication.headline())
+        raise
+    approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
+    try:
+        run_logger().info(decide_pending(name, approval, config.tracking))
+    except ModelError as changed:
+        # Another version became champion meanwhile, or `grpo promote` was quicker: publishing again finds out.
+        run_logger().warning("%s", changed)
+    else:
+        if approval.decision == "promote":
+            send_event(CHAMPION_CHANGED, f"grpo.model.{publication.model_name}", payload | {"detail": str(approval)})
+    send_event(DECIDED, resource, payload | {"detail": str(approval)})
+    return True
+
+
+def _say_in_lists(state: State[Any] | None, message: str) -> None:
+    """Give the suspended state a message. `suspend_flow_run` takes none, and a list of runs would say nothing."""
+    # The run is suspended already; what is missing is only the text.
+    with suppress(Exception), get_client(sync_client=True) as client:
+        if state is not None:
+            client.set_flow_run_state(UUID(str(flow_run.id)), state.model_copy(update={"message": message}), force=True)
+
+
+def _questions() -> set[str]:
+    """Keys of the suspensions of this run so far."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return set(run.empirical_policy.pause_keys or ()) if run else set()

@@ -1,0 +1,63 @@
+"""Links from a flow run to what it made in MLflow, as an artifact of the Prefect UI.
+
+What this module does not do: ask MLflow anything. The addresses are those of MLflow's pages.
+"""
+
+import os
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from grpo_tasks.content.markdown import table
+from grpo_tasks.running.orchestrator import show_artifact
+from schemas.secret import hide
+
+PUBLIC = "GRPO_MLFLOW_URL"
+"""Environment variable: the address of MLflow for browsers, where it is not the one that runs use."""
+LINKS = "links"
+"""Key of the artifact."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlflowPages:
+    """Addresses of MLflow's pages about one run."""
+
+    base: str
+    experiment_id: str
+    run_id: str
+
+    @property
+    def run(self) -> str:
+        """The page of the run."""
+        return f"{self.base}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    def artifact(self, path: str) -> str:
+        """The page that shows a file of the run."""
+        return f"{self.run}/artifacts/{quote(path)}"
+
+    def version(self, name: str, version: str) -> str:
+        """The page of a registered version."""
+        return f"{self.base}/#/models/{quote(name, safe='')}/versions/{version}"
+
+
+def mlflow_pages(uri: str, experiment_id: str, run_id: str) -> MlflowPages | None:
+    """The pages about a run in the store at `uri`; None for a database that no server shows yet."""
+    base = os.environ.get(PUBLIC) or uri
+    return MlflowPages(hide(base).rstrip("/"), experiment_id, run_id) if base.startswith(("http://", "https://")) else None
+
+
+def show_links(pages: MlflowPages | None, *, report: bool = False, version: tuple[str, str] | None = None) -> None:
+    """Show the links of a flow run. Called again, it shows what has been added since.
+
+    Args:
+        pages: addresses of MLflow.
+        report: whether the run has its report.
+        version: name and version of the registered model.
+    """
+    if pages is None:
+        return
+    rows = [["MLflow run", f"[metrics, parameters, files]({pages.run})"]]
+    if report:
+        rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])
+    if version is not None:
+        rows.append(["model version", f"[{version[0]} version {version[1]}]({pages.version(*version)})"])
+    show_artifact(LINKS, table(["what", "where"], rows), description="This run in MLflow")

@@ -1,0 +1,71 @@
+"""Serves the live pages of stages below /live/, in front of another server's pages. It reads one folder and writes nothing.
+
+    LivePages(app)   ->  GET /live/NAME.html is a file of the folder GRPO_LIVE; every other request goes to app
+
+`grpo up` sets GRPO_LIVE for its Prefect server and its workers. Where it is not set there are no such pages, and no link to them.
+"""
+
+import base64
+import os
+import re
+from pathlib import Path
+from secrets import compare_digest
+
+from grpo_tasks.web.same_origin import App, Message, Receive, Send
+
+FOLDER = "GRPO_LIVE"
+"""Environment variable: the folder of the pages."""
+_NAME = re.compile(r"/live/([0-9a-f]{8,64}\.html)")
+_HEADERS = {
+    "content-type": "text/html; charset=utf-8",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    # The pages have no scripts; whatever text of a model or a user they show must not become one.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+}
+
+
+class LivePages:
+    """ASGI middleware: see the module."""
+
+    def __init__(self, app: App, password: str | None = None) -> None:
+        """Wrap `app`. With a password (`user:password`) a browser has to give it, as Prefect's API demands it."""
+        self.app, self._password = app, password
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer with a page, or pass the request to the app."""
+        found = _NAME.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") else None
+        folder = live_folder()
+        if found is None or folder is None:
+            await self.app(scope, receive, send)
+            return
+        status, page = 200, b""
+        if not self._is_allowed(scope):
+            status, page = 401, b"password required\n"
+        else:
+            try:
+                page = (folder / found[1]).read_bytes()
+            except OSError:
+                status, page = 404, b"no such stage\n"
+        headers = _HEADERS | ({"www-authenticate": 'Basic realm="grpo"'} if status == 401 else {})
+        head = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else page})
+
+    def _is_allowed(self, scope: Message) -> bool:
+        if not self._password:
+            return True
+        wanted = b"Basic " + base64.b64encode(self._password.encode())
+        return any(name.lower() == b"authorization" and compare_digest(value, wanted) for name, value in scope["headers"])
+
+
+def live_folder() -> Path | None:
+    """The folder of the pages; None where nobody serves them."""
+    folder = os.environ.get(FOLDER)
+    return Path(folder) if folder else None
+
+
+def live_address(name: str) -> str | None:
+    """Address of a page in the server that PREFECT_API_URL names; None where nobody serves it."""
+    api = os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").rstrip("/").removesuffix("/api")
+    return f"{api.rstrip('/')}/live/{name}.html" if api and live_folder() else None

@@ -1,0 +1,45 @@
+"""What a list of runs says about a run that has ended, and that Prefect keeps no copy of its result."""
+
+import pytest
+
+from schemas.metrics import ACCURACY
+from schemas.results.evaluation import EvalReport, Interval, PairedTest
+from schemas.results.model import ModelRef
+from schemas.results.publication import PipelineResult, Publication, RetrainResult
+from tests.flows.place import ask
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def published(tmp_path, *, champion, tests):
+    step = {"key": "k", "directory": tmp_path, "seconds": 1.0}
+    metrics = {ACCURACY: Interval(value=0.78, low=0.7, high=0.8)}
+    numbers = {"prompts": 9, "num_samples": 2, "temperature": 1.0, "confidence": 0.95, "metrics": metrics, "pass_at_k": {}}
+    merged = EvalReport(**step, **numbers, label="merged", model=ModelRef(path="m"))
+    names = {"run_id": "r", "model_name": "small", "model_version": "7", "reason": "better than the base"}
+    publication = Publication(**step, **names, champion=champion, tests=tests)
+    return PipelineResult(publication=publication, evaluations=[merged], report=tmp_path / "report.html")
+
+
+def paired(against, difference):
+    return PairedTest(against=against, metric=ACCURACY, prompts=9, difference=difference, p_value=0.003, better=difference > 0)
+
+
+def test_a_promotion_says_the_version_and_the_figure_before_and_after(tmp_path):
+    made = published(tmp_path, champion=True, tests=[paired("base", 0.4), paired("champion", 0.07)])
+    assert made.headline() == "promoted v7: accuracy 71.0 % -> 78.0 % (against the champion, p = 0.003)"
+    assert RetrainResult(trained=True, reason="r", summary=made.headline()).headline() == made.headline()
+
+
+def test_a_version_that_stays_behind_says_so(tmp_path):
+    made = published(tmp_path, champion=False, tests=[paired("base", -0.02)])
+    assert made.headline() == "v7 not promoted: accuracy 80.0 % -> 78.0 % (against the base, p = 0.003)"
+    assert published(tmp_path, champion=False, tests=[]).headline() == "v7 not promoted: better than the base"
+
+
+def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):
+    small()
+    place.grpo("validate", "small.yaml")
+    [run] = ask(f"{place.api}/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert run["state"]["message"] == "240 rows read: 200 to train on, 40 held out"
+    assert not list((place.root / "prefect").rglob("storage/*"))

@@ -1,0 +1,141 @@
+"""The automations that `grpo up` creates, on a real Prefect server: what they notify of, pause and mark as crashed."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Failed
+
+from grpo_tasks.operating.automations import NOTIFY, create_automations
+from tests.flows.place import ask, prefect_server
+
+pytestmark = [pytest.mark.xdist_group("automations"), pytest.mark.long, pytest.mark.timeout(600)]
+
+VANISHES = """
+import os, signal
+from prefect import flow
+
+@flow(name="grpo-pipeline", flow_run_name="vanishes", persist_result=False)
+def vanishes():
+    import time
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+vanishes()
+"""
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as api, temporary_settings({PREFECT_API_URL: api}):
+        yield api
+
+
+@pytest.fixture
+def received():
+    """Bodies that a notification block posts to a receiver on this machine, and the receiver's address."""
+    bodies = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield bodies, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def create():
+    with get_client(sync_client=True) as client:
+        return create_automations(client)
+
+
+def automation(api, name):
+    [found] = ask(f"{api}/automations/filter", {"automations": {"name": {"any_": [name]}}})
+    return found
+
+
+def wait_until(condition, what, limit_s=120):
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.5)
+    return found
+
+
+def test_creating_them_twice_makes_each_once_and_leaves_off_what_a_user_switched_off(api):
+    names = create()
+    vanished = automation(api, "grpo: a run has vanished")
+    ask(f"{api}/automations/{vanished['id']}", {"enabled": False}, method="PATCH")
+    assert create() == names
+    found = ask(f"{api}/automations/filter", {"limit": 100})
+    assert sorted(each["name"] for each in found) == sorted(names)
+    assert [each["name"] for each in found if not each["enabled"]] == ["grpo: a run has vanished"]
+    ask(f"{api}/automations/{vanished['id']}", {"enabled": True}, method="PATCH")
+    assert {action["type"] for each in found for action in each["actions"]} == {
+        "do-nothing", "pause-deployment", "change-flow-run-state",
+    }, "nothing leaves the server without a block"  # fmt: skip
+
+
+def test_a_champion_change_and_a_guard_reach_the_block_that_a_user_made(api, received):
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
+    bodies, address = received
+    CustomWebhookNotificationBlock(name="w", url=address, json_data={"text": "{{subject}}: {{body}}"}).save(NOTIFY)
+    create()
+    emit_event("grpo.champion.changed", {"prefect.resource.id": "grpo.model.small"}, payload={"detail": "promoted v7"})
+    emit_event("grpo.kl_blow_up", {"prefect.resource.id": "grpo.stage.format"}, payload={"stage": "format", "update": 4})
+    wait_until(lambda: len(bodies) >= 2, "no notification came")
+    champion, guard = sorted((json.loads(body)["text"] for body in bodies), key=lambda text: "guard" in text)
+    assert champion.startswith("grpo: the champion has changed")
+    assert "detail: promoted v7" in champion
+    assert "grpo.kl_blow_up: grpo.stage.format" in guard
+    assert "stage: format" in guard
+
+
+def test_three_failures_pause_the_schedules_of_a_deployment(api):
+    create()
+    # Not `ask`: the client tries again when the database is busy.
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow_from_name("grpo-retrain"), "retrain", entrypoint="x.y")
+
+        def fail():
+            run = client.create_flow_run_from_deployment(deployment)
+            client.set_flow_run_state(run.id, Failed(), force=True)
+
+        fail()
+        fail()
+        time.sleep(3)
+        assert not client.read_deployment(deployment).paused
+        fail()
+        wait_until(lambda: client.read_deployment(deployment).paused, "the schedules were not paused")
+
+
+def test_a_run_whose_process_has_vanished_becomes_crashed(api):
+    create()
+    found = automation(api, "grpo: a run has vanished")
+    kept = ("name", "description", "enabled", "trigger", "actions")
+    # Ten minutes of silence are too long for a test.
+    quick = {key: found[key] for key in kept} | {"trigger": found["trigger"] | {"within": 10}}
+    ask(f"{api}/automations/{found['id']}", quick, method="PUT")
+    subprocess.run([sys.executable, "-c", VANISHES], check=False, env=os.environ | {"PREFECT_API_URL": api})
+
+    def ended():
+        [run] = ask(f"{api}/flow_runs/filter", {"flow_runs": {"name": {"any_": ["vanishes"]}}})
+        return run["state"] if run["state_type"] == "CRASHED" else None
+
+    assert "no sign of life" in wait_until(ended, "it is Running for ever")["message"]

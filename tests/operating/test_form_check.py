@@ -1,0 +1,93 @@
+"""A run with bad parameters is refused before it exists: every field at once, cross-field rules and overrides included."""
+
+import asyncio
+import json
+import uuid
+
+import pytest
+import yaml
+
+from grpo_tasks.operating.form_check import FormCheck, parameter_faults
+from tests.flows.place import SMALL
+
+PATH = f"/api/deployments/{uuid.uuid4()}/create_flow_run"
+
+
+def post(parameters, path=PATH, parts=3):
+    """Send a request in several parts; what came back, and the body that the app behind the check got."""
+    body, sent, got = json.dumps({"parameters": parameters}).encode(), [], []
+    size = len(body) // parts + 1
+    chunks = [body[start : start + size] for start in range(0, len(body), size)]
+    queue = [{"type": "http.request", "body": chunk, "more_body": chunk is not chunks[-1]} for chunk in chunks]
+
+    async def app(scope, receive, send):
+        more = True
+        while more:
+            message = await receive()
+            got.append(message["body"])
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+
+    async def receive():
+        return queue.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(FormCheck(app)({"type": "http", "method": "POST", "path": path}, receive, send))
+    return sent, b"".join(got) == body
+
+
+def test_every_bad_field_is_named_at_once_with_its_place_and_no_run_is_made():
+    stage = SMALL["stages"][0] | {"num_generations": 3, "learning_rate": -1.0}
+    sent, passed = post({"config": SMALL | {"seed": -1, "sead": 3, "stages": [stage]}})
+    assert sent[0]["status"] == 409
+    detail = json.loads(sent[1]["body"])["detail"]
+    for place in ("config.seed", "config.sead", "config.stages.0.learning_rate"):
+        assert place in detail
+    assert not passed
+
+
+def test_a_rule_over_several_fields_is_checked_before_a_run_is_made():
+    stage = SMALL["stages"][0] | {"num_generations": 3}
+    [fault] = parameter_faults(json.dumps({"parameters": {"config": SMALL | {"stages": [stage]}}}).encode())
+    assert fault.startswith("config.stages.0")
+    assert "num_generations" in fault
+
+
+def test_a_good_form_reaches_prefect_unchanged_and_so_does_every_other_request():
+    assert post({"config": SMALL}) == ([{"type": "http.response.start", "status": 201, "headers": []}], True)
+    assert post({"config": SMALL | {"seed": -1}}, path="/api/flow_runs/filter")[1]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b"\xff", b'{"parameters": 3}', b'{"parameters": {"config": "x"}}', b"[" * 9999]
+)
+def test_what_is_no_form_is_left_to_prefect(body):
+    assert parameter_faults(body) == []
+
+
+def test_a_template_is_left_to_the_server_that_fills_it_in():
+    template = {"source": "demo", "overrides": {"__prefect_kind": "jinja", "template": "{{ event.payload.overrides }}"}}
+    assert parameter_faults(json.dumps({"parameters": template}).encode()) == []
+
+
+def faults(**parameters):
+    return "\n".join(parameter_faults(json.dumps({"parameters": parameters}).encode()))
+
+
+def test_overrides_of_a_preset_are_checked_with_it():
+    assert faults(source="demo", overrides=["seed=3"]) == ""
+    assert "seed" in faults(source="demo", overrides=["seed=-1"])
+    assert "did you mean" in faults(source="demo", overrides=["stages.0.learning_rat=1"])
+
+
+def test_only_files_of_the_users_own_folder_are_read(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    for folder in (tmp_path, tmp_path / "own"):
+        (folder / "bad.yaml").write_text(yaml.safe_dump(SMALL | {"seed": -1}))
+    assert faults(source="bad.yaml") == "", "a server for others reads no files"
+    monkeypatch.setenv("GRPO_WORKDIR", str(tmp_path / "own"))
+    assert "seed" in faults(source="bad.yaml")
+    assert faults(source="../bad.yaml") == faults(source=str(tmp_path / "bad.yaml")) == ""

@@ -1,0 +1,83 @@
+"""Links from a flow run to MLflow, and the artifacts that a run shows while it runs, on a real Prefect server."""
+
+import pytest
+from prefect import flow
+
+from grpo_tasks.running import orchestrator
+from grpo_tasks.running.links import mlflow_pages, show_links
+from tests.flows.place import ask
+
+pytestmark = pytest.mark.xdist_group("running")
+UI = "http://127.0.0.1:5000"
+
+
+def shown(server, run_name):
+    wanted = {"flow_runs": {"name": {"any_": [run_name]}}, "sort": "ID_DESC"}
+    found = ask(f"{server.api}/artifacts/filter", wanted)
+    return {artifact["key"]: artifact for artifact in found}
+
+
+def test_a_run_links_to_its_mlflow_run_its_report_and_its_version(server):
+    @flow(flow_run_name="links", persist_result=False)
+    def linked():
+        show_links(mlflow_pages(f"{UI}/", "7", "abc"), report=True, version=("my model", "3"))
+
+    linked()
+    text = shown(server, "links")["links"]["data"]
+    assert f"]({UI}/#/experiments/7/runs/abc)" in text
+    assert f"]({UI}/#/experiments/7/runs/abc/artifacts/report/report.html)" in text
+    assert f"[my model version 3]({UI}/#/models/my%20model/versions/3)" in text
+
+
+def test_links_use_the_address_for_browsers_and_no_password(monkeypatch):
+    assert mlflow_pages("sqlite:///mlflow.db", "7", "abc") is None
+    assert "secret" not in mlflow_pages("http://me:secret@mlflow:5000", "7", "abc").run
+    monkeypatch.setenv("GRPO_MLFLOW_URL", "https://mlflow.example.org/")
+    assert mlflow_pages("http://mlflow:5000", "7", "abc").run == "https://mlflow.example.org/#/experiments/7/runs/abc"
+
+
+def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server):
+    @flow(flow_run_name="progress", persist_result=False)
+    def progresses():
+        known = {}
+        for percent in (10.0, 20.0):
+            orchestrator.show_progress("progress-s", percent, f"{percent:g} done", known)
+            orchestrator.show_live("live-s", f"at {percent:g}", "s", known)
+        orchestrator.show_table("figures", [{"metric": "kl", "value": 0.5}], description="d")
+
+    progresses()
+    found = shown(server, "progress")
+    assert (found["progress-s"]["data"], found["progress-s"]["description"]) == (20.0, "20 done")
+    assert found["live-s"]["data"] == "at 20"
+    assert found["figures"]["type"] == "table"
+    assert len(ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["progress"]}}})) == 3
+
+
+def test_a_wait_is_the_state_of_the_run_and_of_the_run_that_a_person_started(server):
+    seen = []
+
+    @flow(flow_run_name="inner", persist_result=False)
+    def inner():
+        wait = orchestrator.Wait()
+        wait.begin("waiting for card 0 of host, held by somebody")
+        seen.append(states(server))
+        wait.over()
+        seen.append(states(server))
+
+    @flow(flow_run_name="outer", persist_result=False)
+    def outer():
+        inner()
+
+    outer()
+    waiting = ("Waiting", "waiting for card 0 of host, held by somebody")
+    assert seen[0] == {"inner": waiting, "outer": waiting}
+    assert {state for state, _ in seen[1].values()} == {"Running"}
+
+
+def states(server):
+    runs = ask(f"{server.api}/flow_runs/filter", {"flow_runs": {"name": {"any_": ["inner", "outer"]}}})
+    return {run["name"]: (run["state"]["name"], run["state"]["message"]) for run in runs}
+
+
+def test_an_artifacts_key_has_only_what_prefect_allows():
+    assert orchestrator.artifact_key("train-Stage_1.b") == "train-stage-1-b"

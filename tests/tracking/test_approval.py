@@ -1,0 +1,101 @@
+"""promotion.approval: manual. A version that passed its tests waits for a person, and `grpo promote` records the decision."""
+
+import pytest
+from mlflow import MlflowClient
+
+from grpo_tasks.tracking.log_model import log_model
+from grpo_tasks.tracking.models import Champion, find_champion
+from grpo_tasks.tracking.publishing import Decision, publish, with_approval
+from grpo_tasks.tracking.registry import decide_pending
+from grpo_tasks.tracking.runs import open_run
+from schemas.config.evaluation import PromotionConfig
+from schemas.errors import ModelError
+from schemas.results.publication import Approval
+
+from .test_publishing import result_of
+
+PASSED = Decision("3", "mine", True, "better than the base")
+OLD, NEWER = (Champion(version=version, sha256=version, run_id="r") for version in ("1", "2"))
+
+
+def approval(decision, champion="1"):
+    return Approval(decision=decision, champion=champion, by="ann")
+
+
+@pytest.mark.parametrize(
+    ("given", "current", "champion", "awaits", "words"),
+    [
+        (None, OLD, False, True, "waits for approval; better than the base"),
+        (approval("pending"), OLD, False, True, "waits for approval"),
+        (approval("promote"), OLD, True, False, "approved by ann; better"),
+        (approval("reject"), OLD, False, False, "rejected by ann; better"),
+        (approval("promote"), NEWER, False, True, "waits for approval"),
+        (approval("promote", ""), None, True, False, "approved by ann"),
+    ],
+    ids=["not asked", "asked", "approved", "rejected", "approved against another champion", "no champion"],
+)
+def test_an_approval_counts_for_the_champion_that_it_was_given_against(given, current, champion, awaits, words):
+    made = with_approval(PASSED, given, current)
+    assert (made.champion, made.awaits_approval) == (champion, awaits)
+    assert made.reason.startswith(words)
+
+
+def test_no_approval_promotes_a_version_that_fails_its_tests():
+    failed = Decision("3", "mine", False, "not better than the base")
+    assert with_approval(failed, approval("promote"), OLD) == failed
+
+
+@pytest.fixture
+def waiting(database, make_config, make_merge, make_evaluation):
+    """A store where version 1 is the champion and version 2 waits for approval; publishes version 2 again when called."""
+    config = make_config(database)
+    asks = config.model_copy(update={"promotion": PromotionConfig(approval="manual")})
+    evaluation, merges = make_evaluation("merged", 0.9), [make_merge("1"), make_merge("2")]
+    with open_run(config, key="one") as run:
+        publish(run, merges[0], tests=[result_of("base", better=True)], champion=None, evaluation=evaluation, log=log_model)
+    first = find_champion(config.registered_model, config.tracking)
+
+    def again():
+        tests = [result_of("base", better=True), result_of("champion", better=True)]
+        with open_run(asks, key="two") as run:
+            return publish(run, merges[1], tests=tests, champion=first, evaluation=evaluation, log=log_model)
+
+    assert again().awaits_approval
+    assert find_champion(config.registered_model, config.tracking) == first
+    return config, again
+
+
+def aliases(config):
+    found = MlflowClient(config.tracking.tracking_uri).get_registered_model(config.registered_model).aliases
+    return {name: str(version) for name, version in found.items()}
+
+
+def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(waiting):
+    config, again = waiting
+    assert aliases(config) == {"champion": "1", "challenger": "2"}
+    said = decide_pending(f"{config.registered_model}/2", Approval(decision="promote", by="ann", note="fine"), config.tracking)
+    assert "approved by ann (fine); it is the champion now" in said
+    assert aliases(config) == {"champion": "2", "previous": "1"}
+    decision = again()
+    assert (decision.champion, decision.awaits_approval) == (True, False)
+    assert decision.reason.startswith("approved by ann (fine); better than the champion, version 1")
+    assert aliases(config) == {"champion": "2", "previous": "1"}
+    with pytest.raises(ModelError, match="does not wait for approval: it was approved by ann"):
+        decide_pending(f"{config.registered_model}/2", Approval(decision="reject"), config.tracking)
+
+
+def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):
+    config, again = waiting
+    decide_pending(f"{config.registered_model}/2", Approval(decision="reject", by="bob"), config.tracking)
+    assert aliases(config) == {"champion": "1", "challenger": "2"}
+    assert again().reason.startswith("rejected by bob; better than the champion")
+    assert aliases(config) == {"champion": "1", "challenger": "2"}
+
+
+def test_an_approval_is_refused_when_another_version_became_champion_meanwhile(waiting):
+    config, _ = waiting
+    client, name = MlflowClient(config.tracking.tracking_uri), config.registered_model
+    client.create_model_version(name, "elsewhere")
+    client.set_registered_model_alias(name, "champion", "3")
+    with pytest.raises(ModelError, match=r"version 3 is the champion now, and version 2 was compared with version 1"):
+        decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking)
