@@ -2,9 +2,17 @@
 
 from flows.flow_run import open_flow_run
 from flows.model_names import with_local_model
-from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, rivals_of, trained_stage, validated_data
+from flows.steps import (
+    base_model,
+    evaluation_of,
+    measured_difficulty,
+    merged_model,
+    probed_rewards,
+    rivals_of,
+    trained_stage,
+    validated_data,
+)
 from flows.temporary_server import locked_flow
-from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.write_report import write_report
@@ -29,7 +37,7 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
             model = stages[-1].model
             if config.evaluation.stages:
                 evaluations.append(evaluation_of(run, stage.name, model, data))
-        merged = merge_adapter(run, model, data, model=config.model, chat_template_kwargs=config.rollout.chat_template_kwargs)
+        merged = merged_model(run, model, data)
         evaluations.append(final := evaluation_of(run, "merged", merged.model, data))
         champion, rivals = rivals_of(run, merged, base, data)
         publication = publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)

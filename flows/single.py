@@ -6,9 +6,8 @@ from flows import one_step
 from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import grpo_pipeline
-from flows.steps import base_model, evaluation_of, rivals_of, validated_data
+from flows.steps import base_model, evaluation_of, merged_model, rivals_of, validated_data
 from flows.temporary_server import locked_flow
-from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
@@ -64,8 +63,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     with open_flow_run(config, flow="publish", fresh=fresh) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
-        template = config.rollout.chat_template_kwargs
-        merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
+        merged = merged_model(run, ref, data)
         final = evaluation_of(run, "merged", merged.model, data)
         champion, rivals = rivals_of(run, merged, base, data)
         return publish_model(run, merged, final, rivals, champion=champion, promotion=config.promotion)
