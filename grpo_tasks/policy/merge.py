@@ -136,6 +136,8 @@ def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec
         temperature=None,
         top_p=None,
         top_k=None,
+        # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
+        repetition_penalty=1.0,
         pad_token_id=tokenizer.pad_token_id,
     )
     # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
