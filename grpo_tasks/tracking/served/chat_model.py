@@ -72,7 +72,7 @@ class _Answers:
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
-            "model": str(request.get("model") or self._settings.get("name", "")),
+            "model": str(self._settings.get("name", "")),
             "choices": choices,
             "usage": {"prompt_tokens": len(ids), "completion_tokens": written, "total_tokens": len(ids) + written},
         }

@@ -174,7 +174,7 @@ def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_p
         # What `OpenAI(base_url="http://127.0.0.1:PORT/invocations?path=")` sends: it appends /chat/completions to its address.
         body = {"messages": CHAT, "model": "demo", "temperature": 0}
         reply = post(f"http://127.0.0.1:{port}/invocations?path=/chat/completions", body)
-        assert (reply["object"], reply["model"]) == ("chat.completion", "demo")
+        assert (reply["object"], reply["model"]) == ("chat.completion", uri.removeprefix("models:/").partition("@")[0])
         assert reply["choices"][0] == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(f"http://127.0.0.1:{port}/invocations", {"messages": CHAT, "stream": True})
