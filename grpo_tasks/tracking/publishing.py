@@ -34,6 +34,7 @@ from grpo_tasks.tracking.models import (
 )
 from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, DECISION_TAG, PREVIOUS, ROLLED_BACK_TAG, SHA_TAG
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
+from grpo_tasks.tracking.served.card import model_card
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.store import Store
 from schemas.config.run import RunConfig
@@ -100,6 +101,7 @@ def publish(
         str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
     )
     _tag(run, name, decision, tests, evaluation, regressions, origin or {})
+    _write_card(run, name, decision, proof, tests, evaluation)
     _move_aliases(run.store, name, decision, current)
     if decision.champion and current is not None and current.version == decision.version:
         # Report why it became champion, not that it still is.
@@ -238,7 +240,10 @@ def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
 
 def _create_model(store: Store, name: str) -> None:
     try:
-        store.client.create_registered_model(name)
+        store.client.create_registered_model(
+            name,
+            description="Models trained with GRPO. The alias champion moves only to a version that a paired test finds better.",
+        )
     except MlflowException as fault:
         if fault.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -345,6 +350,17 @@ def _tag(
         if key not in present:
             # The first decision stays: publishing again would give "is the champion" as the reason.
             run.store.ask(partial(_set_tag, name=name, version=decision.version, key=key, value=value))
+
+
+def _write_card(
+    run: TrackedRun, name: str, decision: Decision, proof: MergeProof, tests: Sequence[PairedTest], evaluation: EvalReport
+) -> None:
+    """Make the model card the description of the version, unless it has one, which a person may have written."""
+    if run.store.ask(lambda client: client.get_model_version(name, decision.version)).description:
+        return
+    reason = f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}"
+    card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=reason)
+    run.store.ask(lambda client: client.update_model_version(name, decision.version, card))
 
 
 def _set_tag(client: MlflowClient, *, name: str, version: str, key: str, value: str) -> None:

@@ -77,7 +77,8 @@ class TrackedRun:
         self._flow_run_id = flow_run_id
         self._children: dict[str, RunHandle] = {}
         self._stages: list[StageResult] = []
-        self._data_digest = ""
+        self.data: DataReport | None = None
+        """The data of the run, once it is recorded."""
         experiment_id = _experiment(self.store, config.experiment)
         tags = {KEY_TAG: key, "grpo.name": config.name}
         # Without the lock, two processes could both find no run and create two runs with one key.
@@ -113,7 +114,7 @@ class TrackedRun:
             case PreparedData():
                 step, work = "prepare_data", partial(records.record_prepared, run, result)
             case DataReport():
-                self._data_digest = result.digest
+                self.data = result
                 step, work = "validate_data", partial(records.record_data, run, result)
             case LabReport():
                 step, work = "probe_rewards", partial(records.record_lab, run, result)
@@ -135,7 +136,7 @@ class TrackedRun:
     def origin(self) -> dict[str, str]:
         """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
         last = {ADAPTER_TAG: self._stages[-1].sha256} if self._stages else {}
-        return last | ({"grpo.data_digest": self._data_digest} if self._data_digest else {})
+        return last | ({"grpo.data_digest": self.data.digest} if self.data else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
