@@ -60,8 +60,9 @@ def test_the_card_is_the_versions_description_and_an_edited_one_stays(
     [
         (
             {"README.md": "---\nlibrary_name: transformers\nlicense: apache-2.0\n---\n# Model\n"},
-            "Declared in its README.md: apache-2.0.",
+            "Declared in its README.md: `apache-2.0`.",
         ),
+        ({"README.md": "---\ntags: x\n---\nlicense: mit\n"}, "Unknown"),
         ({"README.md": "# Model\nlicense: mit\n", "LICENSE": "..."}, "See LICENSE in its folder."),
         ({"README.md": "---\n" + "a: b\n" * 100_000}, "Unknown"),
         ({}, "Unknown: its folder names none."),
