@@ -9,7 +9,7 @@ from flows.preflight import check_inputs, check_installed, check_output
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
-from grpo_tasks.running.orchestrator import flow_run_id, run_logger
+from grpo_tasks.running.orchestrator import flow_run_id, flow_run_name, run_logger
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.runs import TrackedRun, open_run
@@ -94,7 +94,7 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
         hidden_errors(),
         _folder_lock(config, fresh),
         _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
-        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, name=name) as tracked,
+        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, flow_run_name=flow_run_name(), name=name) as tracked,
     ):
         yield FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
 

@@ -46,6 +46,15 @@ def flow_run_id() -> str | None:
     return str(flow_run.id) if flow_run.id else None
 
 
+def flow_run_name() -> str | None:
+    """Name of the Prefect flow run, which the form can set; None outside of a flow."""
+    if not in_flow():
+        return None
+    from prefect.runtime import flow_run
+
+    return str(flow_run.name) if flow_run.name else None
+
+
 def show_artifact(key: str, markdown: str, *, description: str) -> None:
     """Show a report in the Prefect UI under a stable key; outside of a flow nothing happens."""
     if not in_flow():

@@ -21,6 +21,8 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
+from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
+from schemas.config.run import RunConfig
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -49,7 +51,7 @@ def record_data(run: RunHandle, result: DataReport) -> None:
     inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
     run.wake()
     run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
-    run.tags({"grpo.data_digest": result.digest})
+    run.tags({"grpo.data_digest": result.digest, "data": data_tag(result.digest)})
     _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), "data")
     counts = {
         "rows": result.rows,
@@ -124,7 +126,10 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
 def record_evaluation(run: RunHandle, result: EvalReport) -> None:
     """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report."""
     figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
-    run.metrics({f"{result.label}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
+    metrics = {f"{result.label}/{name}": value for name, value in figures.items()}
+    if result.label == "merged":
+        metrics |= merged_figures(result.metrics)
+    run.metrics(metrics, timestamp_ms=made_at(result, run))
     folder = f"evaluation/{result.label}"
     _upload(run, result.directory, (REPORT, result.samples.name), folder)
     _show(run, result.samples, f"{folder}/samples.json")
@@ -137,16 +142,16 @@ def record_merge(run: RunHandle, result: MergeProof) -> None:
     run.text(result.model_dump_json(indent=2), "merge/proof.json")
 
 
-def record_publication(run: RunHandle, result: Publication) -> None:
-    """The decision as tags, which the list of runs shows, and with its tests as JSON."""
+def record_publication(run: RunHandle, config: RunConfig, result: Publication) -> None:
+    """The decision as tags and description, which the list of runs shows, and with its tests as JSON."""
     run.text(result.model_dump_json(indent=2), "publication/decision.json")
     run.tags(
         {
             "grpo.model_version": f"{result.model_name}/{result.model_version}",
-            "grpo.champion": str(result.champion).lower(),
             "grpo.decision": result.reason[:8_000],
         }
     )
+    describe_decision(run, config, result)
 
 
 def record_report(run: RunHandle, result: ReportResult) -> None:

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from mlflow.entities import Run, ViewType
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
-from grpo_tasks.tracking.description import describe_environment, flatten
+from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
+from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -42,7 +44,13 @@ _KEY_CHARS = 8
 
 @contextmanager
 def open_run(
-    config: RunConfig, *, key: str, fresh: bool = False, flow_run_id: str | None = None, name: str | None = None
+    config: RunConfig,
+    *,
+    key: str,
+    fresh: bool = False,
+    flow_run_id: str | None = None,
+    flow_run_name: str | None = None,
+    name: str | None = None,
 ) -> Iterator["TrackedRun"]:
     """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
 
@@ -51,12 +59,14 @@ def open_run(
         key: content key of the run. The experiment's most recent run with this key is resumed.
         fresh: create a new run even if there is one with this key.
         flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
-        name: name of a new MLflow run; the configuration's name otherwise.
+        flow_run_name: its name, which becomes part of the name of a new MLflow run, as does the time.
+        name: beginning of the name of a new MLflow run; the configuration's name otherwise.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
-    run = TrackedRun(config, key=key, fresh=fresh, flow_run_id=flow_run_id, name=name)
+    title = run_title(name or config.name, flow_run_name, datetime.now())
+    run = TrackedRun(config, key=key, fresh=fresh, flow_run_id=flow_run_id, title=title)
     try:
         yield run
     except BaseException as fault:
@@ -70,7 +80,7 @@ def open_run(
 class TrackedRun:
     """The parent run and its children. Created by `open_run`."""
 
-    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow_run_id: str | None, name: str | None) -> None:
+    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow_run_id: str | None, title: str) -> None:
         self.config = config
         self.key = key
         self.store: Store = open_store(config.tracking)
@@ -80,13 +90,11 @@ class TrackedRun:
         self.data: DataReport | None = None
         """The data of the run, once it is recorded."""
         experiment_id = _experiment(self.store, config.experiment)
-        tags = {KEY_TAG: key, "grpo.name": config.name}
+        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config)
         # Without the lock, two processes could both find no run and create two runs with one key.
         with self.store.lock("open-run", who=f"the run {config.name}"):
             found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
-            run = found or self.store.ask(
-                lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
-            )
+            run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title))
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
         if not found:
             self.handle.wake()
@@ -125,7 +133,7 @@ class TrackedRun:
             case MergeProof():
                 step, work = "merge_adapter", partial(records.record_merge, run, result)
             case Publication():
-                step, work = "publish_model", partial(records.record_publication, run, result)
+                step, work = "publish_model", partial(records.record_publication, run, self.config, result)
             case ReportResult():
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
@@ -155,7 +163,7 @@ class TrackedRun:
                     self.handle.wake()
                     run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
             handle = RunHandle(self.store, run)
-            params = flatten(self.config.stage(stage)) | {"seed": str(self.config.seed)}
+            params = stage_params(self.config, stage)
             handle.once(f"config.{_digest(params)}", lambda: handle.params(params))
             self._children[name] = handle
         return self._children[name]
@@ -172,7 +180,7 @@ class TrackedRun:
         done = child.once(f"train_stage.{_mark(result)}", lambda: records.record_stage(child, result))
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
-        overview = "overview." + "-".join(_mark(stage) for stage in self._stages)
+        overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
         self.handle.once(overview, self._draw_overview)
         return done
 
@@ -199,7 +207,7 @@ class TrackedRun:
         environment = describe_environment()
         flow = {"prefect.flow_run_id": self._flow_run_id} if self._flow_run_id else {}
         handle.tags(environment.tags() | flow)
-        handle.text(environment.to_json(), "environment.json")
+        handle.text(environment.to_json(), ENVIRONMENT)
 
 
 def _mark(result: StepResult) -> str:
@@ -209,7 +217,11 @@ def _mark(result: StepResult) -> str:
 
 
 def _digest(params: dict[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(params.items())).encode("utf-8")).hexdigest()[:_KEY_CHARS]
+    return _short_hash(repr(sorted(params.items())))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_KEY_CHARS]
 
 
 def _experiment(store: Store, name: str) -> str:
@@ -218,7 +230,7 @@ def _experiment(store: Store, name: str) -> str:
     def work() -> str:
         found = store.client.get_experiment_by_name(name)
         if found is None:
-            return store.client.create_experiment(name)
+            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",
