@@ -26,6 +26,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, f
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
+from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
@@ -129,7 +130,7 @@ class TrackedRun:
             case DifficultyReport():
                 step, work = f"measure_difficulty.{result.label}", partial(records.record_difficulty, run, result)
             case EvalReport():
-                step, work = f"evaluate_model.{result.label}", partial(records.record_evaluation, run, result)
+                step, work = f"evaluate_model.{result.label}", partial(self._record_evaluation, result)
             case MergeProof():
                 step, work = "merge_adapter", partial(records.record_merge, run, result)
             case Publication():
@@ -138,7 +139,12 @@ class TrackedRun:
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
                 raise AssertionError(f"no function records {type(result).__name__}")
-        return run.once(f"{step}.{_mark(result)}", work)
+
+        def work_and_log() -> None:
+            work()
+            records.record_log(run, result, step)
+
+        return run.once(f"{step}.{_mark(result)}", work_and_log)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -177,12 +183,25 @@ class TrackedRun:
 
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
-        done = child.once(f"train_stage.{_mark(result)}", lambda: records.record_stage(child, result))
+
+        def work() -> None:
+            records.record_stage(child, result)
+            records.record_log(child, result, "train_stage")
+            record_checkpoints(child, result, stage_params(self.config, result.stage))
+
+        done = child.once(f"train_stage.{_mark(result)}", work)
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
         overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
         self.handle.once(overview, self._draw_overview)
         return done
+
+    def _record_evaluation(self, result: EvalReport) -> None:
+        records.record_evaluation(self.handle, result, self.data)
+        stage = next((stage for stage in self._stages if stage.stage == result.label), None)
+        if stage is not None:
+            at = records.made_at(result, self.handle)
+            record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
 
     def _draw_overview(self) -> None:
         from grpo_tasks.tracking.plots import plot_overview
@@ -198,6 +217,7 @@ class TrackedRun:
         def work() -> None:
             self.handle.params(params)
             self.handle.text(text, "config.yaml")
+            records.record_reward_sources(self.handle, self.config.rewards)
             self.handle.tags({"seed": str(self.config.seed)})
 
         self.handle.once(f"config.{_digest(params)}", work)
