@@ -36,6 +36,7 @@ from grpo_tasks.tracking.registry import CHALLENGER, CHAMPION, DECISION_TAG, PRE
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import model_card
 from grpo_tasks.tracking.served.proof import ServedSpec
+from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
 from schemas.config.run import RunConfig
 from schemas.errors import ServedModelError, TrackingError
@@ -272,6 +273,9 @@ def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[S
     except ServedModelError:
         run.store.ask(partial(_delete_logged, model_id=model_id))
         raise
+    prompt = run.system_prompt
+    if prompt is not None:
+        link_to_model(run.handle, prompt, model_id)
     tags = {PROVED_TAG: f"{len(answers)} answers equal those of the merged model"}
     run.store.ask(lambda client: client.set_logged_model_tags(model_id, tags))
 

@@ -27,7 +27,9 @@ from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
 from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
+from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
+from grpo_tasks.tracking.shown.prompts import record_system_prompt
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -124,7 +126,7 @@ class TrackedRun:
                 step, work = "prepare_data", partial(records.record_prepared, run, result)
             case DataReport():
                 self.data = result
-                step, work = "validate_data", partial(records.record_data, run, result)
+                step, work = "validate_data", partial(self._record_data, result)
             case LabReport():
                 step, work = "probe_rewards", partial(records.record_lab, run, result)
             case DifficultyReport():
@@ -181,6 +183,11 @@ class TrackedRun:
                 child.end(status)
         self.handle.end(status)
 
+    @property
+    def system_prompt(self) -> str | None:
+        """NAME/VERSION of the run's system prompt in the prompt registry, registered now if it is not; None if there is none."""
+        return record_system_prompt(self.handle, self.config.registered_model, self.config.data.system_prompt)
+
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
 
@@ -195,6 +202,10 @@ class TrackedRun:
         overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
         self.handle.once(overview, self._draw_overview)
         return done
+
+    def _record_data(self, result: DataReport) -> None:
+        records.record_data(self.handle, result)
+        record_held_out(self.handle, self.config.name, result)
 
     def _record_evaluation(self, result: EvalReport) -> None:
         records.record_evaluation(self.handle, result, self.data)
