@@ -4,11 +4,11 @@ from typing import Any
 
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.results.data import DataReport
-from schemas.results.model import MergeProof, MergeSpec, ModelRef
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef
 
 
 @step(rooms=("policy", "attention", "data"), retries=1, device=True)

@@ -40,7 +40,7 @@ from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rewards.held_out import reward_columns, solved_by_stage
@@ -57,7 +57,7 @@ from schemas.results.base import Result
 from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import MergeProof, MergeSpec, ModelRef, StageResult
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:

@@ -82,6 +82,10 @@ class StageResult(StepResult):
     """The prompts that it trained on, by their pass rates; None where no pass rates were known."""
 
 
+PROOF_TOKENS = 64
+"""Greedy tokens that a merge proof compares for each prompt, and that a published model must repeat."""
+
+
 class MergeSpec(Result):
     """Input of a merge. The step writes it as spec.json."""
 

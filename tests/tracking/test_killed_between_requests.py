@@ -60,6 +60,7 @@ def stored(address, config):
             (metric, [(step, value) for step, value, _ in history(client, run.info.run_id, metric)])
             for run in runs
             for metric in run.data.metrics
+            if not metric.startswith("system/")
         ),
         "artifacts": sorted((run.data.tags.get("grpo.stage", ""), files(client, run.info.run_id)) for run in runs),
         "models": [(str(model.status), model_files(client, model.model_id)) for model in models],

@@ -19,14 +19,13 @@ import mlflow.artifacts
 import mlflow.pyfunc
 from mlflow import MlflowClient
 
-from grpo_tasks.policy.merge_proof import PROOF_TOKENS
 from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.tracking.log_model import example_request
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import OUR_PACKAGES, ServedModelError
 from schemas.results.base import Result
-from schemas.results.model import GreedyAnswer
+from schemas.results.model import PROOF_TOKENS, GreedyAnswer
 
 _FIX = "run the same command again: the model is uploaded and asked again; nothing was registered"
 _SHOWN_CHARS = 300
