@@ -10,7 +10,7 @@ from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_url, run_name, send_event
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_name, send_event
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.models import Champion
@@ -117,7 +117,15 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
         hidden_errors(),
         _folder_lock(config, fresh),
         _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
-        open_run(config, key=key, fresh=fresh, flow_run_id=run_id, flow_run_url=flow_run_url(), name=name) as tracked,
+        open_run(
+            config,
+            key=key,
+            fresh=fresh,
+            flow_run_id=run_id,
+            flow_run_url=flow_run_url(),
+            flow_run_name=flow_run_name(),
+            name=name,
+        ) as tracked,
     ):
         run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
         run.show_links()

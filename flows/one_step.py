@@ -7,8 +7,15 @@ from pathlib import Path
 
 from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, copy_model, named_model, with_local_model
-from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, trained_stage, validated_data
-from grpo_tasks.merge_adapter import merge_adapter
+from flows.steps import (
+    base_model,
+    evaluation_of,
+    measured_difficulty,
+    merged_model,
+    probed_rewards,
+    trained_stage,
+    validated_data,
+)
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.data import DataReport
@@ -62,8 +69,7 @@ def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergePro
     if into is not None and into.exists() and any(into.iterdir()) and not (into / "config.json").exists():
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with open_flow_run(config, flow="merge") as run:
-        template = config.rollout.chat_template_kwargs
-        proof = merge_adapter(run, ref, validated_data(run), model=config.model, chat_template_kwargs=template)
+        proof = merged_model(run, ref, validated_data(run))
     if into is not None:
         copy_model(Path(proof.model.path), into)
     return proof

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from flows.approval import ask_for_approval, was_suspended
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import with_local_model
-from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, rivals_of, trained_stage, validated_data
+from flows.steps import (
+    base_model,
+    evaluation_of,
+    measured_difficulty,
+    merged_model,
+    probed_rewards,
+    rivals_of,
+    trained_stage,
+    validated_data,
+)
 from flows.temporary_server import locked_flow
-from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.tracking.registry import tag_version
@@ -79,7 +87,7 @@ def _trained(run: FlowRun) -> _Trained:
         model = stages[-1].model
         if config.evaluation.stages:
             evaluations.append(evaluation_of(run, stage.name, model, data))
-    merged = merge_adapter(run, model, data, model=config.model, chat_template_kwargs=config.rollout.chat_template_kwargs)
+    merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
     return _Trained(data, lab, difficulty, stages, evaluations, merged)
 

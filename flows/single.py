@@ -8,9 +8,8 @@ from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
-from flows.steps import base_model, evaluation_of, rivals_of, validated_data
+from flows.steps import base_model, evaluation_of, merged_model, rivals_of, validated_data
 from flows.temporary_server import locked_flow
-from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
@@ -106,8 +105,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
         data = validated_data(run)
         base = evaluation_of(run, "base", base_model(config), data)
-        template = config.rollout.chat_template_kwargs
-        merged = merge_adapter(run, ref, data, model=config.model, chat_template_kwargs=template)
+        merged = merged_model(run, ref, data)
         final = evaluation_of(run, "merged", merged.model, data)
         made = _published(run, merged, final, base, data)
     while made.awaits_approval and ask_for_approval(config, made, made.headline()):

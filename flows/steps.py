@@ -7,6 +7,7 @@ from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluate_model import evaluate_model
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.measure_difficulty import measure_difficulty
+from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
@@ -96,8 +97,8 @@ def _sampled_model(model: ModelConfig, start: ModelRef) -> ModelConfig:
     neutral = ModelConfig()
     # A server needs the rank of an adapter.
     lora = neutral.lora if start.adapter is None and model.lora is not None else model.lora
-    unused = {"gradient_checkpointing": neutral.gradient_checkpointing, "merged_dtype": neutral.merged_dtype, "lora": lora}
-    return model.model_copy(update=unused)
+    names = ("gradient_checkpointing", "merged_dtype", "merged_system_prompt")
+    return model.model_copy(update={name: getattr(neutral, name) for name in names} | {"lora": lora})
 
 
 def trained_stage(
@@ -127,6 +128,19 @@ def trained_stage(
         rollout=config.rollout,
         seed=config.seed,
         tasks=config.data.tasks,
+    )
+
+
+def merged_model(run: FlowRun, ref: ModelRef, data: DataReport) -> MergeProof:
+    """Merge the adapter of a model into its base, and prove it."""
+    config = run.config
+    return merge_adapter(
+        run,
+        ref,
+        data,
+        model=config.model,
+        chat_template_kwargs=config.rollout.chat_template_kwargs,
+        system_prompt=config.merged_system_prompt,
     )
 
 

@@ -4,20 +4,32 @@ from typing import Any
 
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.results.data import DataReport
-from schemas.results.model import MergeProof, MergeSpec, ModelRef
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef
 
 
 @step(rooms=("policy", "attention", "data"), retries=1, device=True)
 def merge_adapter(
-    work: Work, ref: ModelRef, data: DataReport, *, model: ModelConfig, chat_template_kwargs: dict[str, Any]
+    work: Work,
+    ref: ModelRef,
+    data: DataReport,
+    *,
+    model: ModelConfig,
+    chat_template_kwargs: dict[str, Any],
+    system_prompt: str | None,
 ) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
-    chats = read_chats(data.eval, limit=PROOF_PROMPTS)
-    spec = MergeSpec(model=model, ref=ref, prompts=chats, max_new_tokens=PROOF_TOKENS, chat_template_kwargs=chat_template_kwargs)
+    spec = MergeSpec(
+        model=model,
+        ref=ref,
+        prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
+        max_new_tokens=PROOF_TOKENS,
+        chat_template_kwargs=chat_template_kwargs,
+        system_prompt=system_prompt,
+    )
     proof = merge_and_prove(spec, work.directory, key=work.key)
     work.artifact("merge", _markdown(proof))
     return proof

@@ -14,6 +14,7 @@ from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
+from grpo_tasks.tracking.served.proof import ServedSpec
 from schemas.config.evaluation import PromotionConfig
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 from schemas.results.model import MergeProof
@@ -48,6 +49,7 @@ def publish_model(
             regressions=regressions,
             origin=work.run.origin,
             log=partial(_log, work.directory),
+            prove=partial(_prove, work.directory),
         )
     work.artifact("publication", _markdown(name, decision, tests, regressions, promotion))
     return Publication(
@@ -68,6 +70,14 @@ def publish_model(
 def _log(directory: Path, spec: LogSpec) -> None:
     spec.save(directory / SPEC)
     run_module("grpo_tasks.tracking.log_model", directory)
+
+
+def _prove(directory: Path, spec: ServedSpec) -> None:
+    # A folder of its own, so that both logs stay.
+    folder = directory / "served"
+    folder.mkdir(exist_ok=True)
+    spec.save(folder / SPEC)
+    run_module("grpo_tasks.tracking.served.proof", folder)
 
 
 def _markdown(

@@ -157,6 +157,12 @@ class MergeError(UserError):
     title = "The merged model is wrong"
 
 
+class ServedModelError(UserError):
+    """An artifact that cannot be loaded, or answers otherwise than the merged model. It is not registered."""
+
+    title = "The published model answers otherwise"
+
+
 class DamagedError(UserError):
     """A file that changed since its step wrote it."""
 

@@ -1,13 +1,15 @@
 """What a run's settings change about a tokenizer: added tokens, and variables of its chat template.
 
     tokenizer as published -> added tokens of model.added_tokens -> template with the defaults of rollout.chat_template_kwargs
+                                                                 -> merged model: also with the system prompt of the training
 
 Everything that loads a tokenizer prepares it here, so that validation, sampling, training and the merged model agree. The changes
 are saved with a merged model: its template keeps the defaults, and needs no settings of ours. Imports no torch.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schemas.config.model import AddedToken, ModelConfig
@@ -16,6 +18,15 @@ from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SYSTEM_START, _SYSTEM_END = "{#- system prompt of the training -#}", "{#- end of the system prompt +#}"
+"""Comments of the template around the part that `set_system_prompt` wrote."""
+_SYSTEM = (
+    "{%- if not messages or messages[0]['role'] != 'system' %}"
+    "{%- set messages = [{'role': 'system', 'content': PROMPT}] + messages %}"
+    "{%- endif %}"
+)
+"""The same rule by which reading the data adds the system prompt: a conversation that begins with a system message keeps it."""
 
 
 def added_tokens(model: ModelConfig) -> list[AddedToken]:
@@ -99,18 +110,31 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
 
     Rendering then equals `apply_chat_template(..., **values)`, and a caller may still pass another value.
     """
-    template = tokenizer.chat_template
-    if not values or not template:
+    if not values:
         return
     # "+%}" keeps the line break that may follow: trim_blocks would remove one from the beginning of the template.
     opening = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
         for name, value in sorted(values.items())
     )
+    _change_templates(tokenizer, lambda template: _opened(template, opening))
+
+
+def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:
+    """Make the chat template begin every conversation that has no system message with this one, in place.
+
+    A system prompt that an earlier call wrote is replaced. The prompt is a string in the template, never a part of it.
+    """
+    opening = _SYSTEM_START + _SYSTEM.replace("PROMPT", _literal(prompt)) + _SYSTEM_END
+    _change_templates(tokenizer, lambda template: opening + _own_line(_split_system(template)[1]))
+
+
+def _change_templates(tokenizer: "PreTrainedTokenizerBase", change: Callable[[str], str]) -> None:
+    template = tokenizer.chat_template
     if isinstance(template, dict):
-        tokenizer.chat_template = {name: _opened(text, opening) for name, text in template.items()}
-    else:
-        tokenizer.chat_template = _opened(template, opening)
+        tokenizer.chat_template = {name: change(text) for name, text in template.items()}
+    elif template:
+        tokenizer.chat_template = change(template)
 
 
 def prepare(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, rollout: RolloutConfig) -> None:
@@ -120,8 +144,23 @@ def prepare(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, rollout: R
 
 
 def _opened(template: str, opening: str) -> str:
+    system, own = _split_system(template)
     # A tokenizer that was saved with a merged model has the defaults already.
-    return template if template.startswith(opening) else opening + template
+    return system + (own if own.startswith(opening) else opening + _own_line(own))
+
+
+def _split_system(template: str) -> tuple[str, str]:
+    """What `set_system_prompt` wrote, empty if nothing, and the rest of the template."""
+    if not template.startswith(_SYSTEM_START):
+        return "", template
+    # The prompt itself may contain the end marker, as a string; the template that follows never does.
+    at = template.rindex(_SYSTEM_END) + len(_SYSTEM_END)
+    return template[:at], template[at:]
+
+
+def _own_line(template: str) -> str:
+    """The template without the spaces that lstrip_blocks would remove if nothing stood before them on their line."""
+    return re.sub(r"^[ \t]+(?=\{[%#](?!\+))", "", template)
 
 
 def _literal(value: Any) -> str:

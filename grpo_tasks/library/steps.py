@@ -40,7 +40,7 @@ from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, PROOF_TOKENS, merge_and_prove
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rewards.held_out import reward_columns, solved_by_stage
@@ -57,7 +57,7 @@ from schemas.results.base import Result
 from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import MergeProof, MergeSpec, ModelRef, StageResult
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -196,7 +196,8 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`, `added_tokens`) and `rollout.chat_template_kwargs`.
+        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), `rollout.chat_template_kwargs` and
+            `data.system_prompt`.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
@@ -204,9 +205,14 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     Raises:
         MergeError: the merged or the saved model differs from base + adapter.
     """
-    chats = read_chats(data.eval, limit=PROOF_PROMPTS)
-    template = config.rollout.chat_template_kwargs
-    spec = MergeSpec(model=config.model, ref=model, prompts=chats, max_new_tokens=PROOF_TOKENS, chat_template_kwargs=template)
+    spec = MergeSpec(
+        model=config.model,
+        ref=model,
+        prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
+        max_new_tokens=PROOF_TOKENS,
+        chat_template_kwargs=config.rollout.chat_template_kwargs,
+        system_prompt=config.merged_system_prompt,
+    )
     return merge_and_prove(spec, _folder(directory), key=_key(spec))
 
 

@@ -18,18 +18,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.content.tokenizer import set_system_prompt
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
-from grpo_tasks.policy.chat import Message, prompt_ids
+from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
-from schemas.results.model import MergeFigures, MergeSpec, ModelRef
+from schemas.results.model import GreedyAnswer, MergeFigures, MergeSpec, ModelRef
 
 MERGE_TOLERANCE = 2e-3
 """Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
 MEAN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest allowed mean difference (nats per token) after rounding to the saved dtype (24, 8 and 11 bits of significand)."""
+
+RECORDED_ANSWERS = 4
+"""Prompts whose greedy answers are recorded. A published model must repeat them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             place=str(spec.ref.adapter),
             fix="check that the adapter belongs to this base model",
         )
+    if spec.system_prompt is not None:
+        set_system_prompt(tokenizer, spec.system_prompt)
     target = directory / "model"
     _save(merged, tokenizer, target, dtype=spec.model.merged_dtype)
     # Two copies of the weights in float32 would be the largest need for memory of a whole run.
@@ -71,6 +77,7 @@ def _compare_reloaded(
     spec: MergeSpec, target: Path, before: _GreedyCompletions, *, merge_difference: float, device: torch.device
 ) -> MergeFigures:
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
+    _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
     difference = _difference(reloaded, before)
     tolerance = MEAN_TOLERANCE[spec.model.merged_dtype]
@@ -81,6 +88,7 @@ def _compare_reloaded(
             place=str(target),
             fix="model.merged_dtype: float32",
         )
+    after = _greedy(reloaded, tokenizer, spec)
     return MergeFigures(
         sha256=folder_sha256(target),
         prompts=len(spec.prompts),
@@ -88,9 +96,26 @@ def _compare_reloaded(
         max_logprob_difference=difference.max().item(),
         mean_logprob_difference=difference.mean().item(),
         tolerance=tolerance,
-        greedy_agreement=_agreement(before.ids, _greedy(reloaded, tokenizer, spec).ids),
+        greedy_agreement=_agreement(before.ids, after.ids),
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
+        answers=[
+            GreedyAnswer(messages=chat, text=completion_text(tokenizer, ids))
+            for chat, ids in zip(spec.prompts[:RECORDED_ANSWERS], after.ids, strict=False)
+        ],
     )
+
+
+def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
+    """Refuse a template that writes the system prompt otherwise when it adds it than when a conversation brings it."""
+    opening = {"role": "system", "content": spec.system_prompt}
+    for chat in spec.prompts:
+        if chat[0] == opening and chat[1:] and prompt_ids(tokenizer, chat[1:]) != prompt_ids(tokenizer, chat):
+            raise MergeError(
+                "the chat template of the merged model does not give the prompt of the training to a conversation without a "
+                "system message",
+                place=str(target / "chat_template.jinja"),
+                fix="model.merged_system_prompt: false; conversations must then bring the system prompt",
+            )
 
 
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
@@ -111,6 +136,8 @@ def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec
         temperature=None,
         top_p=None,
         top_k=None,
+        # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
+        repetition_penalty=1.0,
         pad_token_id=tokenizer.pad_token_id,
     )
     # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.

@@ -14,8 +14,6 @@ from schemas.results.model import MergeFigures, MergeProof, MergeSpec, ModelRef
 
 PROOF_PROMPTS = 16
 """Held-out prompts that the merged model is compared on."""
-PROOF_TOKENS = 64
-"""Greedy tokens that are compared for each prompt."""
 
 
 def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof:

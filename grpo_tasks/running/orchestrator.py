@@ -53,6 +53,15 @@ def flow_run_id() -> str | None:
     return str(flow_run.id) if flow_run.id else None
 
 
+def flow_run_name() -> str | None:
+    """Name of the Prefect flow run, which the form can set; None outside of a flow."""
+    if not in_flow():
+        return None
+    from prefect.runtime import flow_run
+
+    return str(flow_run.name) if flow_run.name else None
+
+
 def flow_run_url() -> str | None:
     """Address of the flow run in the Prefect UI; None outside of a flow and with a temporary server, which has no UI."""
     if not in_flow():

@@ -21,6 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from schemas.config.run import RunConfig
+
+ENVIRONMENT = "environment.json"
+"""Artifact of a run with its `Environment`."""
 MAX_VALUE = 6_000
 MAX_KEY = 250
 _CODE = ("flows", "grpo_tasks", "schemas", "deploy")
@@ -34,6 +38,19 @@ def flatten(section: BaseModel) -> dict[str, str]:
     for key, value in _leaves(section.model_dump(mode="json"), ""):
         params |= _split(_clean(key), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     return params
+
+
+def stage_params(config: RunConfig, stage: str) -> dict[str, str]:
+    """Everything that shaped one stage, defaults included: its settings, the model, the sampling, and its rewards as resolved."""
+    settings = config.stage(stage)
+    params = flatten(settings) | {"seed": str(config.seed)}
+    for name, section in {"model": config.model, "rollout": config.rollout}.items():
+        params |= {f"{name}.{key}": value for key, value in flatten(section).items()}
+    for reward in settings.rewards:
+        resolved = config.rewards.resolve(reward)
+        if resolved is not None:
+            params |= {f"reward.{_clean(reward)}.{key}": value for key, value in flatten(resolved).items()}
+    return params | {"rewards.memory_limit_gb": json.dumps(config.rewards.memory_limit_gb)}
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -80,23 +97,22 @@ class Environment:
     """Version of every installed distribution."""
 
     def tags(self) -> dict[str, str]:
-        """The main facts as MLflow tags; `to_json` has all of them."""
-        versions = {f"version.{name}": self.packages[name] for name in _MAIN_PACKAGES if name in self.packages}
+        """The code's version as MLflow tags; `to_json` has everything."""
         git = {"mlflow.source.git.commit": self.git_commit} if self.git_commit else {}
-        return (
-            git
-            | versions
-            | {
-                "git.commit": self.git_commit or "none",
-                "git.dirty": str(self.git_dirty).lower(),
-                "python": self.python,
-                "platform": self.platform,
-            }
-        )
+        return git | {"git.commit": self.git_commit or "none", "git.dirty": str(self.git_dirty).lower()}
+
+    def main_packages(self) -> dict[str, str]:
+        """Versions of the packages that a result depends on most."""
+        return {name: self.packages[name] for name in _MAIN_PACKAGES if name in self.packages}
 
     def to_json(self) -> str:
         """Everything, for the artifact environment.json."""
         return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Environment":
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
 
 
 def describe_environment() -> Environment:

@@ -18,7 +18,9 @@ from mlflow.entities import Metric, Param, Run, RunTag
 
 from grpo_tasks.tracking.store import Store
 
-MARKER = "grpo.recorded."
+MARKER = "grpo.recorded"
+"""Tag with the markers of what is recorded, one a line; more than a tag holds continue in MARKER.2, MARKER.3 ..."""
+_MARKER_CHARS = 5_000
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1_000
 _BYTES_PER_CALL = 500_000
@@ -37,7 +39,7 @@ class RunHandle:
         self.status: str = run.info.status
         self.started_ms: int = run.info.start_time
         self._params = dict(run.data.params)
-        self._markers = {tag for tag in run.data.tags if tag.startswith(MARKER)}
+        self._markers = _markers(run.data.tags)
         self._on_wake = on_wake
         self._awake = False
 
@@ -67,7 +69,7 @@ class RunHandle:
 
     def has(self, marker: str) -> bool:
         """Whether this work was recorded completely."""
-        return MARKER + marker in self._markers
+        return marker in self._markers
 
     def once(self, marker: str, work: Callable[[], None]) -> bool:
         """Run repeatable work unless it is recorded; True when it ran now."""
@@ -82,14 +84,13 @@ class RunHandle:
                 return False
             self.wake()
             work()
-            self.tags({MARKER + marker: "true"})
-        self._markers.add(MARKER + marker)
+            self._markers.add(marker)
+            self.tags(_marker_tags(self._markers))
         return True
 
     def _recorded(self) -> set[str]:
         """The run's markers in the store."""
-        tags = self.store.ask(lambda client: client.get_run(self.run_id)).data.tags
-        return {tag for tag in tags if tag.startswith(MARKER)}
+        return _markers(self.store.ask(lambda client: client.get_run(self.run_id)).data.tags)
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags. Existing tags of the same name are overwritten."""
@@ -150,6 +151,22 @@ class RunHandle:
             # mlflow calls pandas in a deprecated way, which our users cannot change.
             warnings.simplefilter("ignore")
             self.store.ask(lambda client: client.log_table(self.run_id, _columns(frame), name))
+
+
+def _markers(tags: Mapping[str, str]) -> set[str]:
+    texts = [text for tag, text in tags.items() if tag == MARKER or tag.startswith(f"{MARKER}.")]
+    # Runs of earlier versions have a tag for each marker.
+    single = {tag.removeprefix(f"{MARKER}.") for tag, text in tags.items() if tag.startswith(f"{MARKER}.") and text == "true"}
+    return single | {marker for text in texts if text != "true" for marker in text.split("\n")}
+
+
+def _marker_tags(markers: set[str]) -> dict[str, str]:
+    texts = [""]
+    for marker in sorted(markers):
+        if len(texts[-1]) + len(marker) >= _MARKER_CHARS:
+            texts.append("")
+        texts[-1] += f"\n{marker}" if texts[-1] else marker
+    return {MARKER if number == 1 else f"{MARKER}.{number}": text for number, text in enumerate(texts, start=1)}
 
 
 def _columns(frame: pl.DataFrame) -> dict[str, list[object]]:

@@ -2,6 +2,7 @@
 
     metrics.jsonl  {"step": 12, "timestamp_ms": 1789..., "metrics": {"reward": 1.2}}   ->   log_batch, at most 1,000 metrics
     events.jsonl   {"step": 12, "event": "kl_blow_up", ...}                            ->   tag grpo.event.kl_blow_up, the latest
+    the machine    CPU, memory, disk, network, GPU every ten seconds                   ->   metrics system/...
 
 The position is read from the store, not kept on disk: it is the last step that any metric of the run has. All metrics of a step
 travel in one call, which the store commits or refuses. So the position is right even after a kill between a call and its reply,
@@ -11,6 +12,7 @@ journal.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from grpo_tasks.stage.journal import JOURNAL_KEYS, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.shown.machine import SYSTEM, Machine
 from grpo_tasks.tracking.store import FAULTS, Store, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
@@ -61,6 +64,7 @@ class JournalShipper:
     """Finds or creates the child run. Called when there is something to send, so that a dead server stops no training."""
     flush_interval_s: float = 5.0
     """Seconds between two calls of `ship` by the step that follows the stage."""
+    machine: Machine = field(default_factory=Machine)
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
     _last_step: int | None = None
@@ -133,6 +137,14 @@ class JournalShipper:
             # Set after each batch: if the next call fails, `ship` does not send this one again.
             self._last_step = batch[-1].step
         self._waiting = []
+        self._send_machine(run)
+
+    def _send_machine(self, run: RunHandle) -> None:
+        now = int(time.time() * 1000)
+        sample = [Metric(name, value, now, self.last_step) for name, value in self.machine.sample().items()]
+        if sample:
+            run.wake()
+            self.store.client.log_batch(run.run_id, metrics=sample)
 
 
 def _event_tags(stage_dir: Path) -> dict[str, str]:
@@ -142,7 +154,7 @@ def _event_tags(stage_dir: Path) -> dict[str, str]:
 
 def _find_last_step(run: RunHandle) -> int:
     latest = run.store.client.get_run(run.run_id).data.to_proto().metrics
-    return max((metric.step for metric in latest if not metric.key.startswith(FINAL)), default=0)
+    return max((metric.step for metric in latest if not metric.key.startswith((FINAL, SYSTEM))), default=0)
 
 
 def _metrics(line: JournalLine) -> list[Metric]:

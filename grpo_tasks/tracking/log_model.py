@@ -1,18 +1,36 @@
 """`python -m grpo_tasks.tracking.log_model DIRECTORY`: upload the files of a merged model to MLflow; spec.json names it.
 
+    merged folder -> MLmodel           flavors python_function (chat_model.py) and transformers, signature of llm/v1/chat
+                     model/            the merged folder as it is: both flavors load it
+                     chat_model.py     how it answers, as code (nothing is pickled)
+                     input_example.json, serving_input_example.json, requirements.txt, ...
+
 A separate process, forked from one that has transformers loaded: mlflow imports all of transformers only to copy a folder.
 """
 
+import re
+from collections.abc import Sequence
+from importlib.resources import as_file, files
 from pathlib import Path
+from shutil import copyfile
+from typing import Any
 
+import mlflow.pyfunc
 import mlflow.transformers
+from mlflow.models import Model
+from pydantic import Field
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.processes.entry import SPEC, run_child
+from grpo_tasks.tracking.models import FOLDER
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError
+from schemas.prompts import PLAIN
 from schemas.results.base import Result
+
+CODE = "chat_model.py"
+"""File of an artifact with its model's code, and of served/ in this room."""
 
 
 class LogSpec(Result):
@@ -26,6 +44,10 @@ class LogSpec(Result):
     sha256: str
     """Expected SHA-256 over all files of the folder. A folder that differs is not logged."""
     requirements: list[str]
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """How the model generates where a request says nothing (served/chat_model.py lists the settings)."""
+    example: list[dict[str, str]] = Field(default_factory=list)
+    """A held-out prompt, shown as the input example."""
 
 
 def log_model(spec: LogSpec) -> None:
@@ -40,15 +62,8 @@ def log_model(spec: LogSpec) -> None:
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     try:
         with store.as_default():
-            mlflow.transformers.log_model(
-                # Absolute, because mlflow would ask the hub for the model card of a path that looks like OWNER/NAME.
-                str(spec.path.resolve()),
-                model_id=spec.model_id,
-                run_id=spec.run_id,
-                task="text-generation",
-                # Given, because mlflow would load the model in a new process to find out.
-                pip_requirements=spec.requirements,
-            )
+            # Model.log calls `save_model` of its flavor, with an MLmodel that already names run and model id.
+            Model.log(None, _Flavor, model_id=spec.model_id, run_id=spec.run_id, spec=spec, validate_serving_input=False)
     except FAULTS as fault:
         raise store.error(fault) from fault
     # Checked again: the folder may have changed while it was uploaded.
@@ -57,6 +72,54 @@ def log_model(spec: LogSpec) -> None:
     except DamagedError:
         store.ask(lambda client: client.delete_logged_model(spec.model_id))
         raise
+
+
+class _Flavor:
+    """What MLflow expects of the module of a flavor."""
+
+    @staticmethod
+    def save_model(path: str, mlflow_model: Model, spec: LogSpec, **_: object) -> None:
+        """Write the artifact to the new folder `path`: the transformers flavor, and a pyfunc flavor on the same files."""
+        prompt = example_request(spec.example)
+        mlflow.transformers.save_model(
+            # Absolute, because mlflow would ask the hub for the model card of a path that looks like OWNER/NAME.
+            str(spec.path.resolve()),
+            path,
+            mlflow_model=mlflow_model,
+            task="llm/v1/chat" if "messages" in prompt else "llm/v1/completions",
+            input_example=prompt,
+            # Given, because mlflow would load the model in a new process to find out.
+            pip_requirements=spec.requirements,
+        )
+        with as_file(files("grpo_tasks.tracking.served") / CODE) as code:
+            copyfile(code, Path(path) / CODE)
+        written = mlflow_model.flavors["python_function"]
+        mlflow.pyfunc.add_to_model(
+            mlflow_model,
+            loader_module="mlflow.pyfunc.model",
+            conda_env=written["env"]["conda"],
+            python_env=written["env"]["virtualenv"],
+            model_config=spec.settings,
+            model_code_path=CODE,
+            artifacts={FOLDER: {"path": FOLDER, "uri": FOLDER}},
+        )
+        # It says that no licence was found, with the path on this machine. The model card names the licence of the base.
+        (Path(path) / "LICENSE.txt").unlink(missing_ok=True)
+        # Where the model lay on this machine concerns nobody else.
+        mlflow_model.flavors["transformers"]["source_model_name"] = str(spec.settings.get("name", FOLDER))
+        mlflow_model.save(str(Path(path) / "MLmodel"))
+
+
+def example_request(prompt: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """A request with this prompt, in the form of llm/v1/chat, or of llm/v1/completions for a plain prompt."""
+    if prompt and prompt[0]["role"] == PLAIN:
+        return {"prompt": prompt[0]["content"]}
+    return {"messages": [dict(message) for message in prompt] or [{"role": "user", "content": "Hello"}]}
+
+
+def pinned(packages: dict[str, str], names: Sequence[str]) -> list[str]:
+    """Requirements NAME==VERSION of installed packages, without the local part of a version: no index has torch 2.13.0+cpu."""
+    return [f"{name}=={re.split('[+]', packages[name])[0]}" for name in names if name in packages]
 
 
 def require_proved(sha256: str, proved: str, folder: Path) -> None:

@@ -25,7 +25,7 @@ from schemas.errors import ModelError
 from schemas.results.model import ModelRef
 
 FOLDER = "model"
-"""Folder of a logged model in which MLflow keeps the files of a transformers model."""
+"""Folder of an artifact with the files of the merged model."""
 ADAPTER = "adapter"
 """Artifact path, in the run of a stage, of its adapter."""
 ORIGIN = "grpo.json"

@@ -69,6 +69,11 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
         )
 
 
+def _is_named(run: Run, name: str) -> bool:
+    """Whether this is the run's name, or its beginning without the time."""
+    return f"{run.info.run_name} ".startswith(f"{name} ")
+
+
 def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
     if "@" in reference or "/" in reference:
         version = find_version(reference, tracking)
@@ -76,7 +81,7 @@ def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
             run_id = version.run_id
             return store.ask(lambda client: client.get_run(run_id))
     found = store.ask(_parents)
-    for matches in (lambda run: run.info.run_id.startswith(reference), lambda run: run.info.run_name == reference):
+    for matches in (lambda run: run.info.run_id.startswith(reference), lambda run: _is_named(run, reference)):
         fitting = [run for run in found if matches(run)]
         if fitting:
             return fitting[0]

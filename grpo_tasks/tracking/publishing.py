@@ -1,8 +1,9 @@
 """Publishing a merged model: a version in the registry, and the alias `champion` on the best version.
 
-    merged folder --log as files--> logged model --register--> version --paired tests--> alias champion moves | stays
+    merged folder --log as files--> logged model --ask it--> --register--> version --paired tests--> alias champion moves | stays
 
-The folder is logged as files; its weights are never loaded. A model with the same bytes (by SHA-256) that this run logged or
+The folder is logged as files. A process of its own loads the logged model and asks it; one that answers otherwise than the merged
+model is deleted. A model with the same bytes (by SHA-256) that this run logged or
 registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, and if
 that champion is still the champion. The old champion becomes `previous`; a candidate that is not promoted becomes `challenger`.
 What this module does not do: evaluate (the tests come from the evaluation room).
@@ -21,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.description import describe_environment
-from grpo_tasks.tracking.log_model import LogSpec, require_proved
+from grpo_tasks.tracking.log_model import LogSpec, pinned, require_proved
 from grpo_tasks.tracking.models import (
     Champion,
     current_champion,
@@ -42,14 +43,20 @@ from grpo_tasks.tracking.registry import (
     await_approval,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
+from grpo_tasks.tracking.served.card import model_card
+from grpo_tasks.tracking.served.proof import ServedSpec
+from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
-from schemas.errors import TrackingError
+from schemas.config.run import RunConfig
+from schemas.errors import ServedModelError, TrackingError
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import Approval
 
 UPLOADS = 3
 """Attempts at the upload of a model before publishing fails."""
+PROVED_TAG = "grpo.served_proof"
+"""Tag of a logged model that was asked and gave the answers of the merged model."""
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
 """Packages that loading the model takes; their installed versions are logged with it."""
 
@@ -76,6 +83,7 @@ def publish(
     regressions: Sequence[Regression] = (),
     origin: Mapping[str, str] | None = None,
     log: Callable[[LogSpec], None],
+    prove: Callable[[ServedSpec], None],
 ) -> Decision:
     """Register the merged model and move the alias if the tests allow it. Repeating it changes nothing.
 
@@ -88,14 +96,16 @@ def publish(
         regressions: metrics that must not get worse.
         origin: further tags of the version: its data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
+        prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
 
     Raises:
+        ServedModelError: the logged model answers otherwise than the merged one. Nothing was registered.
         DamagedError: the files differ from those that the merge proof covers. Nothing was registered.
         TrackingError: the store cannot be reached or refuses. Publishing again resumes.
     """
     name = run.config.registered_model
     _store_manifest(run, proof)
-    version = _register(run, name, proof, log)
+    version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
     if ROLLED_BACK_TAG in version.tags:
         # A user rolled it back on purpose. Running the same run again must not restore it.
@@ -108,6 +118,7 @@ def publish(
     if decision.awaits_approval:
         await_approval(run.store, name, decision.version, current.version if current else "")
     _tag(run, name, decision, tests, evaluation, regressions, origin or {})
+    _write_card(run, name, decision, proof, tests, evaluation)
     _move_aliases(run.store, name, decision, current)
     if decision.champion and current is not None and current.version == decision.version:
         # Report why it became champion, not that it still is.
@@ -222,7 +233,9 @@ def _describe_test(test: PairedTest) -> str:
     return f"{test.metric} {test.difference:+.4f} over {test.prompts} prompts, p = {test.p_value:.4g}"
 
 
-def _register(run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None]) -> ModelVersion:
+def _register(
+    run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None], prove: Callable[[ServedSpec], None]
+) -> ModelVersion:
     """This run's version with these bytes; registered now if there is none."""
     known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
     if known:
@@ -233,6 +246,7 @@ def _register(run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogS
         retry=tenacity.retry_if_exception_type(TrackingError), stop=tenacity.stop_after_attempt(UPLOADS), reraise=True
     )
     model_id = attempts(_logged_model, run, proof, log)
+    _prove(run, model_id, proof, prove)
 
     def work() -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
@@ -256,7 +270,10 @@ def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
 
 def _create_model(store: Store, name: str) -> None:
     try:
-        store.client.create_registered_model(name)
+        store.client.create_registered_model(
+            name,
+            description="Models trained with GRPO. The alias champion moves only to a version that a paired test finds better.",
+        )
     except MlflowException as fault:
         if fault.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -273,6 +290,29 @@ def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], N
         if model not in complete:
             run.store.ask(partial(_delete_logged, model_id=model.model_id))
     return complete[0].model_id if complete else _log_folder(run, proof, log)
+
+
+def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[ServedSpec], None]) -> None:
+    """Ask the logged model, once; delete it if it answers otherwise than the merged model."""
+    if PROVED_TAG in run.store.ask(lambda client: client.get_logged_model(model_id)).tags:
+        return
+    answers = [answer.model_copy(update={"messages": _as_a_client_asks(run, answer.messages)}) for answer in proof.answers]
+    try:
+        prove(ServedSpec(tracking=run.config.tracking, model_id=model_id, answers=answers))
+    except ServedModelError:
+        run.store.ask(partial(_delete_logged, model_id=model_id))
+        raise
+    prompt = run.system_prompt
+    if prompt is not None:
+        link_to_model(run.handle, prompt, model_id)
+    tags = {PROVED_TAG: f"{len(answers)} answers equal those of the merged model"}
+    run.store.ask(lambda client: client.set_logged_model_tags(model_id, tags))
+
+
+def _as_a_client_asks(run: TrackedRun, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The conversation without the system prompt that the model's chat template adds."""
+    system = {"role": "system", "content": run.config.merged_system_prompt}
+    return messages[1:] if messages[:1] == [system] and len(messages) > 1 else messages
 
 
 def _delete_logged(client: MlflowClient, *, model_id: str) -> None:
@@ -293,10 +333,31 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             model_id=made.model_id,
             path=Path(proof.model.path),
             sha256=proof.sha256,
-            requirements=[f"{name}=={packages[name]}" for name in _REQUIREMENTS if name in packages],
+            requirements=pinned(packages, _REQUIREMENTS),
+            settings=_settings(run.config),
+            example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
         )
     )
     return made.model_id
+
+
+def _settings(config: RunConfig) -> dict[str, str | int | float | bool | list[str] | list[int | str]]:
+    """How the published model generates where a request says nothing: greedily, with the limits and the stops of the training."""
+    rollout = config.rollout
+    return {
+        "name": config.registered_model,
+        "max_tokens": rollout.max_completion_length,
+        "temperature": 0.0,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "repetition_penalty": rollout.repetition_penalty,
+        "stop": list(rollout.stop),
+        "include_stop": rollout.include_stop_str_in_output,
+        "stop_token_ids": list(rollout.stop_token_ids),
+        "device": "auto",
+        "dtype": "auto",
+    }
 
 
 def _tag(
@@ -322,6 +383,17 @@ def _tag(
         if key not in present:
             # The first decision stays: publishing again would give "is the champion" as the reason.
             run.store.ask(partial(_set_tag, name=name, version=decision.version, key=key, value=value))
+
+
+def _write_card(
+    run: TrackedRun, name: str, decision: Decision, proof: MergeProof, tests: Sequence[PairedTest], evaluation: EvalReport
+) -> None:
+    """Make the model card the description of the version, unless it has one, which a person may have written."""
+    if run.store.ask(lambda client: client.get_model_version(name, decision.version)).description:
+        return
+    reason = f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}"
+    card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=reason)
+    run.store.ask(lambda client: client.update_model_version(name, decision.version, card))
 
 
 def _set_tag(client: MlflowClient, *, name: str, version: str, key: str, value: str) -> None:

@@ -16,11 +16,15 @@ import polars as pl
 from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from grpo_tasks.processes.entry import RESULT
+from grpo_tasks.content.modules import own_modules
+from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
+from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import RunConfig
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -28,10 +32,15 @@ from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
+from schemas.secret import hide
 
 REPORT = "report.md"
 _DIGEST_CHARS = 36
 """MLflow takes no longer digest of a data set; the tag grpo.data_digest has the complete one."""
+_LARGEST_TABLE = 256 * 2**20
+"""Bytes of a table of training rows that is uploaded. A larger one stays where it is; the data set input has its digest."""
+_LOG_BYTES = 4 * 2**20
+"""Bytes of a log that are uploaded: its end."""
 _TABLE_ROWS = 500
 _MIN_ROWS = 8
 """Rows of each completions file that the table shows at least: one group of eight."""
@@ -49,8 +58,10 @@ def record_data(run: RunHandle, result: DataReport) -> None:
     inputs = [_dataset(path, name, context, result.digest) for name, (path, context) in sides.items()]
     run.wake()
     run.store.ask(lambda client: client.log_inputs(run.run_id, datasets=inputs))
-    run.tags({"grpo.data_digest": result.digest})
+    run.tags({"grpo.data_digest": result.digest, "data": data_tag(result.digest)})
     _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), "data")
+    if result.train.stat().st_size <= _LARGEST_TABLE:
+        run.file(result.train, "data")
     counts = {
         "rows": result.rows,
         "quarantined": result.quarantined,
@@ -72,7 +83,7 @@ def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
 
 def record_lab(run: RunHandle, result: LabReport) -> None:
     """The report, every probe as a table row, the forecasts as metrics."""
-    _upload(run, result.directory, (REPORT, "probes.parquet"), "lab")
+    _upload(run, result.directory, (REPORT, "probes.parquet", "samples.parquet"), "lab")
     _show(run, result.directory / "probes.parquet", "lab/probes.json")
     figures: dict[str, float] = {"lab/failed_checks": len(result.failures)}
     for forecast in result.forecasts:
@@ -121,13 +132,56 @@ def record_stage(run: RunHandle, result: StageResult) -> None:
     run.tags({"grpo.sha256": result.sha256, "grpo.stopped": result.stopped, "grpo.resumed": str(result.resumed)})
 
 
-def record_evaluation(run: RunHandle, result: EvalReport) -> None:
-    """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report."""
+def record_evaluation(run: RunHandle, result: EvalReport, data: DataReport | None) -> None:
+    """Metrics as LABEL/METRIC (interval bounds as LABEL/METRIC_low and _high), the completions and the report.
+
+    The table that MLflow shows has question, ground truth, answer and verdict in its first columns; `data` has the first two.
+    """
     figures = interval_metrics(result.metrics | {f"pass_at_{k}": interval for k, interval in result.pass_at_k.items()})
-    run.metrics({f"{result.label}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
+    metrics = {f"{result.label}/{name}": value for name, value in figures.items()}
+    if result.label == "merged":
+        metrics |= merged_figures(result.metrics)
+    run.metrics(metrics, timestamp_ms=made_at(result, run))
     folder = f"evaluation/{result.label}"
     _upload(run, result.directory, (REPORT, result.samples.name), folder)
-    _show(run, result.samples, f"{folder}/samples.json")
+    if result.samples.exists():
+        run.table(_judged(result.samples, data), f"{folder}/samples.json")
+
+
+def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
+    """The first completions with their questions: what a person reads first comes first, token ids are left out."""
+    rows = pl.read_parquet(samples, n_rows=_TABLE_ROWS)
+    if data is not None and data.eval.exists():
+        prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"])
+        question = pl.col("prompt").list.last().struct.field("content")
+        known = prompts.select("prompt_id", question.alias("question"), pl.col("answer").alias("ground_truth"))
+        rows = rows.join(known.unique("prompt_id"), on="prompt_id", how="left", maintain_order="left")
+    if "correct" in rows.columns:
+        right = pl.when(pl.col("correct")).then(pl.lit("right")).when(pl.col("correct").not_()).then(pl.lit("wrong"))
+        rows = rows.with_columns(right.alias("verdict"))
+    rows = rows.rename({"completion": "model_answer"})
+    first = [name for name in ("question", "ground_truth", "model_answer", "verdict") if name in rows.columns]
+    return rows.select(*first, pl.exclude(*first, "token_ids") if "token_ids" in rows.columns else pl.exclude(*first))
+
+
+def record_log(run: RunHandle, result: StepResult, step: str) -> None:
+    """What the step's process printed, as logs/STEP.txt: its end if it is long, without passwords."""
+    log = result.directory / LOG
+    if log.exists() and log.stat().st_size:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+        run.text(hide(text), f"logs/{step}.txt")
+
+
+def record_reward_sources(run: RunHandle, rewards: RewardsConfig) -> None:
+    """The user's own reward modules and what they import, as rewards/MODULE.py."""
+    functions = [(reward.function or "").partition(":") for reward in rewards.functions.values()]
+    modules = {module for module, colon, _ in functions if colon}
+    for module in sorted(modules):
+        for name, path in own_modules(module, rewards.module_dirs()).items():
+            if path.suffix == ".py":
+                run.text(hide(path.read_text(encoding="utf-8", errors="replace")), f"rewards/{name}.py")
 
 
 def record_merge(run: RunHandle, result: MergeProof) -> None:
@@ -137,16 +191,16 @@ def record_merge(run: RunHandle, result: MergeProof) -> None:
     run.text(result.model_dump_json(indent=2), "merge/proof.json")
 
 
-def record_publication(run: RunHandle, result: Publication) -> None:
-    """The decision as tags, which the list of runs shows, and with its tests as JSON."""
+def record_publication(run: RunHandle, config: RunConfig, result: Publication) -> None:
+    """The decision as tags and description, which the list of runs shows, and with its tests as JSON."""
     run.text(result.model_dump_json(indent=2), "publication/decision.json")
     run.tags(
         {
             "grpo.model_version": f"{result.model_name}/{result.model_version}",
-            "grpo.champion": str(result.champion).lower(),
             "grpo.decision": result.reason[:8_000],
         }
     )
+    describe_decision(run, config, result)
 
 
 def record_report(run: RunHandle, result: ReportResult) -> None:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
@@ -200,6 +201,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
     run_id = version.run_id
     run = store.ask(lambda client: client.get_run(run_id))
     tags = version.tags
+    environment = _environment(store, run_id)
     return Lineage(
         name=version.name,
         version=str(version.version),
@@ -214,8 +216,8 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         reward_sha256=tags.get("grpo.reward_sha256", ""),
         commit=run.data.tags.get("git.commit", ""),
         dirty=run.data.tags.get("git.dirty") == "true",
-        python=run.data.tags.get("python", ""),
-        packages={key.removeprefix("version."): value for key, value in run.data.tags.items() if key.startswith("version.")},
+        python=environment.python if environment else run.data.tags.get("python", ""),
+        packages=environment.main_packages() if environment else {},
         flow_run_id=run.data.tags.get("prefect.flow_run_id", ""),
         decision=tags.get(DECISION_TAG, ""),
         system_prompt=run.data.params.get("data.system_prompt", ""),
@@ -229,6 +231,18 @@ def recorded_config(lineage: Lineage, tracking: TrackingConfig) -> str:
     def work(_: MlflowClient) -> str:
         with store.as_default():
             return str(mlflow.artifacts.load_text(f"runs:/{lineage.run_id}/config.yaml"))
+
+    return store.ask(work)
+
+
+def _environment(store: Store, run_id: str) -> Environment | None:
+    """The environment of a run; None if it did not record one."""
+
+    def work(client: MlflowClient) -> Environment | None:
+        if ENVIRONMENT not in {item.path for item in client.list_artifacts(run_id)}:
+            return None
+        with store.as_default():
+            return Environment.from_json(str(mlflow.artifacts.load_text(f"runs:/{run_id}/{ENVIRONMENT}")))
 
     return store.ask(work)
 

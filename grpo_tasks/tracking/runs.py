@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,14 @@ from mlflow.entities import Run, ViewType
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
-from grpo_tasks.tracking.description import describe_environment, flatten
+from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
+from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
+from grpo_tasks.tracking.shown.datasets import record_held_out
+from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
+from grpo_tasks.tracking.shown.prompts import record_system_prompt
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -48,6 +53,7 @@ def open_run(
     fresh: bool = False,
     flow_run_id: str | None = None,
     flow_run_url: str | None = None,
+    flow_run_name: str | None = None,
     name: str | None = None,
 ) -> Iterator["TrackedRun"]:
     """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
@@ -58,14 +64,16 @@ def open_run(
         fresh: create a new run even if there is one with this key.
         flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
         flow_run_url: address of its page, recorded as tag prefect.flow_run_url.
-        name: name of a new MLflow run; the configuration's name otherwise.
+        flow_run_name: its name, which becomes part of the name of a new MLflow run, as does the time.
+        name: beginning of the name of a new MLflow run; the configuration's name otherwise.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
     flow = {"prefect.flow_run_id": flow_run_id, "prefect.flow_run_url": flow_run_url}
     known = {tag: value for tag, value in flow.items() if value}
-    run = TrackedRun(config, key=key, fresh=fresh, flow=known, name=name)
+    title = run_title(name or config.name, flow_run_name, datetime.now())
+    run = TrackedRun(config, key=key, fresh=fresh, flow=known, title=title)
     try:
         yield run
     except BaseException as fault:
@@ -79,22 +87,21 @@ def open_run(
 class TrackedRun:
     """The parent run and its children. Created by `open_run`."""
 
-    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow: dict[str, str], name: str | None) -> None:
+    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow: dict[str, str], title: str) -> None:
         self.config = config
         self.key = key
         self.store: Store = open_store(config.tracking)
         self._flow = flow
         self._children: dict[str, RunHandle] = {}
         self._stages: list[StageResult] = []
-        self._data_digest = ""
+        self.data: DataReport | None = None
+        """The data of the run, once it is recorded."""
         experiment_id = _experiment(self.store, config.experiment)
-        tags = {KEY_TAG: key, "grpo.name": config.name}
+        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config)
         # Without the lock, two processes could both find no run and create two runs with one key.
         with self.store.lock("open-run", who=f"the run {config.name}"):
             found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
-            run = found or self.store.ask(
-                lambda client: client.create_run(experiment_id, tags=tags, run_name=name or config.name)
-            )
+            run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title))
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
         if not found:
             self.handle.wake()
@@ -122,31 +129,36 @@ class TrackedRun:
             case PreparedData():
                 step, work = "prepare_data", partial(records.record_prepared, run, result)
             case DataReport():
-                self._data_digest = result.digest
-                step, work = "validate_data", partial(records.record_data, run, result)
+                self.data = result
+                step, work = "validate_data", partial(self._record_data, result)
             case LabReport():
                 step, work = "probe_rewards", partial(records.record_lab, run, result)
             case DifficultyReport():
                 step, work = f"measure_difficulty.{result.label}", partial(records.record_difficulty, run, result)
             case EvalReport():
-                step, work = f"evaluate_model.{result.label}", partial(records.record_evaluation, run, result)
+                step, work = f"evaluate_model.{result.label}", partial(self._record_evaluation, result)
             case MergeProof():
                 step, work = "merge_adapter", partial(records.record_merge, run, result)
             case Publication():
                 # A second time when a person has decided about a version that waited for it.
                 step = "publish_model.pending" if result.awaits_approval else "publish_model"
-                work = partial(records.record_publication, run, result)
+                work = partial(records.record_publication, run, self.config, result)
             case ReportResult():
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
                 raise AssertionError(f"no function records {type(result).__name__}")
-        return run.once(f"{step}.{_mark(result)}", work)
+
+        def work_and_log() -> None:
+            work()
+            records.record_log(run, result, step)
+
+        return run.once(f"{step}.{_mark(result)}", work_and_log)
 
     @property
     def origin(self) -> dict[str, str]:
         """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
         last = {ADAPTER_TAG: self._stages[-1].sha256} if self._stages else {}
-        return last | ({"grpo.data_digest": self._data_digest} if self._data_digest else {})
+        return last | ({"grpo.data_digest": self.data.digest} if self.data else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
@@ -165,7 +177,7 @@ class TrackedRun:
                     self.handle.wake()
                     run = self.store.ask(lambda client: client.create_run(self.experiment_id, tags=tags, run_name=stage))
             handle = RunHandle(self.store, run)
-            params = flatten(self.config.stage(stage)) | {"seed": str(self.config.seed)}
+            params = stage_params(self.config, stage)
             handle.once(f"config.{_digest(params)}", lambda: handle.params(params))
             self._children[name] = handle
         return self._children[name]
@@ -177,14 +189,36 @@ class TrackedRun:
                 child.end(status)
         self.handle.end(status)
 
+    @property
+    def system_prompt(self) -> str | None:
+        """NAME/VERSION of the run's system prompt in the prompt registry, registered now if it is not; None if there is none."""
+        return record_system_prompt(self.handle, self.config.registered_model, self.config.data.system_prompt)
+
     def _record_stage(self, result: StageResult) -> bool:
         child = self.child(result.stage, result.key)
-        done = child.once(f"train_stage.{_mark(result)}", lambda: records.record_stage(child, result))
+
+        def work() -> None:
+            records.record_stage(child, result)
+            records.record_log(child, result, "train_stage")
+            record_checkpoints(child, result, stage_params(self.config, result.stage))
+
+        done = child.once(f"train_stage.{_mark(result)}", work)
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
-        overview = "overview." + "-".join(_mark(stage) for stage in self._stages)
+        overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
         self.handle.once(overview, self._draw_overview)
         return done
+
+    def _record_data(self, result: DataReport) -> None:
+        records.record_data(self.handle, result)
+        record_held_out(self.handle, self.config.name, result)
+
+    def _record_evaluation(self, result: EvalReport) -> None:
+        records.record_evaluation(self.handle, result, self.data)
+        stage = next((stage for stage in self._stages if stage.stage == result.label), None)
+        if stage is not None:
+            at = records.made_at(result, self.handle)
+            record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
 
     def _draw_overview(self) -> None:
         from grpo_tasks.tracking.plots import plot_overview
@@ -200,6 +234,7 @@ class TrackedRun:
         def work() -> None:
             self.handle.params(params)
             self.handle.text(text, "config.yaml")
+            records.record_reward_sources(self.handle, self.config.rewards)
             self.handle.tags({"seed": str(self.config.seed)})
 
         self.handle.once(f"config.{_digest(params)}", work)
@@ -208,7 +243,7 @@ class TrackedRun:
         """Record the environment. Each process that writes to the run records its own."""
         environment = describe_environment()
         handle.tags(environment.tags() | self._flow)
-        handle.text(environment.to_json(), "environment.json")
+        handle.text(environment.to_json(), ENVIRONMENT)
 
 
 def _mark(result: StepResult) -> str:
@@ -218,7 +253,11 @@ def _mark(result: StepResult) -> str:
 
 
 def _digest(params: dict[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(params.items())).encode("utf-8")).hexdigest()[:_KEY_CHARS]
+    return _short_hash(repr(sorted(params.items())))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_KEY_CHARS]
 
 
 def _experiment(store: Store, name: str) -> str:
@@ -227,7 +266,7 @@ def _experiment(store: Store, name: str) -> str:
     def work() -> str:
         found = store.client.get_experiment_by_name(name)
         if found is None:
-            return store.client.create_experiment(name)
+            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",

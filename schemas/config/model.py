@@ -55,6 +55,7 @@ class ModelConfig(Section):
         "details": (
             "revision",
             "merged_dtype",
+            "merged_system_prompt",
             "attn_implementation",
             "quantization",
             "gradient_checkpointing",
@@ -72,6 +73,9 @@ class ModelConfig(Section):
     loss so that small gradients do not underflow; bfloat16 needs no scaling."""
     merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision in which the merged model is saved. The merge itself is computed in float32."""
+    merged_system_prompt: bool = True
+    """Put data.system_prompt into the chat template of the merged model. Conversations without a system message then begin with
+    it, as in training, wherever the model is served."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel."""
     quantization: Literal["none", "nf4"] = "none"

@@ -296,6 +296,11 @@ class RunConfig(Section):
         """Name in the model registry."""
         return self.tracking.registered_model or self.name
 
+    @property
+    def merged_system_prompt(self) -> str | None:
+        """System prompt that the chat template of the merged model gets."""
+        return self.data.system_prompt if self.model.merged_system_prompt else None
+
     def stage(self, name: str) -> StageConfig:
         """The stage of this name.
 

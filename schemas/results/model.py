@@ -88,6 +88,10 @@ class StageResult(StepResult):
         return f"{self.stage}: {self.steps} updates, stopped by {self.stopped}{reward}"
 
 
+PROOF_TOKENS = 64
+"""Greedy tokens that a merge proof compares for each prompt, and that a published model must repeat."""
+
+
 class MergeSpec(Result):
     """Input of a merge. The step writes it as spec.json."""
 
@@ -98,6 +102,16 @@ class MergeSpec(Result):
     max_new_tokens: int
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Defaults that the chat template of the merged model gets."""
+    system_prompt: str | None = None
+    """System prompt that its chat template gets, for conversations without a system message."""
+
+
+class GreedyAnswer(Result):
+    """What the merged model answers to a held-out prompt, always taking the likeliest token."""
+
+    messages: list[dict[str, str]]
+    text: str
+    """Without special tokens; at most as long as the proof's completions."""
 
 
 class MergeFigures(Result):
@@ -119,6 +133,8 @@ class MergeFigures(Result):
     """Share of greedy tokens before the first difference."""
     size_bytes: int
     """Size of the model folder."""
+    answers: list[GreedyAnswer] = Field(default_factory=list)
+    """Answers to the first prompts. A published model must give the same (grpo_tasks/tracking/served/proof.py)."""
 
 
 class MergeProof(StepResult, MergeFigures):

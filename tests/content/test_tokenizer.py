@@ -3,9 +3,11 @@
 import copy
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo_tasks.content.tokenizer import add_tokens, prepare, set_template_defaults, stop_token_ids
+from grpo_tasks.content.tokenizer import add_tokens, prepare, set_system_prompt, set_template_defaults, stop_token_ids
 from schemas.config.model import AddedToken, ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError
@@ -65,6 +67,85 @@ def test_a_saved_tokenizer_keeps_the_defaults_and_gets_them_once(thinking, tmp_p
     set_template_defaults(reloaded, {"style": {}, "enable_thinking": False})
     assert reloaded.chat_template == thinking.chat_template
     assert "</think>" not in rendered(reloaded, enable_thinking=True)
+
+
+def with_system(prompt, chat=CHAT):
+    return [{"role": "system", "content": prompt}, *chat]
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return AutoTokenizer.from_pretrained(resolve("embedded:base"))
+
+
+FENCES = [
+    "{{ messages }}",
+    "{% endif %}",
+    "{%- raw %}",
+    "#}",
+    "{#- end of the system prompt +#}",
+    "'",
+    '"',
+    "\\",
+    "\n",
+    "\r\n",
+    "\x00",
+    "😀",
+]
+
+
+@given(st.lists(st.sampled_from(FENCES) | st.text(max_size=8), max_size=6).map("".join))
+@example("Reply with <answer>...</answer>.")
+@example("".join(FENCES))
+@example("")
+@settings(max_examples=80)
+def test_a_system_prompt_in_the_template_is_the_same_text_as_in_a_message(qwen, prompt):
+    carrying = copy.deepcopy(qwen)
+    set_system_prompt(carrying, prompt)
+    expected = qwen.apply_chat_template(with_system(prompt), add_generation_prompt=True, tokenize=False)
+    assert rendered(carrying) == expected
+    # A conversation with a system message keeps its own, and gets no second one.
+    for own in (prompt, "another"):
+        chat = with_system(own)
+        assert carrying.apply_chat_template(chat, tokenize=False) == qwen.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "opening", ["", "\n", "  \n", "  {# a comment #}", "\t{%- set x = 1 %}\n", "  {%+ set x = 1 %}", " text"]
+)
+def test_the_template_behind_the_system_prompt_renders_as_before(thinking, opening):
+    thinking.chat_template = opening + TEMPLATE
+    carrying = copy.deepcopy(thinking)
+    set_system_prompt(carrying, "Answer in tags.")
+    chat = with_system("Answer in tags.")
+    expected = thinking.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, style={})
+    assert rendered(carrying, style={}) == expected
+
+
+def test_a_saved_tokenizer_keeps_the_system_prompt_and_another_training_replaces_it(thinking, tmp_path):
+    defaults = {"style": {}, "enable_thinking": False}
+    set_template_defaults(thinking, defaults)
+    set_system_prompt(thinking, "one {#- end of the system prompt +#}\r\n")
+    thinking.save_pretrained(tmp_path)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert reloaded.chat_template == thinking.chat_template
+    set_template_defaults(reloaded, defaults)
+    set_system_prompt(reloaded, "one {#- end of the system prompt +#}\r\n")
+    assert reloaded.chat_template == thinking.chat_template
+    set_system_prompt(reloaded, "two")
+    set_template_defaults(reloaded, defaults)
+    assert "two" in rendered(reloaded)
+    assert "one" not in reloaded.chat_template
+    assert "</think>" in rendered(reloaded)
+
+
+def test_a_system_prompt_goes_into_every_named_template_and_into_none_where_there_is_none(thinking):
+    thinking.chat_template = {"default": TEMPLATE, "tools": "{{ messages[0].content }}"}
+    set_system_prompt(thinking, "Be brief.")
+    assert thinking.apply_chat_template(CHAT, chat_template="tools", tokenize=False) == "Be brief."
+    thinking.chat_template = None
+    set_system_prompt(thinking, "Be brief.")
+    assert thinking.chat_template is None
 
 
 def test_a_tokenizer_without_settings_stays_as_it_is(thinking):

@@ -40,7 +40,8 @@ def contents(place: Place) -> dict:
 
 
 def _history(place: Place, run) -> dict:
-    names = sorted(set(run.data.metrics) - TIMES - {f"final/{name}" for name in TIMES})
+    measured = {name for name in run.data.metrics if not name.startswith("system/")}
+    names = sorted(measured - TIMES - {f"final/{name}" for name in TIMES})
     return {
         name: [(point.step, point.value) for point in place.client.get_metric_history(run.info.run_id, name)] for name in names
     }

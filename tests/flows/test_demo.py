@@ -1,5 +1,6 @@
 """The promises of `make demo`, checked on the run: it learns, MLflow has all of it, and an unchanged run is skipped."""
 
+import json
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ ASK = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained(sys.argv[1]), AutoModelForCausalLM.from_pretrained(sys.argv[1])
-chat = [{"role": "system", "content": sys.argv[2]}, {"role": "user", "content": "What is 15 + 27?"}]
+chat = [{"role": "user", "content": "What is 15 + 27?"}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
@@ -80,11 +81,22 @@ def test_the_champion_downloaded_with_mlflow_needs_only_transformers_to_answer(d
     environment = place.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"}
     command = [BIN / "mlflow", "artifacts", "download", "-u", "models:/grpo-demo@champion", "-d", tmp_path]
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
-    system = load_config("demo").data.system_prompt
+    # No system prompt: the model's chat template has the one of the training.
     asked = subprocess.run(
-        [sys.executable, "-c", ASK, tmp_path / "model", system], check=True, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", ASK, tmp_path / "model"], check=True, capture_output=True, text=True, timeout=600
     )
     assert "<answer>42</answer>" in asked.stdout
+
+
+def test_the_champion_asked_by_mlflows_own_command_answers_42(demo, tmp_path):
+    place, _ = demo
+    environment = place.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{place.root / 'mlflow.db'}"}
+    (tmp_path / "request.json").write_text('{"messages": [{"role": "user", "content": "What is 15 + 27?"}]}')
+    command = [BIN / "mlflow", "models", "predict", "-m", "models:/grpo-demo@champion", "--env-manager", "local", "-t", "json"]
+    command += ["-i", tmp_path / "request.json", "-o", tmp_path / "reply.json"]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
+    [choice] = json.loads((tmp_path / "reply.json").read_text())["choices"]
+    assert "<answer>42</answer>" in choice["message"]["content"]
 
 
 def test_a_second_run_with_another_prefect_home_skips_every_step_and_keeps_the_model_version(demo, tmp_path):

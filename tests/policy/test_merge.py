@@ -76,6 +76,34 @@ def test_the_same_merge_twice_gives_the_same_bytes(spec, tmp_path):
     assert merged(spec, tmp_path / "b").sha256 == first.sha256
 
 
+SYSTEM = "Reply with <reasoning>...</reasoning><answer>...</answer>."
+DEMO_CHATS = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
+
+
+@pytest.mark.parametrize("prompt", [SYSTEM, None])
+def test_the_merged_model_asks_with_the_system_prompt_of_the_training_unless_the_setting_is_off(spec, tmp_path, prompt):
+    figures = merged(spec.model_copy(update={"prompts": DEMO_CHATS, "system_prompt": prompt}), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in (CHATS[0], DEMO_CHATS[0])]
+    assert (rendered[0] == rendered[1]) is (prompt is not None)
+    assert rendered[1].count(SYSTEM) == 1
+    assert [answer.messages for answer in figures.answers] == DEMO_CHATS
+
+
+def test_a_template_that_treats_the_first_message_otherwise_is_refused(spec, tmp_path, monkeypatch):
+    load = merging.load_tokenizer
+
+    def counting_messages(*args):
+        tokenizer = load(*args)
+        # It writes the number of messages that the caller gave.
+        tokenizer.chat_template = "{{- messages | length }}" + tokenizer.chat_template
+        return tokenizer
+
+    monkeypatch.setattr(merging, "load_tokenizer", counting_messages)
+    with pytest.raises(MergeError, match="conversation without a system message"):
+        merged(spec.model_copy(update={"prompts": DEMO_CHATS, "system_prompt": SYSTEM}), tmp_path)
+
+
 def test_merging_never_holds_two_models(spec, tmp_path, monkeypatch):
     honest, loaded = merging.load_policy, []
 

@@ -270,3 +270,11 @@ def test_what_only_training_uses_does_not_change_what_pass_rates_depend_on():
     assert first.difficulty_of(first.stages) == second.difficulty_of(second.stages)
     other = of_difficulty({"samples": 8, "success": 1.0})
     assert first.difficulty_of(first.stages) != other.difficulty_of(other.stages)
+
+
+@pytest.mark.parametrize(("on", "prompt"), [(True, "Answer in tags."), (False, None)])
+def test_the_merged_model_gets_the_system_prompt_of_the_data_unless_switched_off(on, prompt):
+    data = {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."}
+    stage = {"name": "format", "rewards": ["format"], "max_steps": 1}
+    tree = {"data": data, "stages": [stage], "model": {"merged_system_prompt": on}}
+    assert RunConfig.model_validate(tree).merged_system_prompt == prompt

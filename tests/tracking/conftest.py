@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 from mlflow import MlflowClient
 from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.operating.commands import mlflow_command
@@ -24,12 +25,14 @@ from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import find_champion
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, RuleCount, TokenLengths
 from schemas.results.evaluation import EvalReport, Interval, PairedTest
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
-from schemas.results.model import MergeProof, ModelRef, StageResult
+from schemas.results.model import GreedyAnswer, MergeProof, ModelRef, StageResult
 
+BASE = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 STARTED_MS = 1_789_000_000_000
 
 
@@ -255,10 +258,23 @@ def make_evaluation(tmp_path):
     return make
 
 
+@pytest.fixture(scope="session")
+def base_answers():
+    """What the embedded base model answers to two chats, by transformers alone."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE, dtype="float32"), AutoTokenizer.from_pretrained(BASE)
+    answers = []
+    for question in ("What is 15 + 27?", "What is 60 + 27?"):
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        tokens = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answers.append(GreedyAnswer(messages=chat, text=tokenizer.decode(tokens, skip_special_tokens=True)))
+    return answers
+
+
 @pytest.fixture
-def make_merge(tmp_path):
+def make_merge(tmp_path, base_answers):
     """A merged model on disk: a copy of the embedded base model."""
-    base = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
+    base = BASE
 
     def make(letter="7", key="9" * 16):
         """Models with different letters differ in one file that is not loaded."""
@@ -278,6 +294,7 @@ def make_merge(tmp_path):
             tolerance=1e-3,
             greedy_agreement=1.0,
             size_bytes=1_300_000,
+            answers=base_answers,
         )
 
     return make
@@ -307,6 +324,7 @@ def publish_one(make_config, make_merge, make_evaluation):
                 evaluation=make_evaluation("merged"),
                 origin=origin,
                 log=log_model,
+                prove=prove_served,
             )
         return config
 
@@ -316,7 +334,7 @@ def publish_one(make_config, make_merge, make_evaluation):
 def published(config, make_evaluation, proof, key="run"):
     with open_run(config, key=key) as run:
         tests, evaluation = [verdict("base", True)], make_evaluation("merged")
-        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
+        return publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model, prove=prove_served)
 
 
 def flip_byte(path):

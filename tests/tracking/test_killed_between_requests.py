@@ -8,6 +8,7 @@ from mlflow import MlflowClient
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
 from schemas.results.evaluation import PairedTest
 from tests.kill_at import REQUESTS, count_calls, is_killed_at, some
 from tests.tracking.conftest import history
@@ -25,7 +26,7 @@ def record_run(config, stage, evaluation, proof):
         run.record(stage)
         run.record(evaluation)
         run.record(proof)
-        publish(run, proof, tests=[BETTER], champion=None, evaluation=evaluation, log=log_model)
+        publish(run, proof, tests=[BETTER], champion=None, evaluation=evaluation, log=log_model, prove=prove_served)
 
 
 def test_a_run_killed_before_any_request_is_the_same_after_the_next_attempt(
@@ -59,6 +60,7 @@ def stored(address, config):
             (metric, [(step, value) for step, value, _ in history(client, run.info.run_id, metric)])
             for run in runs
             for metric in run.data.metrics
+            if not metric.startswith("system/")
         ),
         "artifacts": sorted((run.data.tags.get("grpo.stage", ""), files(client, run.info.run_id)) for run in runs),
         "models": [(str(model.status), model_files(client, model.model_id)) for model in models],

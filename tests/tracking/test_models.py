@@ -14,6 +14,7 @@ from grpo_tasks.tracking.models import check_champion, fetch_champion, fetch_ver
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.registry import SHA_TAG, find_version
 from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
 from schemas.errors import ModelError
 
 from .conftest import flip_byte, published, verdict
@@ -24,7 +25,15 @@ def test_the_champion_is_fetched_once_and_completely(server, make_config, make_m
     name = config.registered_model
     assert fetch_champion(name, config.tracking, tmp_path / "champions") is None
     with open_run(config, key="fetch") as run:
-        publish(run, proof, tests=[verdict("base", True)], champion=None, evaluation=make_evaluation("merged"), log=log_model)
+        publish(
+            run,
+            proof,
+            tests=[verdict("base", True)],
+            champion=None,
+            evaluation=make_evaluation("merged"),
+            log=log_model,
+            prove=prove_served,
+        )
     found = fetch_champion(name, config.tracking, tmp_path / "champions")
     champion, model = found
     assert champion.sha256 == proof.sha256

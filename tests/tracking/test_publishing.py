@@ -15,6 +15,7 @@ from grpo_tasks.tracking.models import Champion, fetch_version, find_champion
 from grpo_tasks.tracking.publishing import decide, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
 from schemas.errors import DamagedError, TrackingError
 from schemas.results.evaluation import PairedTest
 
@@ -78,7 +79,13 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     with open_run(config, key="one") as run:
         for _ in range(2):
             decision = publish(
-                run, first, tests=[result_of("base", better=True)], champion=None, evaluation=evaluation, log=log_model
+                run,
+                first,
+                tests=[result_of("base", better=True)],
+                champion=None,
+                evaluation=evaluation,
+                log=log_model,
+                prove=prove_served,
             )
     assert (decision.version, decision.champion) == ("1", True)
 
@@ -86,13 +93,17 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     assert champion == Champion(version="1", sha256=first.sha256, run_id=run.run_id)
     with open_run(config, key="two") as worse:
         tests = [result_of("base", better=True), result_of("champion", better=False)]
-        decision = publish(worse, make_merge("2"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
+        decision = publish(
+            worse, make_merge("2"), tests=tests, champion=champion, evaluation=evaluation, log=log_model, prove=prove_served
+        )
     assert (decision.version, decision.champion) == ("2", False)
     assert find_champion(name, config.tracking) == champion
 
     with open_run(config, key="three") as better:
         tests = [result_of("base", better=True), result_of("champion", better=True)]
-        decision = publish(better, make_merge("3"), tests=tests, champion=champion, evaluation=evaluation, log=log_model)
+        decision = publish(
+            better, make_merge("3"), tests=tests, champion=champion, evaluation=evaluation, log=log_model, prove=prove_served
+        )
     assert (decision.version, decision.champion) == ("3", True)
     assert find_champion(name, config.tracking).version == "3"
 
@@ -116,7 +127,7 @@ def test_killed_between_logging_and_registering_stores_the_model_once(
 
     def attempt():
         with open_run(config, key="cut") as run:
-            return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model)
+            return run, publish(run, proof, tests=tests, champion=None, evaluation=evaluation, log=log_model, prove=prove_served)
 
     with monkeypatch.context() as patch:
         patch.setattr(publishing, "_create_model", killed)
@@ -139,7 +150,9 @@ def test_an_interrupted_upload_is_repeated_and_the_model_stored_once(server, mak
 
     with open_run(config, key="interrupted-upload") as run:
         tests, evaluation = [result_of("base", better=True)], make_evaluation("merged")
-        assert publish(run, make_merge(), tests=tests, champion=None, evaluation=evaluation, log=interrupted).champion
+        assert publish(
+            run, make_merge(), tests=tests, champion=None, evaluation=evaluation, log=interrupted, prove=prove_served
+        ).champion
     assert len(set(tried)) == publishing.UPLOADS
     assert [model.model_id for model in client.search_logged_models([run.experiment_id])] == tried[-1:]
 
@@ -161,7 +174,13 @@ def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
     config, proof = make_config(server), make_merge()
     with open_run(config, key="download") as run:
         publish(
-            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=log_model
+            run,
+            proof,
+            tests=[result_of("base", better=True)],
+            champion=None,
+            evaluation=make_evaluation("merged"),
+            log=log_model,
+            prove=prove_served,
         )
     target = tmp_path / "downloaded"
     environment = os.environ | {"MLFLOW_TRACKING_URI": server, "HF_HUB_OFFLINE": "1"}
@@ -199,7 +218,13 @@ def test_a_model_that_changes_while_it_is_uploaded_is_not_registered(database, m
 
     with open_run(config, key="run") as run, pytest.raises(DamagedError):
         publish(
-            run, proof, tests=[result_of("base", better=True)], champion=None, evaluation=make_evaluation("merged"), log=changes
+            run,
+            proof,
+            tests=[result_of("base", better=True)],
+            champion=None,
+            evaluation=make_evaluation("merged"),
+            log=changes,
+            prove=prove_served,
         )
     assert client.search_model_versions(f"name = '{config.registered_model}'") == []
 

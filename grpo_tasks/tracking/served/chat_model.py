@@ -1,0 +1,188 @@
+"""How a published model answers in MLflow: messages in, a chat completion in OpenAI's form out.
+
+    {"messages": [...]} or {"prompt": "..."}  ->  chat template  ->  generate  ->  {"choices": [{"message": {...}}], ...}
+
+log_model.py copies this file into the artifact, next to the folder `model`; MLflow runs it when the model is loaded by pyfunc. It
+therefore imports nothing of this project. MLflow's own wrapper for transformers is not used: it adds BOS twice where the template
+writes it, removes spaces from answers, searches for stop strings with a tokenizer that only the training machine has, and replies
+with a list that no OpenAI client reads.
+
+Left out: streaming and tools.
+"""
+
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from mlflow.exceptions import MlflowException
+from mlflow.models import set_model
+from mlflow.pyfunc.model import PythonModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
+
+_EXTRA_TOKENS = 4
+"""Tokens that complete a character which several tokens share."""
+
+
+class _Answers:
+    """A model folder with the settings that its training used; `model_config` of pyfunc's load_model overrides them.
+
+    Settings: name, max_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, stop, stop_token_ids,
+    include_stop, device (auto, cpu or cuda), dtype (auto: as saved).
+    """
+
+    def load_context(self, context: Any) -> None:
+        """Load the tokenizer and the weights of the folder `model`."""
+        folder, self._settings = context.artifacts["model"], dict(context.model_config or {})
+        device = self._settings.get("device", "auto")
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self._settings.get("dtype", "auto"), use_safetensors=True
+        )
+        self._model.to(device).eval()
+
+    def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:  # noqa: ARG002 - MLflow's signature
+        """Answer one request (a dict, or a frame of one row), or each row of a frame.
+
+        Raises:
+            MlflowException: a request has neither messages nor a prompt, or asks for what this model does not do.
+        """
+        requests = _requests(model_input)
+        answers = [self._answer(request | (params or {})) for request in requests]
+        return answers[0] if len(answers) == 1 else answers
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        is_chat = request.get("messages") is not None
+        ids = self._prompt_ids(request)
+        settings = self._settings | {name: request[name] for name in ("temperature", "top_p", "top_k", "stop") if name in request}
+        settings["max_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens") or settings["max_tokens"]
+        # Rewards may have read the stop string of the training; OpenAI's clients expect none of their own in the answer.
+        settings["include_stop"] = "stop" not in request and settings.get("include_stop", False)
+        choices, written = [], 0
+        for index in range(int(request.get("n") or 1)):
+            text, reason, tokens = self._complete(ids, settings)
+            said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            choices.append({"index": index, "finish_reason": reason} | said)
+            written += tokens
+        return {
+            "id": f"chatcmpl-{uuid.uuid4()}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": str(self._settings.get("name", "")),
+            "choices": choices,
+            "usage": {"prompt_tokens": len(ids), "completion_tokens": written, "total_tokens": len(ids) + written},
+        }
+
+    def _prompt_ids(self, request: Mapping[str, Any]) -> list[int]:
+        if request.get("stream") or request.get("tools"):
+            raise _refused("this model neither streams nor calls tools; leave out `stream` and `tools`")
+        messages, prompt = request.get("messages"), request.get("prompt")
+        if messages is not None:
+            chat = [{name: value for name, value in dict(message).items() if value is not None} for message in messages]
+            if not chat:
+                raise _refused("`messages` is empty")
+            try:
+                text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template raises what it likes
+                raise _refused(f"the chat template refuses the messages: {error}") from error
+            # The template writes special tokens such as BOS itself.
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if isinstance(prompt, str):
+            return list(self._tokenizer(prompt)["input_ids"])
+        raise _refused('a request has `messages`, a list of {"role": ..., "content": ...}, or `prompt`, a text')
+
+    @torch.no_grad()
+    def _complete(self, ids: list[int], settings: Mapping[str, Any]) -> tuple[str, str, int]:
+        """Text of one completion, why it ended, and its number of tokens."""
+        stop = [settings["stop"]] if isinstance(settings.get("stop"), str) else list(settings.get("stop") or [])
+        ends, search = self._end_ids(settings), _StopSearch(self._tokenizer, stop, len(ids))
+        temperature = float(settings.get("temperature") or 0.0)
+        prompt = torch.tensor([ids], device=self._model.device)
+        drawn = {
+            "temperature": temperature,
+            "top_p": float(settings.get("top_p") or 1),
+            "top_k": int(settings.get("top_k") or 0),
+            "min_p": float(settings.get("min_p") or 0) or None,
+        }
+        out = self._model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=int(settings["max_tokens"]),
+            do_sample=temperature > 0,
+            eos_token_id=sorted(ends) or None,
+            # One row is never padded; without an id, generate() warns.
+            pad_token_id=0 if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id,
+            repetition_penalty=float(settings.get("repetition_penalty") or 1),
+            stopping_criteria=StoppingCriteriaList([search]),
+            **(drawn if temperature > 0 else dict.fromkeys(drawn)),
+        )
+        tokens = out[0, len(ids) :].tolist()
+        text, found = search.cut(tokens, include=bool(settings.get("include_stop")))
+        return text, "stop" if found or tokens[-1] in ends else "length", len(tokens)
+
+    def _end_ids(self, settings: Mapping[str, Any]) -> set[int]:
+        eos = self._model.generation_config.eos_token_id
+        given = [
+            self._tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token
+            for token in settings.get("stop_token_ids") or []
+        ]
+        known = [*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id, *given]
+        return {int(token) for token in known if token is not None}
+
+
+class _StopSearch(StoppingCriteria):
+    """Ends a completion at a stop string in its decoded text, and cuts the text there."""
+
+    def __init__(self, tokenizer: Any, stop: list[str], prompt_tokens: int) -> None:
+        self._tokenizer, self._stop, self._prompt_tokens = tokenizer, [text for text in stop if text], prompt_tokens
+        # Special tokens are not part of an answer, unless a stop string names one.
+        self._skip = not any(token in text for text in self._stop for token in tokenizer.all_special_tokens)
+        self._longest = max((len(text.encode()) for text in self._stop), default=0) + _EXTRA_TOKENS
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # noqa: ARG002 - transformers' signature
+        """One row: [1, S + T] -> [1], True where the completion is complete."""
+        tail = input_ids[0, self._prompt_tokens :][-self._longest :].tolist()
+        ended = bool(self._stop) and self._first(self._decoded(tail)) is not None
+        return torch.tensor([ended], device=input_ids.device)
+
+    def cut(self, tokens: list[int], *, include: bool) -> tuple[str, bool]:
+        """The text up to the stop string (with it if `include`), and whether there was one."""
+        found = self._first(self._decoded(tokens))
+        if found is None:
+            return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False), False
+        text = self._decoded(tokens)[: found[0]]
+        return text + found[1] if include else text, True
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        found: Iterator[tuple[int, str]] = ((text.find(stop), stop) for stop in self._stop if stop in text)
+        return min(found, default=None)
+
+
+def _requests(given: Any) -> list[dict[str, Any]]:
+    """The requests of a dict or a frame, without fields that have no value."""
+    rows = given.to_dict(orient="records") if isinstance(given, pd.DataFrame) else [given]
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise _refused("a request is a JSON object with `messages`")
+    return [{name: value for name, value in row.items() if not _is_missing(value)} for row in rows]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _refused(why: str) -> MlflowException:
+    return MlflowException.invalid_parameter_value(why)
+
+
+class ServedModel(_Answers, PythonModel):
+    """What MLflow loads. `predict` is inherited, because MLflow warns about every one without its own kind of type hints."""
+
+
+set_model(ServedModel())

@@ -1,0 +1,114 @@
+"""Checkpoints and stages as logged models of MLflow, so that the best of all runs is one search.
+
+    train_stage/format-KEY/checkpoints/step-000080   ->   format-step-80    the metrics of its update, eval_reward if measured
+    train_stage/format-KEY/final                     ->   format            accuracy, format_rate ... of its evaluation
+
+    mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
+
+They point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only a merged model is
+published. Each function can be repeated.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
+
+from grpo_tasks.stage.journal import JOURNAL_KEYS, read_lines
+from grpo_tasks.stage.stage_dir import StageDir
+from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.registry import SHA_TAG
+from schemas.results.data import DataReport
+from schemas.results.evaluation import EvalReport
+from schemas.results.model import StageResult
+
+_PARAMS = 100
+_VALUE_CHARS = 500
+"""MLflow's limits for the parameters of a logged model are lower than those of a run."""
+
+
+def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str, str]) -> None:
+    """A logged model for each checkpoint that is on disk and one for the stage, with its settings and its journal's figures."""
+    stage = StageDir(result.directory)
+    known = {model.name: model for model in _models(run)}
+    lines = _journal(stage)
+    for folder in sorted(stage.checkpoints.glob("step-*")):
+        number = folder.name.removeprefix("step-")
+        if not number.isdigit():
+            continue
+        step = int(number)
+        tags = {"stage": result.stage, "step": str(step), "path": str(folder)}
+        model = _create(run, known, f"{result.stage}-step-{step}", "checkpoint", tags, params)
+        line = lines.get(step)
+        if line is not None:
+            # Names, values and times of the run's own metrics: they are linked, not stored twice.
+            figures = {name: value for name, value in line["metrics"].items() if value is not None}
+            _measure(run, model, figures, step=step, timestamp_ms=line["timestamp_ms"])
+    place = str(result.model.adapter or stage.final)
+    tags = {"stage": result.stage, "step": str(result.steps), "path": place, SHA_TAG: result.sha256}
+    _create(run, known, result.stage, "stage", tags, params)
+
+
+def record_stage_figures(
+    run: RunHandle, stage: StageResult, result: EvalReport, data: DataReport | None, *, timestamp_ms: int
+) -> None:
+    """The held-out figures of a stage, for its logged model and for its run."""
+    model = next((model for model in _models(run) if model.name == stage.stage), None)
+    if model is None:
+        # The stage was recorded by an earlier version of this project.
+        return
+    # A curve of the training keeps its name: its last point would otherwise come from another measurement.
+    curves = {name for line in _journal(StageDir(stage.directory)).values() for name in line["metrics"]}
+    figures = {name: interval.value for name, interval in result.metrics.items() if name not in curves}
+    _measure(run, model, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
+
+
+def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
+    """The lines of the journal by update."""
+    return {line["step"]: line for line in read_lines(stage.journal, JOURNAL_KEYS | {"timestamp_ms": int})[0]}
+
+
+def _models(run: RunHandle) -> list[LoggedModel]:
+    condition = f"source_run_id = '{run.run_id}'"
+    return list(run.store.ask(lambda client: client.search_logged_models([run.experiment_id], condition)))
+
+
+def _create(
+    run: RunHandle,
+    known: Mapping[str, LoggedModel],
+    name: str,
+    kind: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, str],
+) -> LoggedModel:
+    """The run's logged model of this name, created if there is none, and ready."""
+    model = known.get(name)
+    if model is None:
+        kept = {key: value[:_VALUE_CHARS] for key, value in list(params.items())[:_PARAMS]}
+        model = run.store.ask(
+            lambda client: client.create_logged_model(
+                run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), params=kept, model_type=kind
+            )
+        )
+    if model.status != LoggedModelStatus.READY:
+        model_id = model.model_id
+        model = run.store.ask(lambda client: client.finalize_logged_model(model_id, LoggedModelStatus.READY))
+    return model
+
+
+def _measure(
+    run: RunHandle,
+    model: LoggedModel,
+    figures: Mapping[str, float],
+    *,
+    step: int,
+    timestamp_ms: int,
+    data: DataReport | None = None,
+) -> None:
+    measured = {"dataset_name": "eval", "dataset_digest": data.digest[:36]} if data is not None else {}
+    run.log_metrics(
+        [
+            Metric(name, float(value), timestamp_ms, step, model_id=model.model_id, run_id=run.run_id, **measured)
+            for name, value in figures.items()
+        ]
+    )

@@ -1,0 +1,82 @@
+"""What a list of runs shows: names, a description with the decision, source, user, and figures under short names.
+
+    grpo-demo brisk-otter 2026-11-23 05:53     Promoted: better than the base ...     accuracy 0.976     promoted yes
+
+Text that a person wrote over a description stays.
+"""
+
+import getpass
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from grpo_tasks.tracking.handle import RunHandle
+from schemas.config.run import RunConfig
+from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD
+from schemas.results.evaluation import Interval
+from schemas.results.publication import Publication
+from schemas.secret import hide
+
+NOTE = "mlflow.note.content"
+"""MLflow's tag for the description of a run or an experiment."""
+EXPERIMENT_TAGS = {
+    # Decides which tabs MLflow shows: runs, models and traces of a training.
+    "mlflow.experimentKind": "custom_model_development",
+    NOTE: "Runs of grpo-pipeline. A run is a pipeline or a single step; the stages of a training are its child runs.",
+}
+AT_A_GLANCE = (ACCURACY, FORMAT_RATE, REWARD)
+"""Figures of the merged model that the run has under their plain names too."""
+_DIGEST_CHARS = 12
+_SOURCE_CHARS = 500
+
+
+def run_title(name: str, form_name: str | None, now: datetime) -> str:
+    """The config's name, the name that the run has in Prefect's form, and when it started."""
+    return " ".join(filter(None, [name, form_name, f"{now:%Y-%m-%d %H:%M}"]))
+
+
+def origin_tags(config: RunConfig) -> dict[str, str]:
+    """Tags of a new run: who started it, by which command, from which base model."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {
+        "mlflow.user": _user(),
+        "mlflow.source.name": hide(command)[:_SOURCE_CHARS],
+        "mlflow.source.type": "LOCAL",
+        "base_model": config.model.path[:_SOURCE_CHARS],
+        NOTE: first_note(config),
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number without a name
+        return "unknown"
+
+
+def first_note(config: RunConfig) -> str:
+    """Description of a run that has not decided anything yet."""
+    stages = ", ".join(stage.name for stage in config.stages)
+    return f"GRPO from the base model `{config.model.path}`. Stages: {stages}."
+
+
+def merged_figures(metrics: Mapping[str, Interval]) -> dict[str, float]:
+    """The figures of the merged model that a list of runs shows."""
+    return {name: metrics[name].value for name in AT_A_GLANCE if name in metrics}
+
+
+def describe_decision(run: RunHandle, config: RunConfig, result: Publication) -> None:
+    """Put the decision and a link to the version into the description, and into the tag `promoted`."""
+    name, version = result.model_name, result.model_version
+    link = f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
+    note = f"**{'Promoted' if result.champion else 'Not promoted'}**: {result.reason}.\n\nModel: {link}. {first_note(config)}"
+    present = run.store.ask(lambda client: client.get_run(run.run_id)).data.tags.get(NOTE, "")
+    written_by_us = present in ("", first_note(config)) or present.endswith(first_note(config))
+    run.tags({"promoted": "yes" if result.champion else "no"} | ({NOTE: note} if written_by_us else {}))
+
+
+def data_tag(digest: str) -> str:
+    """The beginning of the digest of the data: enough to tell two data sets apart in a list."""
+    return digest[:_DIGEST_CHARS]

@@ -1,0 +1,131 @@
+"""The code in a published artifact: it answers as the engine of the training does, and in the form that OpenAI clients read."""
+
+import shutil
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from mlflow.exceptions import MlflowException
+
+from grpo_tasks.content.tokenizer import set_system_prompt
+from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.load import load_policy, load_tokenizer
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.tracking.served.chat_model import ServedModel
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.paths import resolve
+from schemas.results.model import ModelRef
+
+CHAT = [{"role": "user", "content": "What is 15 + 27?"}]
+SYSTEM = "Reply with <reasoning>...</reasoning><answer>...</answer>."
+
+
+def served(folder, **settings):
+    model = ServedModel()
+    settings = {"max_tokens": 32, "device": "cpu", "dtype": "float32"} | settings
+    model.load_context(SimpleNamespace(artifacts={"model": str(folder)}, model_config=settings))
+    return model
+
+
+def ask(served_model, /, **request):
+    return served_model.predict(None, {"messages": CHAT} | request)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return served(resolve("embedded:base"), name="demo")
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        {},
+        {"stop": ["</reasoning>"]},
+        {"stop": ["</reasoning>"], "include_stop_str_in_output": False},
+        {"stop": ["=1", "5+"], "include_stop_str_in_output": False},
+        {"stop_token_ids": ["="]},
+        {"max_completion_length": 3},
+        {"stop": ["<|im_end|>"]},
+    ],
+)
+def test_it_answers_as_the_engine_of_the_training_does(stops):
+    rollout = RolloutConfig(**({"max_completion_length": 32} | stops))
+    ref = ModelRef(path="embedded:base")
+    tokenizer = load_tokenizer(ref)
+    policy = load_policy(ref, ModelConfig(), device=torch.device("cpu"), dtype="float32")
+    request = Request(prompt_ids(tokenizer, CHAT), 0)
+    [expected] = LocalEngine(policy, tokenizer).generate([request], Sampling.of(rollout, temperature=0.0))
+    model = served(
+        resolve("embedded:base"),
+        max_tokens=rollout.max_completion_length,
+        stop=rollout.stop,
+        include_stop=rollout.include_stop_str_in_output,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+    reply = ask(model)
+    [choice] = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert choice["finish_reason"] == expected.finish_reason
+    assert reply["usage"]["completion_tokens"] == len(expected.token_ids)
+
+
+def test_the_prompt_has_one_bos_and_the_system_prompt_of_the_template_once(tmp_path):
+    folder = shutil.copytree(resolve("embedded:base"), tmp_path / "model")
+    tokenizer = load_tokenizer(ModelRef(path=str(folder)))
+    # Llama's tokenizers add BOS to any text, and their templates write it too.
+    tokenizer.chat_template = "<|endoftext|>" + tokenizer.chat_template
+    set_system_prompt(tokenizer, SYSTEM)
+    tokenizer.save_pretrained(folder)
+    with_system = [{"role": "system", "content": SYSTEM}, *CHAT]
+    expected = prompt_ids(tokenizer, with_system)
+    model = served(folder)
+    for chat in (CHAT, with_system):
+        assert ask(model, messages=chat)["usage"]["prompt_tokens"] == len(expected)
+        assert model._prompt_ids({"messages": chat}) == expected
+
+
+def test_a_request_overrides_the_settings_of_the_training(model):
+    whole = ask(model)["choices"][0]["message"]["content"]
+    short = ask(model, max_tokens=4)["choices"][0]
+    assert short["finish_reason"] == "length"
+    assert whole.startswith(short["message"]["content"])
+    assert ask(model, max_completion_tokens=4)["choices"][0]["message"] == short["message"]
+    assert ask(model, stop="</reasoning>")["choices"][0]["message"]["content"] == whole.partition("</reasoning>")[0]
+    assert ask(model, model="mine")["model"] == "demo"
+
+
+def test_sampling_draws_several_choices_and_temperature_zero_is_greedy(model):
+    torch.manual_seed(1)
+    drawn = ask(model, n=4, temperature=1.5)["choices"]
+    assert [choice["index"] for choice in drawn] == [0, 1, 2, 3]
+    assert len({choice["message"]["content"] for choice in drawn}) > 1
+    greedy = ask(model, n=2)["choices"]
+    assert greedy[0]["message"] == greedy[1]["message"]
+
+
+def test_a_frame_is_answered_row_by_row_and_a_prompt_is_continued_without_a_template(model):
+    both = model.predict(None, pd.DataFrame({"messages": [CHAT, CHAT], "max_tokens": [4, None]}))
+    assert both[0]["usage"]["completion_tokens"] == 4
+    assert both[1]["usage"] == ask(model)["usage"]
+    plain = model.predict(None, {"prompt": "15 + 27 ="})
+    assert plain["object"] == "text_completion"
+    assert isinstance(plain["choices"][0]["text"], str)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ({"messages": []}, "`messages` is empty"),
+        ({"messages": None}, "a request has `messages`"),
+        ({"stream": True}, "neither streams nor calls tools"),
+        ({"tools": [{"type": "function"}]}, "neither streams nor calls tools"),
+        ({"messages": [{"role": "user"}]}, "the chat template refuses the messages"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(model, request_, says):
+    with pytest.raises(MlflowException, match=says) as refused:
+        ask(model, **request_)
+    assert refused.value.get_http_status_code() == 400

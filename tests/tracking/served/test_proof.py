@@ -1,0 +1,202 @@
+"""A version is registered only if its artifact, loaded by pyfunc, answers as the merged model did."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM
+
+from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.content.tokenizer import set_system_prompt
+from grpo_tasks.policy.load import load_tokenizer
+from grpo_tasks.tracking.log_model import log_model
+from grpo_tasks.tracking.publishing import publish
+from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
+from schemas.errors import ServedModelError
+from schemas.results.evaluation import PairedTest
+from schemas.results.model import GreedyAnswer
+
+BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
+CHAT = [{"role": "user", "content": "What is 15 + 27?"}]
+
+
+def published(config, proof, evaluation, *, log=log_model, key="one"):
+    with open_run(config, key=key) as run:
+        return publish(run, proof, tests=[BETTER], champion=None, evaluation=evaluation, log=log, prove=prove_served)
+
+
+def spoils(change):
+    """Logs a model and changes its artifact in the store."""
+
+    def log(spec):
+        log_model(spec)
+        [artifact] = Path.cwd().glob(f"mlruns/*/models/{spec.model_id}/artifacts")
+        change(artifact)
+
+    return log
+
+
+def edits(name, old, new):
+    def change(artifact):
+        text = (artifact / name).read_text()
+        assert old in text
+        (artifact / name).write_text(text.replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edits("model/chat_template.jinja", "assistant", "assistent"), "the published model answers"),
+        (edits("chat_model.py", "import math\n", "import math\nimport grpo_tasks.content.hashes\n"), "No module named"),
+        (edits("model/config.json", "qwen2", "unheard-of"), "cannot be used"),
+        (lambda artifact: (artifact / "model" / "model.safetensors").unlink(), "cannot be used"),
+    ],
+    ids=["template", "our code", "config", "weights"],
+)
+def test_an_artifact_that_answers_otherwise_is_not_registered(database, make_config, make_merge, make_evaluation, change, says):
+    config, client, proof = make_config(database), MlflowClient(database), make_merge()
+    with pytest.raises(ServedModelError, match=says) as refused:
+        published(config, proof, make_evaluation("merged"), log=spoils(change))
+    assert "nothing was registered" in refused.value.fix
+    assert client.search_model_versions(f"name = '{config.registered_model}'") == []
+    experiment = client.get_experiment_by_name(config.experiment).experiment_id
+    assert client.search_logged_models([experiment]) == []
+    # The same run publishes the model once its artifact is right.
+    assert published(config, proof, make_evaluation("merged")).champion
+
+
+def test_a_proved_model_is_asked_once(database, make_config, make_merge, make_evaluation):
+    config, asked = make_config(database), []
+
+    def prove(spec):
+        asked.append(spec)
+        prove_served(spec)
+
+    for _ in range(2):
+        with open_run(config, key="one") as run:
+            publish(
+                run,
+                make_merge(),
+                tests=[BETTER],
+                champion=None,
+                evaluation=make_evaluation("merged"),
+                log=log_model,
+                prove=prove,
+            )
+    assert len(asked) == 1
+    [model] = MlflowClient(database).search_logged_models([run.experiment_id])
+    assert model.tags["grpo.served_proof"] == "2 answers equal those of the merged model"
+
+
+@pytest.fixture
+def chat_champion(server, make_config, make_merge, make_evaluation):
+    """Address of a published model whose template carries the system prompt, and its answer to CHAT as the merge proof has it."""
+    config, proof = make_config(server), make_merge("system")
+    chat = [{"role": "system", "content": config.data.system_prompt}, *CHAT]
+    tokenizer = load_tokenizer(proof.model)
+    model = AutoModelForCausalLM.from_pretrained(proof.model.path, dtype="float32")
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = GreedyAnswer(messages=chat, text=tokenizer.decode(tokens, skip_special_tokens=True))
+    set_system_prompt(tokenizer, config.data.system_prompt)
+    tokenizer.save_pretrained(proof.model.path)
+    proof = proof.model_copy(update={"sha256": folder_sha256(Path(proof.model.path)), "answers": [answer]})
+    assert published(config, proof, make_evaluation("merged")).champion
+    return f"models:/{config.registered_model}@champion", answer.text
+
+
+def environment(server):
+    # `mlflow models serve` looks for uvicorn on the PATH.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "MLFLOW_TRACKING_URI": server, "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+def mlflow_models(command, uri, *options):
+    return [sys.executable, "-m", "mlflow", "models", command, "-m", uri, "--env-manager", "local", *options]
+
+
+def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_champion, tmp_path):
+    uri, answer = chat_champion
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"messages": CHAT}))
+    command = mlflow_models("predict", uri, "--content-type", "json", "-i", str(request), "-o", str(tmp_path / "reply.json"))
+    predicted = subprocess.Popen(command, env=environment(server), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    mlflow.set_tracking_uri(server)
+    reply = mlflow.pyfunc.load_model(uri).predict({"messages": CHAT})
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": answer}
+    pipeline = mlflow.transformers.load_model(uri)
+    [said] = pipeline(CHAT, max_new_tokens=64, do_sample=False)
+    assert said["generated_text"][-1]["content"] == answer
+    info = mlflow.models.get_model_info(uri)
+    assert info.metadata == {"task": "llm/v1/chat"}
+    assert "messages" in info.signature.inputs.input_names()
+    example = mlflow.models.Model.load(uri).load_input_example(mlflow.artifacts.download_artifacts(uri))
+    assert example == {"messages": CHAT}
+    output, _ = predicted.communicate(timeout=100)
+    assert predicted.returncode == 0, output
+    assert json.loads((tmp_path / "reply.json").read_text())["choices"][0]["message"]["content"] == answer
+
+
+def test_the_artifact_holds_the_weights_once_nothing_pickled_and_no_path_of_the_training_machine(chat_champion, server, tmp_path):
+    mlflow.set_tracking_uri(server)
+    folder = Path(mlflow.artifacts.download_artifacts(chat_champion[0], dst_path=str(tmp_path / "artifact")))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert [name for name in names if name.endswith((".safetensors", ".bin", ".pt"))] == ["model/model.safetensors"]
+    assert [name for name in names if name.endswith((".pkl", ".pickle"))] == []
+    assert [name for name in names if str(tmp_path) in (folder / name).read_bytes().decode(errors="ignore")] == []
+    assert "trust_remote_code" not in (folder / "MLmodel").read_text()
+    assert not any("+" in line for line in (folder / "requirements.txt").read_text().splitlines())
+
+
+def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_path):
+    uri, answer = chat_champion
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = mlflow_models("serve", uri, "--host", "127.0.0.1", "--port", str(port))
+    with (tmp_path / "serve.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment(server), stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/ping", process, tmp_path / "serve.log")
+        # What `OpenAI(base_url="http://127.0.0.1:PORT/invocations?path=")` sends: it appends /chat/completions to its address.
+        body = {"messages": CHAT, "model": "demo", "temperature": 0}
+        reply = post(f"http://127.0.0.1:{port}/invocations?path=/chat/completions", body)
+        assert (reply["object"], reply["model"]) == ("chat.completion", uri.removeprefix("models:/").partition("@")[0])
+        assert reply["choices"][0] == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(f"http://127.0.0.1:{port}/invocations", {"messages": CHAT, "stream": True})
+        assert refused.value.code == 400
+        assert "neither streams nor calls tools" in refused.value.read().decode()
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+def post(address, body):
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+def wait_for(address, process, log):
+    for _ in range(400):
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(address, timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(log.read_text())

@@ -1,0 +1,68 @@
+"""Everything that a person may want to read later is an artifact, in a form that MLflow shows."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from mlflow import MlflowClient
+
+from grpo_tasks.tracking.runs import open_run
+
+
+@pytest.fixture
+def client(database):
+    return MlflowClient(database)
+
+
+def text(client, run_id, path):
+    return Path(client.download_artifacts(run_id, path)).read_text()
+
+
+def test_the_table_of_an_evaluation_begins_with_question_ground_truth_answer_and_verdict(
+    client, database, make_config, make_evaluation, data_report
+):
+    evaluation = make_evaluation("merged")
+    ids = pl.read_parquet(data_report.eval)["prompt_id"].to_list()
+    rows = {
+        "prompt_id": [ids[1], ids[0]],
+        "sample": [0, 0],
+        "completion": ["2", "7"],
+        "token_ids": [[1], [2]],
+        "correct": [True, False],
+    }
+    pl.DataFrame(rows).write_parquet(evaluation.samples)
+    with open_run(make_config(database), key="k") as run:
+        run.record(data_report)
+        run.record(evaluation)
+    table = json.loads(text(client, run.run_id, "evaluation/merged/samples.json"))
+    assert table["columns"][:4] == ["question", "ground_truth", "model_answer", "verdict"]
+    assert [row[:4] for row in table["data"]] == [["What is 1 + 1?", "2", "2", "right"], ["What is 0 + 1?", "1", "7", "wrong"]]
+    assert "token_ids" not in table["columns"]
+
+
+def test_train_rows_lab_samples_step_logs_and_reward_modules_are_artifacts(
+    client, database, make_config, make_stage, lab_report, data_report, tmp_path
+):
+    (tmp_path / "own_rewards.py").write_text(
+        "from own_words import WORDS\n\ndef own(completions, **_):\n    return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "own_words.py").write_text("WORDS = ['a']\n")
+    functions = {"own": {"function": "own_rewards:own"}}
+    config = make_config(database, rewards={"functions": functions, "module_dir": str(tmp_path)})
+    pl.DataFrame({"completion": ["x"]}).write_parquet(lab_report.directory / "samples.parquet")
+    (lab_report.directory / "log.txt").write_text("sampled 16 prompts from http://me:secret-word@host/x\n")
+    stage = make_stage(config)
+    (stage.directory / "log.txt").write_text("update 1\n")
+    with open_run(config, key="k") as run:
+        run.record(data_report)
+        run.record(lab_report)
+        run.record(stage)
+    assert pl.read_parquet(client.download_artifacts(run.run_id, "data/train.parquet")).height == 12
+    assert pl.read_parquet(client.download_artifacts(run.run_id, "lab/samples.parquet")).height == 1
+    log = text(client, run.run_id, "logs/probe_rewards.txt")
+    assert "sampled 16 prompts" in log
+    assert "secret-word" not in log
+    assert text(client, run.child("format", stage.key).run_id, "logs/train_stage.txt") == "update 1\n"
+    assert "def own" in text(client, run.run_id, "rewards/own_rewards.py")
+    assert "WORDS" in text(client, run.run_id, "rewards/own_words.py")
