@@ -158,8 +158,6 @@ def test_a_killed_worker_is_started_again(stack):
 @pytest.fixture
 def docker_worker(stack, tmp_path):
     """The pool grpo-docker of the stack, and a worker for it on this machine."""
-    command = "prefect --no-prompt work-pool create grpo-docker --type docker --base-job-template"
-    stack.compose("run", "--rm", "--no-deps", "worker", *command.split(), "/app/deploy/work_pools/docker.json")
     # Its dependencies are those of Prefect and MLflow. Only a worker of such a pool needs it, so that it is in no extra.
     install = [
         sys.executable,
@@ -175,7 +173,10 @@ def docker_worker(stack, tmp_path):
     subprocess.run(install, check=True, timeout=600)
     own = {"PYTHONPATH": str(tmp_path / "site"), "PREFECT_HOME": str(tmp_path / "prefect")}
     own |= {"PREFECT_API_URL": f"{stack.prefect}/api", "PREFECT_API_AUTH_STRING": stack.passwords["PREFECT_AUTH"]}
-    call = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "grpo-docker", "--type", "docker"]
+    prefect, template = [sys.executable, "-m", "prefect"], ROOT / "deploy" / "work_pools" / "docker.json"
+    create = [*prefect, "--no-prompt", "work-pool", "create", "grpo-docker", "--type", "docker", "--base-job-template", template]
+    subprocess.run(create, env=os.environ | own, check=True, cwd=tmp_path, timeout=600)
+    call = [*prefect, "worker", "start", "--pool", "grpo-docker", "--type", "docker"]
     with (tmp_path / "worker.log").open("w") as log:
         worker = subprocess.Popen(call, env=os.environ | own, stdout=log, stderr=log, cwd=tmp_path)
     yield worker
