@@ -22,8 +22,8 @@ test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
 
-test-containers: $(READY) ## build the image, bring the compose stack up, run the demo through it (needs Docker; half an hour)
-	$(BIN)/python -m pytest -m containers tests/deploy/test_containers.py $(ARGS)
+test-containers: $(READY) ## run the demo through the compose stack, and a job through Slurm with three nodes (needs Docker, Slurm; half an hour)
+	$(BIN)/python -m pytest -m containers tests/deploy $(ARGS)
 
 coverage: $(READY) ## fail when the tests of answers, evaluation and lab cover less than the floor in pyproject.toml
 	$(BIN)/python -m pytest -q -m "not long" -p no:cacheprovider --cov --cov-report=term tests/answers tests/evaluation tests/lab

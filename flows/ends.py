@@ -3,16 +3,18 @@
 cancellable   a run started by hand can be cancelled in the UI or by `prefect flow-run cancel`, as a worker's run can: a thread
               polls the state of the run and interrupts the main thread as Ctrl-C would
 noted         a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would be
-              Running for ever
+              Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they live
 """
 
 import _thread
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from uuid import UUID
 
@@ -75,6 +77,33 @@ def _replace_crashed_by_cancelled(client: SyncPrefectClient, flow_run_id: UUID) 
         client.set_flow_run_state(flow_run_id, Cancelled(message="cancelled while it ran"), force=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Where the process of a run is. A folder on a shared disk has notes of several machines, or of several containers."""
+
+    pid: int
+    born: float
+    """Start time of the process (see ProcessIdentity)."""
+    host: str = field(default_factory=socket.gethostname)
+    """A container has a name of its own, which it keeps when it is started again."""
+    job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
+    start: int = field(default_factory=lambda: int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    """How often Slurm has queued the job again."""
+
+    @classmethod
+    def of(cls) -> "Note":
+        """That of this process."""
+        own = ProcessIdentity.of()
+        return cls(own.pid, own.born)
+
+    def is_of_the_dead(self) -> bool:
+        """Whether the process has certainly ended: it is gone from this machine, or Slurm has started its job again."""
+        own = Note.of()
+        if self.job and self.job == own.job and self.start < own.start:
+            return True
+        return self.host == own.host and not ProcessIdentity(self.pid, self.born).is_running()
+
+
 @contextmanager
 def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
     """Record this process in `folder` while the block runs; before that, set the runs of recorded processes that were killed to
@@ -87,7 +116,10 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
         _set_crashed_if_killed(note)
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / f"{flow_run_id}.json"
-    note.write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
+    # Whole or not at all: another machine that shares the folder may read it at any time.
+    unfinished = note.with_suffix(".part")
+    unfinished.write_text(json.dumps(asdict(Note.of())), encoding="utf-8")
+    unfinished.replace(note)
     try:
         yield
     finally:
@@ -95,9 +127,9 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
 
 
 def _set_crashed_if_killed(note: Path) -> None:
-    # A note that cannot be read was cut short by the kill.
+    # A note that cannot be read was cut short by the failure of a machine.
     with suppress(ValueError, TypeError, OSError):
-        if ProcessIdentity(**json.loads(note.read_text(encoding="utf-8"))).is_running():
+        if not Note(**json.loads(note.read_text(encoding="utf-8"))).is_of_the_dead():
             return
     # The run may belong to another server than the current one, or the server may be away; the note is of no use then either.
     with suppress(Exception), get_client(CLIENT_SETTINGS, sync_client=True) as client:

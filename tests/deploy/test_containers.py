@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -38,6 +39,11 @@ def why_not():
         if done.returncode:
             return f"{what}: {done.stderr.strip()[-200:]}"
     return ""
+
+
+def docker(*arguments):
+    """What a command of Docker prints."""
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True, timeout=600).stdout.strip()
 
 
 class Stack:
@@ -74,6 +80,19 @@ class Stack:
     def api(self, path, body=None):
         return json.loads(self.ask(f"{self.prefect}/api{path}", body, self.passwords["PREFECT_AUTH"])[1])
 
+    def deployment(self, name):
+        [found] = self.api("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+        return found
+
+    def run(self, deployment):
+        """Run a deployment to its end; the flow run."""
+        run = self.api(f"/deployments/{deployment}/create_flow_run", {})
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while (state := self.api(f"/flow_runs/{run['id']}"))["state_type"] not in FINAL:
+            assert time.monotonic() < deadline, state["state_name"]
+            time.sleep(5)
+        return state
+
     def registry(self, path):
         return json.loads(self.ask(f"{self.mlflow}/api/2.0/mlflow{path}", user=f"admin:{self.passwords['MLFLOW_PASSWORD']}")[1])
 
@@ -91,25 +110,13 @@ def stack(tmp_path_factory):
     finally:
         print(stack.compose("logs", "--tail", "50", check=False))
         stack.compose("down", "--volumes", "--timeout", "30", check=False)
-    left = subprocess.run(
-        ["docker", "ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert left.stdout == ""
+    assert docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}") == ""
 
 
 @pytest.fixture(scope="module")
 def finished(stack):
     """The demo, started as a user starts it, to its end."""
-    [demo] = stack.api("/deployments/filter", {"deployments": {"name": {"any_": ["demo"]}}})
-    run = stack.api(f"/deployments/{demo['id']}/create_flow_run", {})
-    deadline = time.monotonic() + RUN_LIMIT_S
-    while (state := stack.api(f"/flow_runs/{run['id']}"))["state_type"] not in FINAL:
-        assert time.monotonic() < deadline, state["state_name"]
-        time.sleep(5)
-    return state
+    return stack.run(stack.deployment("demo")["id"])
 
 
 def test_the_page_of_prefect_is_there(stack):
@@ -143,13 +150,51 @@ def test_a_killed_worker_is_started_again(stack):
     subprocess.run(["docker", "exec", before, "python", "-c", "import os; os.kill(1, 9)"], capture_output=True, check=False)
     subprocess.run(["docker", "exec", before, "python", "-c", "import os; os.kill(1, 15)"], capture_output=True, check=False)
     deadline = time.monotonic() + 300
-
-    def restarts():
-        shown = subprocess.run(
-            ["docker", "inspect", "-f", "{{.RestartCount}}", before], capture_output=True, text=True, check=True
-        )
-        return int(shown.stdout)
-
-    while restarts() == 0:
+    while int(docker("inspect", "--format", "{{.RestartCount}}", before)) == 0:
         assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+@pytest.fixture
+def docker_worker(stack, tmp_path):
+    """The pool grpo-docker of the stack, and a worker for it on this machine."""
+    # Its dependencies are those of Prefect and MLflow. Only a worker of such a pool needs it, so that it is in no extra.
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        tmp_path / "site",
+        "prefect-docker>=0.7,<0.8",
+    ]
+    subprocess.run(install, check=True, timeout=600)
+    own = {"PYTHONPATH": str(tmp_path / "site"), "PREFECT_HOME": str(tmp_path / "prefect")}
+    own |= {"PREFECT_API_URL": f"{stack.prefect}/api", "PREFECT_API_AUTH_STRING": stack.passwords["PREFECT_AUTH"]}
+    prefect, template = [sys.executable, "-m", "prefect"], ROOT / "deploy" / "work_pools" / "docker.json"
+    create = [*prefect, "--no-prompt", "work-pool", "create", "grpo-docker", "--type", "docker", "--base-job-template", template]
+    subprocess.run(create, env=os.environ | own, check=True, cwd=tmp_path, timeout=600)
+    call = [*prefect, "worker", "start", "--pool", "grpo-docker", "--type", "docker"]
+    with (tmp_path / "worker.log").open("w") as log:
+        worker = subprocess.Popen(call, env=os.environ | own, stdout=log, stderr=log, cwd=tmp_path)
+    yield worker
+    worker.terminate()
+    worker.wait(timeout=60)
+    print((tmp_path / "worker.log").read_text()[-3000:])
+
+
+def test_a_docker_pool_runs_a_flow_in_a_container_of_its_own_and_removes_it(stack, docker_worker):
+    validate = stack.deployment("validate")
+    taken = ("flow_id", "entrypoint", "path", "parameters", "parameter_openapi_schema", "pull_steps")
+    variables = {"networks": [f"{PROJECT}_default"], "volumes": [f"{PROJECT}_runs:/runs", f"{PROJECT}_models:/models"]}
+    body = {name: validate[name] for name in taken} | {"name": "validate-docker", "work_pool_name": "grpo-docker"}
+    made = stack.api("/deployments/", body | {"job_variables": variables})
+    run = stack.run(made["id"])
+    assert run["state_type"] == "COMPLETED", run["state"]
+    container = run["infrastructure_pid"].rpartition(":")[2]
+    deadline = time.monotonic() + 120
+    while container in (left := docker("ps", "--all", "--quiet", "--no-trunc")):
+        assert time.monotonic() < deadline, left
         time.sleep(1)

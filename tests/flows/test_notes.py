@@ -1,0 +1,49 @@
+"""Which runs a note in a shared folder declares dead."""
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from flows.ends import Note, noted
+from grpo_tasks.processes.identity import ProcessIdentity
+
+
+@pytest.fixture
+def ended():
+    """The note of a process of this machine that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = ProcessIdentity.of(process.pid)
+    process.communicate()
+    return Note(identity.pid, identity.born)
+
+
+def test_a_process_of_this_machine_is_dead_when_it_has_ended(ended):
+    assert ended.is_of_the_dead()
+    assert not Note.of().is_of_the_dead()
+
+
+def test_a_note_of_an_earlier_version_is_one_of_this_machine(ended):
+    assert Note(pid=ended.pid, born=ended.born).host == socket.gethostname()
+
+
+def test_a_run_in_another_container_is_left_alone(ended, tmp_path):
+    elsewhere = replace(ended, host="another-container")
+    assert not elsewhere.is_of_the_dead()
+    note = tmp_path / "7ab5a1cf-5f6b-4e0a-9c5d-0d3a5f3d3a55.json"
+    note.write_text(json.dumps(asdict(elsewhere)))
+    with noted(tmp_path, "0f0f0f0f-5f6b-4e0a-9c5d-0d3a5f3d3a55"):
+        assert len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [note.name]
+
+
+def test_a_job_that_slurm_has_queued_again_ran_on_a_node_that_is_gone(ended, monkeypatch):
+    earlier = replace(ended, host="another-node", job="17")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert earlier.is_of_the_dead()
+    assert not replace(earlier, start=1).is_of_the_dead(), "another node of the same start"
+    assert not replace(earlier, job="18").is_of_the_dead()
