@@ -251,14 +251,14 @@ class RunConfig(Section):
             raise ValueError("rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto")
         if vllm.sync == "merged" and model.quantization != "none":
             raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
-        if self.resources.num_processes > 1 and not vllm.base_urls:
+        if self.resources.ranks > 1 and not vllm.base_urls:
             raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
         if vllm.overlap:
             self._check_overlap()
         return self
 
     def _check_overlap(self) -> None:
-        if self.resources.num_processes > 1:
+        if self.resources.ranks > 1:
             raise ValueError("rollout.vllm.overlap needs a single process; fix: resources.num_processes: 1, or overlap: false")
         for index, stage in enumerate(self.stages):
             if stage.engine == "native" and stage.importance_sampling_correction == "none":
