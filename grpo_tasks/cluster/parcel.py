@@ -22,7 +22,9 @@ from schemas.errors import ClusterError
 from schemas.paths import EMBEDDED, is_local
 
 INPUTS = "inputs"
-TRAIN, EVAL, BASE, ADAPTER, MODULES = (f"{INPUTS}/{name}" for name in ("train.parquet", "eval.parquet", "base", "adapter", "modules"))
+TRAIN, EVAL, BASE, ADAPTER, MODULES = (
+    f"{INPUTS}/{name}" for name in ("train.parquet", "eval.parquet", "base", "adapter", "modules")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,5 +182,7 @@ def _modules(rewards: RewardsConfig) -> list[ParcelFile]:
     files = []
     for module, path in found.items():
         parts = module.replace(".", "/")
-        files.append(_file(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path))
+        files.append(
+            _file(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path)
+        )
     return files

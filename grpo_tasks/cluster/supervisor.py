@@ -142,7 +142,8 @@ class Attempt:
         gangs = [Gang(first.facts.address, port, index * self.local, self.local, ranks) for index in range(len(members))]
         engine = ENGINES[self.spec.stage.engine]
         started = [member.actor.start.remote(parcel, engine, gang) for member, gang in zip(members, gangs, strict=True)]
-        return str([_ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)][0])
+        bases = [_ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)]
+        return str(bases[0])
 
     def _collect(self, inbox: Inbox, members: list[Member]) -> bool:
         """Ask every node once and store what is new; True when the stage is finished."""

@@ -76,5 +76,3 @@ def _installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-

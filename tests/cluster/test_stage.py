@@ -28,7 +28,9 @@ def test_one_and_two_nodes_train_the_bytes_of_as_many_local_processes(nodes, sta
     first, second = nodes.add(), nodes.add()
     for count in (1, 2):
         settings = {"max_steps": 4, "save_steps": 2, "log_completions_steps": 1}
-        local = run_stage(spec_of(stages, f"a{count}", resources={"num_processes": count}, **settings), tmp_path / f"local{count}")
+        local = run_stage(
+            spec_of(stages, f"a{count}", resources={"num_processes": count}, **settings), tmp_path / f"local{count}"
+        )
         there = tmp_path / f"there{count}"
         remote = run_stage(spec_of(stages, f"b{count}", resources=on(nodes, count), **settings), there)
         assert (remote.sha256, remote.steps, remote.model.sha256) == (local.sha256, 4, local.model.sha256)
@@ -36,7 +38,11 @@ def test_one_and_two_nodes_train_the_bytes_of_as_many_local_processes(nodes, sta
         assert remote.model.adapter == there / "final"
         assert steps(there) == [1, 2, 3, 4]
         names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
-        here = {path.relative_to(tmp_path / f"local{count}").as_posix() for path in (tmp_path / f"local{count}").rglob("*") if path.is_file()}
+        here = {
+            path.relative_to(tmp_path / f"local{count}").as_posix()
+            for path in (tmp_path / f"local{count}").rglob("*")
+            if path.is_file()
+        }
         assert names == here
     for node in (first, second):
         assert list((node.private / "xdg_cache_home").rglob("content/*")), "the data came by content"
