@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from flows.preflight import REGISTERED, check_model
+from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
@@ -100,9 +101,20 @@ def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:
         return f"{version.name} version {version.version}: {folder} (every file verified)"
     if not is_adapter(Path(name)):
         check_model(name, "MODEL")
+    copy_model(Path(resolve(name)) if is_local(name) else hub_snapshot(name), into)
+    return f"{name}: {into}"
+
+
+def copy_model(source: Path, into: Path) -> None:
+    """Copy a model to the new folder `into`, whole or not at all. An equal copy stays, so a killed command can be repeated.
+
+    Raises:
+        ModelError: `into` holds other files.
+    """
     if into.exists() and any(into.iterdir()):
-        raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
-    source = Path(resolve(name)) if is_local(name) else hub_snapshot(name)
+        if folder_sha256(into) != folder_sha256(source):
+            raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
+        return
     unfinished = into.with_name(f"{into.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     # The hub's cache consists of links; a copy of their files outlives it.
@@ -110,7 +122,6 @@ def fetch_model(name: str, into: Path, tracking: TrackingConfig) -> str:
     if into.exists():
         into.rmdir()
     unfinished.replace(into)
-    return f"{name}: {into}"
 
 
 def _is_registered(name: str, tracking: TrackingConfig) -> bool:

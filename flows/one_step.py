@@ -3,11 +3,10 @@
 single.py makes flows of them, which need Prefect. Here nothing imports it, so that a command answers at once.
 """
 
-import shutil
 from pathlib import Path
 
 from flows.flow_run import open_flow_run
-from flows.model_names import adapter_model, named_model, with_local_model
+from flows.model_names import adapter_model, copy_model, named_model, with_local_model
 from flows.steps import base_model, evaluation_of, measured_difficulty, probed_rewards, trained_stage, validated_data
 from grpo_tasks.merge_adapter import merge_adapter
 from schemas.config.run import RunConfig
@@ -59,13 +58,14 @@ def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergePro
     """Merge an adapter (any name that `adapter_model` takes) and prove it; copy the merged model to the folder `into`."""
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
-    if into is not None and into.exists() and any(into.iterdir()):
+    # A model may be what this command copied before it was killed; `copy_model` compares.
+    if into is not None and into.exists() and any(into.iterdir()) and not (into / "config.json").exists():
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with open_flow_run(config, flow="merge") as run:
         template = config.rollout.chat_template_kwargs
         proof = merge_adapter(run, ref, validated_data(run), model=config.model, chat_template_kwargs=template)
     if into is not None:
-        shutil.copytree(proof.model.path, into, dirs_exist_ok=True)
+        copy_model(Path(proof.model.path), into)
     return proof
 
 

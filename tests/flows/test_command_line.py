@@ -288,7 +288,7 @@ def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(wo
     place, _ = worked
     config = load_config(str(place.root / "small.yaml"))
     with pytest.raises(ModelError, match="not empty"):
-        merge_flow.fn(str(place.adapter), config, place.root / "merged")
+        merge_flow.fn(str(place.adapter), config, place.root / "runs")
     with pytest.raises(ModelError, match="no adapter there"):
         merge_flow.fn(str(place.root), config)
 
