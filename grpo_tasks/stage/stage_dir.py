@@ -29,6 +29,9 @@ from schemas.config.stage import StageConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
 
+OWN_DISK = "GRPO_OWN_DISK"
+"""Environment variable of ranks whose stage directory is not on a disk that all nodes share."""
+
 
 class StageSpec(Result):
     """Everything a stage needs to know."""

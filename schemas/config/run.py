@@ -251,6 +251,7 @@ class RunConfig(Section):
             raise ValueError("rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto")
         if vllm.sync == "merged" and model.quantization != "none":
             raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
+        # On a cluster the driver starts servers that all processes share.
         if self.resources.num_processes > 1 and not vllm.base_urls:
             raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
         if self.rollout.max_staleness:

@@ -1,0 +1,11 @@
+"""A stage on the nodes of a Ray cluster, which need no disk in common with the driver. The only room that imports Ray.
+
+    driver (python -m grpo_tasks.cluster STAGE_DIR, child of the step)            node (one actor each)
+      parcel.py      spec, inputs, checkpoints, journal  --by content, in chunks-->  parcel.py, node.py: a private stage directory
+      supervisor.py  placement, liveness, restarts                                   node.py: `python -m grpo_tasks.grpo` per rank
+      inbox.py       the stage directory, the truth      <--as they are made------   outbox.py: journal, log, checkpoints, result
+
+connect.py joins a running cluster and never starts one. versions.py says whether a node runs the same code. overview.py is what
+`grpo cluster` shows. janitor.py removes the private directory when an actor ends, however it ends. Ray does placement, liveness
+and transport. Training, resuming and the meaning of every file are those of a stage on one machine.
+"""

@@ -1,0 +1,45 @@
+"""A Ray cluster on this machine: a head without CPUs and nodes that have a temporary folder, a cache and a home of their own."""
+
+from pathlib import Path
+
+import pytest
+
+
+class Nodes:
+    """The cluster and its nodes."""
+
+    def __init__(self, folder):
+        from ray.cluster_utils import Cluster
+
+        self.folder, self.count = folder, 0
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+
+    @property
+    def address(self):
+        return self.cluster.address
+
+    def add(self, **environment):
+        """One more node with one CPU."""
+        self.count += 1
+        root = self.folder / f"node-{self.count}"
+        own = {name: str(root / name.lower()) for name in ("TMPDIR", "XDG_CACHE_HOME", "HOME")}
+        for path in own.values():
+            Path(path).mkdir(parents=True)
+        node = self.cluster.add_node(num_cpus=1, env_vars=own | environment)
+        node.private = root
+        return node
+
+    def remove(self, node):
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    made = Nodes(tmp_path / "nodes")
+    yield made
+    made.cluster.shutdown()
