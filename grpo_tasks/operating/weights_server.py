@@ -1,5 +1,7 @@
 """`grpo weights-server`: takes the policy over HTTP for a vLLM server that does not see the trainer's files.
 
+    python -m grpo_tasks.operating.weights_server FOLDER HOST PORT     the same for a parent process, with which it ends
+
 It runs next to the vLLM server and writes into a folder that both see. The engine (grpo_tasks/rollout/vllm_engine.py) sends the
 files of each policy before it tells vLLM to load them, and deletes them when vLLM has unloaded them.
 
@@ -14,8 +16,10 @@ for a week is deleted when the next one arrives: the trainer that sent it was ki
 
 import hashlib
 import hmac
+import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -27,6 +31,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.web.same_origin import LOOPBACK, App, SameOrigin
 from schemas.errors import UserError
 
@@ -75,6 +80,13 @@ def weights_app(folder: Path, key: str | None) -> App:
     app = Starlette(routes=routes)
     # No web page knows the key. Without one, pages of other sites are refused by what the browser says about them.
     return SameOrigin(app, hosts=()) if key is None else app
+
+
+def main() -> None:
+    """Serve for the process that started this one."""
+    die_with_parent()
+    folder, host, port = sys.argv[1:]
+    serve_weights(Path(folder), host, int(port), os.environ.get("VLLM_API_KEY") or None)
 
 
 class _Store:
@@ -162,3 +174,7 @@ def _checked(handler: Handler, key: str | None) -> Handler:
 
 def _refusal(status: int, reason: str) -> Response:
     return JSONResponse({"error": reason}, status_code=status)
+
+
+if __name__ == "__main__":
+    main()
