@@ -4,6 +4,7 @@ The ranks end with the actor (processes/lifetime.py), the actor with its driver:
 the network is gone the actor ends itself when the driver has been silent for `SILENCE_S`.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,12 +13,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.cluster.janitor import watch_over
 from grpo_tasks.cluster.outbox import Delta, Outbox
-from grpo_tasks.cluster.parcel import MODULES, Parcel, ParcelFile, Store
+from grpo_tasks.cluster.parcel import MODULES, Parcel, ParcelFile, ServerAddress, Store
 from grpo_tasks.cluster.versions import Versions, own_versions
 from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
@@ -65,27 +67,19 @@ class Gang:
     """Processes of all nodes."""
 
 
-class StageNode:
-    """One node of a stage. Ray calls one method at a time, always in the main thread, to which the ranks are tied."""
+class Node:
+    """What the actors of a stage have in common: a private directory that ends with them, and files that the driver sends."""
 
     def __init__(self, address: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="grpo-stage-"))
         self._janitor = watch_over(self._root)
         self._address, self._heard = address, time.monotonic()
-        self._store, self._directory = Store(self._root), StageDir(self._root)
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._outbox = Outbox(self._directory, everything=False)
+        self._store = Store(self._root)
         threading.Thread(target=self._end_in_silence, daemon=True).start()
 
     def describe(self) -> NodeFacts:
         """Name, address, directory and versions."""
         return NodeFacts(f"{socket.gethostname()} ({self._address})", self._address, str(self._root), own_versions())
-
-    def free_port(self) -> int:
-        """A port of this node that is free now, on all its addresses."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return int(found.getsockname()[1])
 
     def missing(self, files: tuple[ParcelFile, ...]) -> set[str]:
         """Hashes of the files that the driver has to send."""
@@ -97,10 +91,31 @@ class StageNode:
         self._heard = time.monotonic()
         self._store.receive(file, offset, data)
 
-    def start(self, parcel: Parcel, engine: str, gang: Gang) -> str:
+    def _end_in_silence(self) -> None:
+        while time.monotonic() - self._heard < SILENCE_S:
+            time.sleep(SILENCE_S / 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StageNode(Node):
+    """One node of a stage. Ray calls one method at a time, always in the main thread, to which the ranks are tied."""
+
+    def __init__(self, address: str, environment: Mapping[str, str]) -> None:
+        super().__init__(address)
+        self._environment, self._directory = environment, StageDir(self._root)
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._outbox = Outbox(self._directory, everything=False)
+
+    def free_port(self) -> int:
+        """A port of this node that is free now, on all its addresses."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return int(found.getsockname()[1])
+
+    def start(self, parcel: Parcel, engine: str, gang: Gang, servers: Sequence[ServerAddress]) -> str:
         """Lay out the stage directory and start the ranks of this node; returns the path of the base model here."""
         self._store.unpack(parcel)
-        spec = parcel.spec_at(self._root, ranks=gang.ranks)
+        spec = parcel.spec_at(self._root, ranks=gang.ranks, servers=servers)
         spec.save(self._directory.spec)
         self._outbox = Outbox(self._directory, everything=gang.first == 0)
         self._outbox.begin()
@@ -124,8 +139,13 @@ class StageNode:
         """The driver has it."""
         self._outbox.release(name)
 
+    def announce(self, server: ServerAddress) -> None:
+        """Name a rollout server that joins to the ranks of this node."""
+        with self._directory.servers.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"url": server.url, "weights_url": server.weights_url}) + "\n")
+
     def _start_rank(self, engine: str, gang: Gang, local: int) -> "subprocess.Popen[bytes]":
-        environment = os.environ | {PARENT: str(os.getpid())}
+        environment = os.environ | self._environment | {PARENT: str(os.getpid())}
         if gang.ranks > 1:
             environment |= {
                 "MASTER_ADDR": gang.address,
@@ -145,8 +165,3 @@ class StageNode:
                 # The user's modules are found in the working directory, as on the driver.
                 cwd=self._root / MODULES,
             )
-
-    def _end_in_silence(self) -> None:
-        while time.monotonic() - self._heard < SILENCE_S:
-            time.sleep(SILENCE_S / 20)
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -10,6 +10,7 @@ weights) goes into the private stage directory only. A hub model and an embedded
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,15 @@ class ParcelFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A rollout server on a node."""
+
+    url: str
+    weights_url: str
+    """Where it receives the weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parcel:
     """A stage, ready to be sent."""
 
@@ -53,8 +63,13 @@ class Parcel:
     """As the driver has it."""
     files: tuple[ParcelFile, ...]
 
-    def spec_at(self, root: Path, *, ranks: int) -> StageSpec:
-        """The specification with the paths of a node, for as many ranks."""
+    @property
+    def base(self) -> tuple[ParcelFile, ...]:
+        """The files of the base model; none if it is an embedded one or one of the hub."""
+        return tuple(file for file in self.files if file.target.startswith(f"{BASE}/"))
+
+    def spec_at(self, root: Path, *, ranks: int, servers: Sequence[ServerAddress] = ()) -> StageSpec:
+        """The specification with the paths of a node, for as many ranks and with these rollout servers."""
         start, rewards = self.spec.start, self.spec.rewards
         sent = {file.target.split("/")[1] for file in self.files if file.is_input}
         if "base" in sent:
@@ -62,13 +77,17 @@ class Parcel:
         if start.adapter is not None:
             start = start.model_copy(update={"adapter": root / ADAPTER})
         resources = self.spec.resources.model_copy(update={"num_processes": ranks, "cluster": ClusterConfig()})
-        changes = {
+        changes: dict[str, object] = {
             "train": root / TRAIN,
             "eval": None if self.spec.eval is None else root / EVAL,
             "start": start,
             "rewards": rewards.model_copy(update={"module_dir": root / MODULES}),
             "resources": resources,
         }
+        if servers:
+            urls = {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
+            vllm = self.spec.rollout.vllm.model_copy(update=urls)
+            changes["rollout"] = self.spec.rollout.model_copy(update={"vllm": vllm})
         return self.spec.model_copy(update=changes)
 
 
@@ -129,8 +148,14 @@ class Store:
         part.replace(target)
 
     def unpack(self, parcel: Parcel) -> None:
-        """Lay out the stage directory: inputs as links to the cache, the state of the stage as files of its own."""
-        for file in parcel.files:
+        """Lay out the stage directory."""
+        self.lay_out(parcel.files)
+        (self.root / MODULES).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._incoming, ignore_errors=True)
+
+    def lay_out(self, files: tuple[ParcelFile, ...]) -> None:
+        """Give files their places: inputs as links to the cache, the state of the stage as files of its own."""
+        for file in files:
             found, target = self._found(file), self.root / file.target
             assert found is not None, f"{file.target} was not sent"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,8 +163,6 @@ class Store:
                 target.symlink_to(found)
             else:
                 shutil.copyfile(found, target)
-        (self.root / MODULES).mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._incoming, ignore_errors=True)
 
     @property
     def _incoming(self) -> Path:

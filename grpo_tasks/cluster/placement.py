@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import VllmConfig
 
 POLL_S = 2.0
 REPEAT_S = 60.0
@@ -32,6 +33,17 @@ class Share:
             has_gpus = any(node["Alive"] and node["Resources"].get("GPU", 0) for node in ray.nodes())
             gpus = int(has_gpus and resources.device != "cpu")
         return cls(cluster.cpus_per_process * cluster.processes_per_node, gpus * cluster.processes_per_node)
+
+    @classmethod
+    def of_server(cls, resources: ResourcesConfig, vllm: VllmConfig) -> "Share":
+        """The resources of one rollout server."""
+        gpus = vllm.tensor_parallel_size if cls.of(resources).gpus else 0
+        return cls(resources.cluster.cpus_per_process, gpus)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The same for Ray."""
+        return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
     def __str__(self) -> str:
         gpus = f" and {self.gpus} GPU" if self.gpus else ""
@@ -70,6 +82,28 @@ def reserved(
         remove_placement_group(group)
 
 
+@contextmanager
+def reserved_servers(name: str, share: Share, count: int, *, report: Callable[[str], None]) -> Iterator[PlacementGroup]:
+    """Reserve room for rollout servers while the block runs, on different nodes where there are enough.
+
+    Args:
+        name: shown by `grpo cluster`.
+        share: what each server reserves.
+        count: how many servers.
+        report: told what the run waits for.
+    """
+    group = placement_group([share.bundle] * count, strategy="SPREAD", name=name)
+    reported = -REPEAT_S
+    try:
+        while not group.wait(timeout_seconds=POLL_S):
+            if (now := time.monotonic()) - reported >= REPEAT_S:
+                reported = now
+                report(f"waits for room for {count} rollout servers with {share} each; {describe_nodes()}")
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
 def describe_nodes() -> str:
     """What is free on each node, and who holds the rest."""
     free = ray._private.state.available_resources_per_node()
@@ -92,8 +126,7 @@ def _amount(free: dict[str, Any], node: dict[str, Any], what: str) -> str:
 
 
 def _request(name: str, resources: ResourcesConfig, share: Share, nodes: int) -> PlacementGroup:
-    bundle = {"CPU": share.cpus} | ({"GPU": float(share.gpus)} if share.gpus else {})
-    return placement_group([bundle] * nodes, strategy=resources.cluster.placement, name=name)
+    return placement_group([share.bundle] * nodes, strategy=resources.cluster.placement, name=name)
 
 
 def _deadline(patience_s: float | None) -> float:

@@ -7,20 +7,19 @@ Ray's own restarts are not used: the ranks of a stage can only go on together, f
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_tasks.cluster.inbox import CHUNK_BYTES, Inbox
-from grpo_tasks.cluster.node import Gang, NodeFacts, Report, StageNode
-from grpo_tasks.cluster.parcel import Parcel, pack
+from grpo_tasks.cluster.inbox import Inbox
+from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, send
+from grpo_tasks.cluster.node import Gang, Report, StageNode
+from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
 from grpo_tasks.cluster.placement import Share, reserved
+from grpo_tasks.cluster.servers import Servers, rollout_servers
 from grpo_tasks.cluster.versions import require_equal
 from grpo_tasks.processes.entry import DISK_FULL
 from grpo_tasks.stage.journal import Events, Journal
@@ -29,16 +28,8 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import DiskFullError, TrainingError, UserError
 
 POLL_S = 0.25
-ANSWER_S = 60.0
-"""A node that does not answer within so many seconds is lost. Ray notices most deaths at once."""
-START_S = 300.0
-"""Longest wait for the actors to start."""
 SETTLING_S = 3.0
 """When a rank ends badly, a node that died is often the reason. Ray may need so long to notice it."""
-
-
-class NodeLost(Exception):  # noqa: N818 - it names what happened
-    """A node, an actor or a rank died without an error of ours."""
 
 
 class Supervisor:
@@ -56,12 +47,16 @@ class Supervisor:
             UserError: one that a rank left, or nodes that differ.
             TrainingError: more nodes or processes died than `max_restarts` allows.
         """
+        with rollout_servers(self.spec, self.dir, self.name, partial(self._report, "cluster")) as servers:
+            self._train(servers)
+
+    def _train(self, servers: Servers | None) -> None:
         nodes, restarts = self.cluster.num_nodes, 0
         while True:
             patience_s = self.cluster.replacement_wait_s if restarts else None
             wait = partial(self._report, "cluster")
             with reserved(self.name, self.spec.resources, nodes, report=wait, patience_s=patience_s) as (group, found):
-                attempt = Attempt(self.dir, self.spec, group, found)
+                attempt = Attempt(self.dir, self.spec, group, found, servers)
                 try:
                     attempt.run()
                     return
@@ -83,22 +78,14 @@ class Supervisor:
         Events(self.dir.events).append(Journal(self.dir.journal).last_step, event, detail)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """An actor and what is known of its node."""
-
-    actor: Any
-    facts: NodeFacts
-
-
 class Attempt:
     """The stage on one set of nodes, until it ends or one of them dies."""
 
-    def __init__(self, directory: StageDir, spec: StageSpec, group: PlacementGroup, nodes: int) -> None:
-        self.dir, self.spec = directory, spec
+    def __init__(self, directory: StageDir, spec: StageSpec, group: PlacementGroup, nodes: int, servers: Servers | None) -> None:
+        self.dir, self.spec, self.servers = directory, spec, servers
         self.local = spec.resources.cluster.processes_per_node
         share = Share.of(spec.resources)
-        self.actors = [
+        self.actors: list[Any] = [
             ray.remote(StageNode)
             .options(
                 num_cpus=share.cpus,
@@ -106,7 +93,7 @@ class Attempt:
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             )
-            .remote(_address(group, index))
+            .remote(_address(group, index), {} if servers is None else servers.environment)
             for index in range(nodes)
         ]
 
@@ -117,16 +104,18 @@ class Attempt:
             NodeLost: something died.
             UserError: one that a rank left, or nodes that differ.
         """
-        described = [_ask(actor.describe.remote(), "a node", START_S) for actor in self.actors]
+        described = [ask(actor.describe.remote(), "a node", START_S) for actor in self.actors]
         members = [Member(actor, facts) for actor, facts in zip(self.actors, described, strict=True)]
         require_equal({member.facts.name: member.facts.versions for member in members})
         # Opening both cuts off an incomplete last line that a killed driver left.
         Journal(self.dir.journal), Events(self.dir.events)
         parcel = pack(self.spec, self.dir)
-        _send(parcel, members)
+        send(parcel.files, members)
         inbox = Inbox(self.dir, self.spec, self._start(parcel, members))
         inbox.clear()
         while not self._collect(inbox, members):
+            if self.servers is not None:
+                self.servers.tend(partial(self._announce, members))
             time.sleep(POLL_S)
 
     def end(self) -> None:
@@ -137,13 +126,18 @@ class Attempt:
     def _start(self, parcel: Parcel, members: list[Member]) -> str:
         """Start all ranks; the path of the base model on the node of rank 0."""
         first = members[0]
-        port = _ask(first.actor.free_port.remote(), first.facts.name)
+        port = ask(first.actor.free_port.remote(), first.facts.name)
         ranks = self.local * len(members)
         gangs = [Gang(first.facts.address, port, index * self.local, self.local, ranks) for index in range(len(members))]
         engine = ENGINES[self.spec.stage.engine]
-        started = [member.actor.start.remote(parcel, engine, gang) for member, gang in zip(members, gangs, strict=True)]
-        bases = [_ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)]
+        servers = () if self.servers is None else tuple(self.servers.addresses)
+        started = [member.actor.start.remote(parcel, engine, gang, servers) for member, gang in zip(members, gangs, strict=True)]
+        bases = [ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)]
         return str(bases[0])
+
+    def _announce(self, members: list[Member], server: ServerAddress) -> None:
+        for member in members:
+            ask(member.actor.announce.remote(server), member.facts.name)
 
     def _collect(self, inbox: Inbox, members: list[Member]) -> bool:
         """Ask every node once and store what is new; True when the stage is finished."""
@@ -163,15 +157,15 @@ class Attempt:
 
     def _reports(self, inbox: Inbox, members: list[Member]) -> list[Report]:
         asked = [(member, member.actor.report.remote()) for member in members]
-        reports = [_ask(ref, member.facts.name) for member, ref in asked]
+        reports = [ask(ref, member.facts.name) for member, ref in asked]
         for member, report in zip(members, reports, strict=True):
             name, actor = member.facts.name, member.actor
 
             def read(*args: Any, name: str = name, actor: Any = actor) -> bytes:
-                return bytes(_ask(actor.read.remote(*args), name))
+                return bytes(ask(actor.read.remote(*args), name))
 
             def release(held: str, name: str = name, actor: Any = actor) -> None:
-                _ask(actor.release.remote(held), name)
+                ask(actor.release.remote(held), name)
 
             inbox.apply(report.delta, read, release)
         return reports
@@ -200,37 +194,3 @@ def _how(code: int) -> str:
 def _address(group: PlacementGroup, index: int) -> str:
     node = ray.util.placement_group_table(group)["bundles_to_node_id"][index]
     return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), "")
-
-
-def _ask(ref: Any, name: str, patience_s: float = ANSWER_S) -> Any:
-    """The answer of a node.
-
-    Raises:
-        NodeLost: it is gone, or does not answer in time.
-        UserError: the one that it raised.
-    """
-    try:
-        return ray.get(ref, timeout=patience_s)
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
-        raise
-    except RayError as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
-        raise NodeLost(f"{name} is lost ({type(error).__name__}: {reason})") from error
-
-
-def _send(parcel: Parcel, members: list[Member]) -> None:
-    """Send each file, in parts, to the nodes that lack its content; one copy in the object store serves all of them."""
-    asked = [(member, member.actor.missing.remote(parcel.files)) for member in members]
-    missing = [(member, _ask(ref, member.facts.name, START_S)) for member, ref in asked]
-    for file in {file.sha256 if file.is_input else f"{file.sha256}+": file for file in parcel.files}.values():
-        receivers = [member for member, hashes in missing if file.sha256 in hashes]
-        if not receivers:
-            continue
-        with Path(file.source).open("rb") as stream:
-            for offset in range(0, max(1, file.size), CHUNK_BYTES):
-                part = ray.put(stream.read(CHUNK_BYTES))
-                sent = [(member, member.actor.receive.remote(file, offset, part)) for member in receivers]
-                for member, ref in sent:
-                    _ask(ref, member.facts.name, START_S)

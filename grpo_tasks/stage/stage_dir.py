@@ -115,6 +115,11 @@ class StageDir:
         """The `StageResult`; a stage that has it is finished."""
         return self.root / RESULT
 
+    @property
+    def servers(self) -> Path:
+        """Rollout servers that joined while the stage trained, one JSON line each (url, weights_url)."""
+        return self.root / "servers.jsonl"
+
     def completions(self, step: int) -> Path:
         """Table of the completions of one update."""
         return self.root / "completions" / f"step-{step:06d}.parquet"

@@ -20,7 +20,7 @@ def train_on_nodes(spec, directory, count):
     """What the supervisor does, with calls in place of messages."""
     directory.mkdir()
     there = StageDir(directory)
-    nodes = [StageNode("127.0.0.1") for _ in range(count)]
+    nodes = [StageNode("127.0.0.1", {}) for _ in range(count)]
     parcel = pack(spec, there)
     for node in nodes:
         missing = node.missing(parcel.files)
@@ -28,7 +28,7 @@ def train_on_nodes(spec, directory, count):
             if file.sha256 in missing:
                 node.receive(file, 0, file.source.read_bytes())
     port = nodes[0].free_port()
-    started = [node.start(parcel, "grpo_tasks.grpo", Gang("127.0.0.1", port, i, 1, count)) for i, node in enumerate(nodes)]
+    started = [node.start(parcel, "grpo_tasks.grpo", Gang("127.0.0.1", port, i, 1, count), ()) for i, node in enumerate(nodes)]
     inbox = Inbox(there, spec, started[0])
     while True:
         reports = [node.report() for node in nodes]
