@@ -18,14 +18,14 @@ class Nodes:
     def address(self):
         return self.cluster.address
 
-    def add(self, **environment):
-        """One more node with one CPU."""
+    def add(self, num_cpus=1, **environment):
+        """One more node, by default with one CPU."""
         self.count += 1
         root = self.folder / f"node-{self.count}"
         own = {name: str(root / name.lower()) for name in ("TMPDIR", "XDG_CACHE_HOME", "HOME")}
         for path in own.values():
             Path(path).mkdir(parents=True)
-        node = self.cluster.add_node(num_cpus=1, env_vars=own | environment)
+        node = self.cluster.add_node(num_cpus=num_cpus, env_vars=own | environment)
         node.private = root
         return node
 
