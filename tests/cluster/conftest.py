@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.flows.conftest import prefect_api  # noqa: F401 - a fixture
+
 
 class Nodes:
     """The cluster and its nodes."""
