@@ -1,16 +1,20 @@
-"""Joins a running Ray cluster for as long as a block runs. It never starts one."""
+"""Joins a running Ray cluster for as long as a block runs, and says what it has. It never starts one."""
 
 import importlib.util
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from grpo_tasks.cluster.versions import own_versions
 from schemas.errors import ClusterError, ConfigError
 
 ADDRESS = "RAY_ADDRESS"
 PLACE = "resources.cluster.address"
 NAMESPACE = "grpo"
+ANSWER_S = 60.0
+"""Longest wait for a node to say what it runs."""
 
 
 def cluster_address(address: str) -> str:
@@ -64,3 +68,60 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as `grpo cluster` shows it."""
+
+    address: str
+    cpus: tuple[float, float]
+    """Free, and all."""
+    gpus: tuple[float, float]
+    faults: tuple[str, ...]
+    """In what it differs from this machine, or why it cannot train; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What a cluster has, and who uses it."""
+
+    nodes: tuple[NodeView, ...]
+    holders: tuple[tuple[str, str], ...]
+    """Name and state of each reservation: CREATED holds its nodes, PENDING waits for them."""
+
+
+def overview() -> Overview:
+    """Look at every node of the cluster that this process has joined."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    from grpo_tasks.cluster.placement import groups
+
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = tuple(
+        NodeView(
+            node["NodeManagerAddress"],
+            (free.get(node["NodeID"], {}).get("CPU", 0.0), node["Resources"].get("CPU", 0.0)),
+            (free.get(node["NodeID"], {}).get("GPU", 0.0), node["Resources"].get("GPU", 0.0)),
+            _faults(node["NodeID"]) if node["Resources"].get("CPU", 0.0) else (),
+        )
+        for node in alive
+    )
+    return Overview(nodes, tuple(sorted((group["name"], group["state"]) for group in groups())))
+
+
+def _faults(node_id: str) -> tuple[str, ...]:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Without a CPU of its own it runs beside whatever the node does.
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    asked = ray.remote(own_versions).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    try:
+        return tuple(own_versions().differences(ray.get(asked, timeout=ANSWER_S)))
+    except RayError as error:
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        return (f"cannot run our code: {last}",)

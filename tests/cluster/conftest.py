@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.conftest import prefect_api  # noqa: F401 - a fixture
+from tests.grpo.conftest import stages  # noqa: F401 - a fixture
 
 
 class Nodes:

@@ -13,7 +13,6 @@ from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ClusterError, ConfigError
-from tests.grpo.conftest import stages  # noqa: F401 - a fixture
 
 
 def train_on_nodes(spec, directory, count):
@@ -42,7 +41,7 @@ def train_on_nodes(spec, directory, count):
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monkeypatch, count):  # noqa: F811
+def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monkeypatch, count):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = {"max_steps": 2, "save_steps": 1, "log_completions_steps": 1}
     spec = StageSpec.load(stages.write("a", resources={"num_processes": count}, **settings).spec)
@@ -57,7 +56,7 @@ def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monk
     assert files[0] == files[1]
 
 
-def test_content_travels_once_and_is_checked(stages, tmp_path, monkeypatch):  # noqa: F811
+def test_content_travels_once_and_is_checked(stages, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = stages.write("a")
     parcel = pack(StageSpec.load(directory.spec), directory)

@@ -10,7 +10,6 @@ import pytest
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
-from tests.grpo.conftest import stages  # noqa: F401 - a fixture
 from tests.rollout.small_servers import SMALL
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
@@ -27,7 +26,7 @@ def two_nodes(nodes):
     return [nodes.add(num_cpus=3, PYTHONPATH=path, **{OWN: str(os.getpid())}) for _ in range(2)]
 
 
-def spec_of(stages, name, nodes, count, **vllm):  # noqa: F811
+def spec_of(stages, name, nodes, count, **vllm):
     cluster = {"engine": "ray", "address": nodes.address, "num_nodes": count}
     rollout = {"engine": "vllm", "vllm": {"python": sys.executable, "replicas": 2, "concurrency": 2, **vllm}}
     return StageSpec.load(stages.write(name, rollout=rollout, resources={"cluster": cluster}, length=24, **TRAINING).spec)
@@ -38,7 +37,7 @@ def api_servers():
     found = []
     for process in psutil.process_iter():
         try:
-            if API_SERVER in process.cmdline() and process.environ().get(OWN) == str(os.getpid()):
+            if process.cmdline()[1:3] == ["-m", API_SERVER] and process.environ().get(OWN) == str(os.getpid()):
                 found.append(process)
         except psutil.Error:
             continue
@@ -58,7 +57,7 @@ def events(directory):
     return path.read_text() if path.exists() else ""
 
 
-def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(nodes, two_nodes, stages, tmp_path):  # noqa: F811
+def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(nodes, two_nodes, stages, tmp_path):
     whole = run_stage(spec_of(stages, "whole", nodes, 2), tmp_path / "whole")
     assert whole.steps == 10
     assert ended(api_servers())
@@ -90,7 +89,7 @@ def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(node
         assert list((node.private / "tmpdir").glob("grpo-stage-*")) == []
 
 
-def test_a_node_without_vllm_is_named(nodes, two_nodes, stages, tmp_path):  # noqa: F811
+def test_a_node_without_vllm_is_named(nodes, two_nodes, stages, tmp_path):
     with pytest.raises(RolloutError, match="there is no /nowhere/python on") as caught:
         run_stage(spec_of(stages, "there", nodes, 1, python="/nowhere/python"), tmp_path / "there")
     assert "make vllm" in caught.value.fix

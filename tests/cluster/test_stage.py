@@ -6,7 +6,6 @@ import pytest
 
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from tests.grpo.conftest import stages  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -20,11 +19,11 @@ def steps(directory):
     return [json.loads(line)["step"] for line in StageDir(directory).journal.read_text().splitlines()]
 
 
-def spec_of(stages, name, **settings):  # noqa: F811
+def spec_of(stages, name, **settings):
     return StageSpec.load(stages.write(name, **settings).spec)
 
 
-def test_one_and_two_nodes_train_the_bytes_of_as_many_local_processes(nodes, stages, tmp_path):  # noqa: F811
+def test_one_and_two_nodes_train_the_bytes_of_as_many_local_processes(nodes, stages, tmp_path):
     first, second = nodes.add(), nodes.add()
     for count in (1, 2):
         settings = {"max_steps": 4, "save_steps": 2, "log_completions_steps": 1}
