@@ -35,23 +35,32 @@ class Inbox:
 
     def clear(self) -> None:
         """Remove what a driver that was killed has received in part."""
-        for folder in (self.directory.root, self.directory.checkpoints):
+        directory = self.directory
+        for folder in (directory.root, directory.checkpoints, directory.completions(0).parent):
             for path in folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def apply(self, delta: Delta, read: Read, release: Callable[[str], None]) -> None:
-        """Store everything that is new. Lines come first: no checkpoint is ahead of the journal."""
+        """Store everything that is new, in an order that lets a driver that is killed here resume from what it has.
+
+        Lines and the best weights come before a checkpoint that counts on them. The result, which marks the stage as finished,
+        comes last.
+        """
         for name, new in delta.lines.items():
             with (self.directory.root / name).open("ab") as stream:
                 stream.write(new)
-        # The result marks the stage as finished, so it is stored after everything else.
-        for held in sorted(delta.held, key=lambda held: held.name == self.directory.result.name):
+        for held in sorted(delta.held, key=self._rank):
             self._fetch(held, read)
             release(held.name)
-        if delta.checkpoints is not None:
-            for folder in self.directory.checkpoints.glob("step-*"):
-                if folder.name not in delta.checkpoints:
-                    shutil.rmtree(folder)
+        present = {folder.name: folder for folder in self.directory.checkpoints.glob("step-*")}
+        # Never the last one: where the folder on the node was removed, the stage resumes from what is here.
+        if delta.checkpoints is not None and delta.checkpoints & present.keys():
+            for name in present.keys() - delta.checkpoints:
+                shutil.rmtree(present[name])
+
+    def _rank(self, held: Held) -> int:
+        target = self.directory.root / held.name
+        return 2 if target == self.directory.result else int(target.parent == self.directory.checkpoints)
 
     def _fetch(self, held: Held, read: Read) -> None:
         target = self.directory.root / held.name

@@ -1,21 +1,20 @@
 """The actor on a node: a private stage directory, and the ranks of the stage as its child processes.
 
-The ranks end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and where
-the network is gone the actor ends itself when the driver has been silent for `SILENCE_S`.
+The ranks end with the actor (processes/lifetime.py), the actor with its driver: Ray ends actors that are not detached, and a node
+that has lost the head of its cluster ends all of its actors.
 """
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from grpo_tasks.cluster.janitor import watch_over
 from grpo_tasks.cluster.outbox import Delta, Outbox
@@ -25,9 +24,6 @@ from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.stage.stage_dir import OWN_DISK, StageDir
 from schemas.paths import resolve
-
-SILENCE_S = 180.0
-"""An actor whose driver has not asked for so long ends itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +69,8 @@ class Node:
     def __init__(self, address: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="grpo-stage-"))
         self._janitor = watch_over(self._root)
-        self._address, self._heard = address, time.monotonic()
+        self._address = address
         self._store = Store(self._root)
-        threading.Thread(target=self._end_in_silence, daemon=True).start()
 
     def describe(self) -> NodeFacts:
         """Name, address, directory and versions."""
@@ -83,18 +78,11 @@ class Node:
 
     def missing(self, files: tuple[ParcelFile, ...]) -> set[str]:
         """Hashes of the files that the driver has to send."""
-        self._heard = time.monotonic()
         return self._store.missing(files)
 
     def receive(self, file: ParcelFile, offset: int, data: bytes) -> None:
         """Store a part of a file."""
-        self._heard = time.monotonic()
         self._store.receive(file, offset, data)
-
-    def _end_in_silence(self) -> None:
-        while time.monotonic() - self._heard < SILENCE_S:
-            time.sleep(SILENCE_S / 20)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StageNode(Node):
@@ -124,7 +112,6 @@ class StageNode(Node):
 
     def report(self) -> Report:
         """How the ranks are, and what is new. Exit codes are read first: after the last one nothing can follow."""
-        self._heard = time.monotonic()
         codes = tuple(rank.poll() for rank in self._ranks)
         error = self._root / ERROR
         text = error.read_text(encoding="utf-8") if any(codes) and error.exists() else ""
@@ -132,7 +119,6 @@ class StageNode(Node):
 
     def read(self, name: str, file: str, offset: int, size: int) -> bytes:
         """Bytes of a file that the outbox holds."""
-        self._heard = time.monotonic()
         return self._outbox.read(name, file, offset, size)
 
     def release(self, name: str) -> None:
@@ -154,6 +140,8 @@ class StageNode(Node):
                 "RANK": str(gang.first + local),
                 "LOCAL_RANK": str(local),
                 OWN_DISK: "1",
+                # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it.
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(self._address),
             }
         with self._directory.log.open("ab") as log:
             return subprocess.Popen(
@@ -165,3 +153,9 @@ class StageNode(Node):
                 # The user's modules are found in the working directory, as on the driver.
                 cwd=self._root / MODULES,
             )
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine with an address, empty if there is none."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if address in {each.address for each in addresses}), "")

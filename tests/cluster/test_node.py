@@ -1,15 +1,19 @@
 """A stage sent to nodes, trained there and collected; without Ray, whose part is the transport between these objects."""
 
 import json
+import shutil
 import time
 
 import pytest
 
 from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.cluster.inbox import Inbox
-from grpo_tasks.cluster.node import Gang, StageNode
+from grpo_tasks.cluster.node import Gang, StageNode, interface_of
+from grpo_tasks.cluster.outbox import Outbox
 from grpo_tasks.cluster.parcel import Store, pack
 from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
+from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.stage.checkpoint import MANIFEST
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ClusterError, ConfigError
@@ -70,6 +74,65 @@ def test_content_travels_once_and_is_checked(stages, tmp_path, monkeypatch):
     assert first.missing(parcel.files)
     first.receive(file, 100, content[100:])
     assert second.missing(parcel.files) == set()
+
+
+def checkpoint(directory, step):
+    folder = directory.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(str(step))
+    (folder / MANIFEST).write_text(json.dumps({"state.json": file_sha256(folder / "state.json")}))
+    return folder
+
+
+@pytest.fixture
+def mail(stages, tmp_path):
+    """A stage directory on a node with its outbox, and the inbox of the driver."""
+    sender, receiver = StageDir(tmp_path / "node"), stages.write("driver")
+    sender.root.mkdir()
+    return Outbox(sender, everything=True), Inbox(receiver, StageSpec.load(receiver.spec), "")
+
+
+def test_the_best_weights_arrive_before_the_checkpoint_that_counts_on_them(mail):
+    outbox, inbox = mail
+    checkpoint(outbox.directory, 2)
+    outbox.directory.best.mkdir()
+    (outbox.directory.best / "weights").write_text("best")
+
+    def killed(name, *where):
+        if name.startswith("checkpoints"):
+            raise KeyboardInterrupt
+        return outbox.read(name, *where)
+
+    with pytest.raises(KeyboardInterrupt):
+        inbox.apply(outbox.collect(), killed, outbox.release)
+    assert (inbox.directory.best / "weights").read_text() == "best"
+
+
+def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
+    outbox, inbox = mail
+    for step, deleted in ((2, None), (4, 2)):
+        checkpoint(outbox.directory, step)
+        if deleted:
+            shutil.rmtree(outbox.directory.checkpoints / f"step-{deleted:06d}")
+        inbox.apply(outbox.collect(), outbox.read, outbox.release)
+        assert [path.name for path in inbox.directory.checkpoints.iterdir()] == [f"step-{step:06d}"]
+    # Somebody tidies /tmp on the node.
+    shutil.rmtree(outbox.directory.checkpoints)
+    inbox.apply(outbox.collect(), outbox.read, outbox.release)
+    assert [path.name for path in inbox.directory.checkpoints.iterdir()] == ["step-000004"]
+
+
+def test_nothing_incomplete_stays_of_a_driver_that_was_killed(mail):
+    _, inbox = mail
+    for folder in (inbox.directory.root, inbox.directory.checkpoints, inbox.directory.completions(1).parent):
+        (folder / ".part-x").mkdir(parents=True)
+    inbox.clear()
+    assert not list(inbox.directory.root.rglob(".part-*"))
+
+
+def test_ranks_meet_on_the_interface_of_the_address_that_ray_knows():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
 
 
 def test_a_node_that_differs_is_refused_by_name():
