@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_tasks.cluster.inbox import CHUNK_BYTES
 from grpo_tasks.cluster.node import NodeFacts
 from grpo_tasks.cluster.parcel import ParcelFile
-from schemas.errors import UserError
+from schemas.errors import ClusterError, DiskFullError, UserError, disk_full
 
 ANSWER_S = 60.0
 """A node that does not answer within so many seconds is lost. Ray notices most deaths at once."""
@@ -36,17 +36,39 @@ def ask(ref: Any, name: str, patience_s: float = ANSWER_S) -> Any:
 
     Raises:
         NodeLost: it is gone, or does not answer in time.
-        UserError: the one that it raised.
+        UserError: the one that it raised, or its disk is full.
+        ClusterError: its actor cannot start there; another attempt would end in the same way.
     """
     try:
         return ray.get(ref, timeout=patience_s)
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None
+        if disk_full(error):
+            raise full_disk(name) from error
         raise
+    except RayActorError as error:
+        if not error.actor_init_failed:
+            raise _lost(name, error) from error
+        last = str(error).strip().splitlines()[-1]
+        raise ClusterError(
+            f"{name} cannot run our code: {last}",
+            place="resources.cluster",
+            fix="install this project there with the same versions and restart Ray; `grpo cluster` compares all nodes",
+        ) from error
     except RayError as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
-        raise NodeLost(f"{name} is lost ({type(error).__name__}: {reason})") from error
+        raise _lost(name, error) from error
+
+
+def full_disk(name: str) -> DiskFullError:
+    """The error for a node without space."""
+    fix = "free some space there, then run the same command again: it continues from the last checkpoint"
+    return DiskFullError(f"the disk of {name} is full", place=name, fix=fix)
+
+
+def _lost(name: str, error: RayError) -> NodeLost:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return NodeLost(f"{name} is lost ({type(error).__name__}: {reason})")
 
 
 def send(files: tuple[ParcelFile, ...], members: Sequence[Member]) -> None:

@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_tasks.cluster.inbox import Inbox
-from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, send
+from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, full_disk, send
 from grpo_tasks.cluster.node import Gang, Report, StageNode
 from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
 from grpo_tasks.cluster.placement import Share, reserved
@@ -25,7 +25,7 @@ from grpo_tasks.processes.entry import DISK_FULL
 from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.run import ENGINES
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.errors import DiskFullError, TrainingError, UserError
+from schemas.errors import TrainingError, UserError
 
 POLL_S = 0.25
 SETTLING_S = 3.0
@@ -85,6 +85,7 @@ class Attempt:
         self.dir, self.spec, self.servers = directory, spec, servers
         self.local = spec.resources.cluster.processes_per_node
         share = Share.of(spec.resources)
+        self.addresses = [_address(group, index) for index in range(nodes)]
         self.actors: list[Any] = [
             ray.remote(StageNode)
             .options(
@@ -93,8 +94,8 @@ class Attempt:
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             )
-            .remote(_address(group, index), {} if servers is None else servers.environment)
-            for index in range(nodes)
+            .remote(address, {} if servers is None else servers.environment)
+            for index, address in enumerate(self.addresses)
         ]
 
     def run(self) -> None:
@@ -104,7 +105,8 @@ class Attempt:
             NodeLost: something died.
             UserError: one that a rank left, or nodes that differ.
         """
-        described = [ask(actor.describe.remote(), "a node", START_S) for actor in self.actors]
+        asked = [actor.describe.remote() for actor in self.actors]
+        described = [ask(ref, address, START_S) for ref, address in zip(asked, self.addresses, strict=True)]
         members = [Member(actor, facts) for actor, facts in zip(self.actors, described, strict=True)]
         require_equal({member.facts.name: member.facts.versions for member in members})
         # Opening both cuts off an incomplete last line that a killed driver left.
@@ -175,8 +177,7 @@ class Attempt:
             if report.error:
                 return UserError.from_json(report.error.replace(member.facts.root, str(self.dir.root)))
             if DISK_FULL in report.codes:
-                fix = "free some space there, then run the same command again: it continues from the last checkpoint"
-                return DiskFullError(f"the disk of {member.facts.name} is full", place=member.facts.root, fix=fix)
+                return full_disk(member.facts.name)
         bad = [
             f"rank {index * self.local + local} on {member.facts.name} {_how(code)}"
             for index, (member, report) in enumerate(zip(members, reports, strict=True))

@@ -54,6 +54,19 @@ def test_the_command_shows_nodes_and_names_one_that_differs_and_a_stage_refuses_
     assert not StageDir(tmp_path / "there").journal.exists()
 
 
+def test_a_node_without_our_code_is_refused_by_name_and_not_tried_again(nodes, stages, tmp_path, monkeypatch):
+    broken = tmp_path / "broken" / "grpo_tasks"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('not the package you look for')")
+    nodes.add(PYTHONPATH=str(broken.parent))
+    # Ray looks in the working directory of the driver too.
+    monkeypatch.chdir(tmp_path)
+    spec = StageSpec.load(stages.write("a", resources={"cluster": {"engine": "ray", "address": nodes.address}}).spec)
+    with pytest.raises(ClusterError, match=r"\d cannot run our code: .*not the package you look for"):
+        run_stage(spec, tmp_path / "there")
+    assert not StageDir(tmp_path / "there").events.exists()
+
+
 def test_a_run_that_waits_says_for_what_and_begins_when_a_node_joins(nodes, stages, tmp_path):
     nodes.add()
     cluster = {"engine": "ray", "address": nodes.address, "num_nodes": 2}
