@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
+.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## run the whole pipeline on the embedded model: CPU only, no server, no model download
 	$(BIN)/grpo run demo $(ARGS)
+
+demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on this machine, with two vLLM servers (half an hour)
+	$(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
 
 test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" $(ARGS)

@@ -8,6 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from grpo_tasks.cluster.connect import cluster_address
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -66,6 +67,8 @@ def check_inputs(config: RunConfig) -> None:
             _check_source(source, f"data.{side}.{index}.path")
     if not REGISTERED.fullmatch(config.model.path) or is_local(config.model.path):
         check_model(config.model.path, "model.path")
+    if config.resources.cluster.engine == "ray":
+        cluster_address(config.resources.cluster.address)
 
 
 def check_columns(config: RunConfig) -> None:

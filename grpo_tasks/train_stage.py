@@ -23,6 +23,7 @@ from schemas.results.model import ModelRef, StageResult
     retries=1,
     resumable=True,
     device=True,
+    on_cluster=True,
 )
 def train_stage(  # noqa: PLR0913 - each of them counts in the key
     work: Work,

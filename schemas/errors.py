@@ -181,6 +181,12 @@ class OrchestratorError(UserError):
     title = "Prefect cannot be reached"
 
 
+class ClusterError(UserError):
+    """A Ray cluster that cannot be joined, or one of its nodes that cannot train the stage."""
+
+    title = "The cluster cannot be used"
+
+
 class ChildDied(UserError):  # noqa: N818 - it names what happened
     """The process of a step ended without a result and without an error of ours (killed, out of memory)."""
 

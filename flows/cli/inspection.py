@@ -72,6 +72,23 @@ def doctor() -> None:
             out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/] {finding.detail}")
 
 
+def cluster(
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The Ray cluster; auto for the one of this machine. Default: RAY_ADDRESS.")
+    ] = "",
+) -> None:
+    """Show what a Ray cluster has, who uses it, and which nodes run other versions; the exit status is 1 if one does."""
+    with report_errors():
+        from flows.cli.show import show_cluster
+        from grpo_tasks.cluster.connect import connected, overview
+
+        with connected(address):
+            found = overview()
+        show_cluster(out, found)
+        if any(node.faults for node in found.nodes):
+            raise typer.Exit(1)
+
+
 def fields(
     word: Annotated[
         str | None, typer.Argument(metavar="WORD", help="Only fields whose name or meaning contains this word.")

@@ -50,6 +50,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         inspection.fields,
         inspection.plan,
         inspection.trace,
+        inspection.cluster,
         inspection.doctor,
     ),
     "Registered models": (

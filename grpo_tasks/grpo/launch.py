@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,12 +23,13 @@ from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import ForeignServer, ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
 
-POLL_S = 0.1
+POLL_S, JOIN_POLL_S = 0.1, 1.0
 
 
 def start_ranks(directory: Path, num_processes: int) -> None:
@@ -113,16 +116,21 @@ def rollout_engine(
     """The engine that samples from `model`: through the servers, or in this process when there are none."""
     if servers:
         config, cuda = spec.rollout.vllm, device.type == "cuda"
-        return VllmEngine(
+        merged = swaps_merged_weights(config, spec.model, cuda=cuda)
+        engine = VllmEngine(
             model,
             tokenizer,
             config.model_copy(update={"sleep": config.sleep and cuda}),
             servers,
             weights=directory.root / "served",
             dtype=spec.model.dtype,
-            merged=swaps_merged_weights(config, spec.model, cuda=cuda),
+            merged=merged,
             untied=bool(spec.model.added_tokens) and not cuda,
         )
+        if config.base_urls:
+            joining = partial(_let_servers_join, directory.servers, engine, adapters=not merged)
+            Thread(target=joining, name="joining-servers", daemon=True).start()
+        return engine
     resources = spec.resources
     return LocalEngine(
         model,
@@ -131,3 +139,15 @@ def rollout_engine(
         fold_adapter=resources.fold_adapter,
         fuse_kernels=resources.fuse_kernels,
     )
+
+
+def _let_servers_join(announced: Path, engine: VllmEngine, *, adapters: bool) -> None:
+    """In a thread of its own: add the servers that a cluster's driver announces in the stage directory."""
+    lines = JsonLinesTail(announced, {"url": str, "weights_url": str})
+    while True:
+        for line in lines.read():
+            server = ForeignServer(line["url"], adapters=adapters, receiver=line["weights_url"])
+            # Its first admission inspects it.
+            server.stale = True
+            engine.pool.add(server)
+        time.sleep(JOIN_POLL_S)

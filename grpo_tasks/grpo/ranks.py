@@ -4,6 +4,7 @@ Each rank samples and scores its share of a rollout's groups; then all ranks kno
 gradient of its share of the completions; then all ranks hold the sum. Weights and optimizer are equal on all ranks.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
-from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.stage.stage_dir import OWN_DISK, StageSpec
 
 Item = TypeVar("Item")
 
@@ -63,6 +64,12 @@ class Ranks:
             return self
         limit = self.accelerator.init_handler.timeout if self.accelerator.init_handler is not None else None
         return Ranks(self.accelerator, torch.distributed.new_group(backend="gloo", timeout=limit))
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """True on each rank that writes checkpoints: one in all, or one on each node where nodes share no disk, because a roll
+        back reads them on every node."""
+        return self.accelerator.is_local_main_process if OWN_DISK in os.environ else self.writes
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """The items that this rank works on; shares differ by one item at most."""

@@ -77,7 +77,14 @@ class Trainer:
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
         self.checkpoints = Checkpoints(
-            directory, state, self.counters, self.guards, suite, self.events, stage.save_total_limit, writes
+            directory,
+            state,
+            self.counters,
+            self.guards,
+            suite,
+            self.events,
+            stage.save_total_limit,
+            self.ranks.keeps_checkpoints,
         )
         self.checkpoints.restore()
         # After the restore: an engine may copy the weights.
@@ -281,7 +288,9 @@ class Trainer:
             restore_best(self.dir)
         self.ranks.wait()
         ending = Ending(self.step, verdict.why, self.counters.resumed, self.counters.seconds, best)
-        result = finished(self.dir, self.spec, self.journal, ending)
+        # Only the rank that wrote the weights can hash them: ranks on other nodes may have disks of their own.
+        result = self.ranks.gather(finished(self.dir, self.spec, self.journal, ending) if self.ranks.writes else None)[0]
+        assert result is not None
         if self.ranks.writes:
             result.save(self.dir.result)
         return result

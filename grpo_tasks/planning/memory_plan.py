@@ -83,7 +83,7 @@ class StagePlan:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         token = 2 * config.num_hidden_layers * key_heads * head_dim * _width(self.model.dtype)
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
-        round_size = self.stage.per_device_train_batch_size * steps // self.resources.num_processes
+        round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
         prompts = -(-rows // self.stage.num_generations)
         cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
@@ -122,7 +122,7 @@ class StagePlan:
         whole = count * completion + -(-count // self.stage.num_generations) * self.prompt_length
         if limit is None:
             return whole
-        total = self.stage.completions_per_update // max(1, self.resources.num_processes)
+        total = self.stage.completions_per_update // max(1, self.resources.ranks)
         most = total * completion + -(-total // self.stage.num_generations) * self.prompt_length
         if limit == "auto":
             return min(most, self.fitting_tokens)
@@ -168,7 +168,7 @@ class StagePlan:
 
     @property
     def _shards(self) -> int:
-        return self.resources.num_processes if self.resources.fsdp else 1
+        return self.resources.ranks if self.resources.fsdp else 1
 
     @property
     def _trained(self) -> int:

@@ -33,6 +33,8 @@ FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-bat
 """Chunked prefill with seeded requests crashes vLLM's CPU engine."""
 GUARD = Path(__file__).resolve().parents[1] / "web"
 """Folder of the middleware that refuses requests from web pages; vLLM's API key does not protect the paths that load weights."""
+ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
+"""Environment variable in which the middleware finds further host names that the server answers to."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 WEIGHT_PATHS = ("/collective_rpc", "/reset_prefix_cache")
 LOG_SHOWN = 15
@@ -151,12 +153,22 @@ class ForeignServer(VllmServer):
 
 
 class OwnServer(VllmServer):
-    """A server started here, by `start`. One thread may restart it while another one ends it."""
+    """A server started here, by `start`. One thread may restart it while another one ends it.
+
+    Args:
+        config: settings of the server.
+        served: the model.
+        log: where its output goes.
+        device: its CUDA_VISIBLE_DEVICES; None: those of this process.
+        host: address that it listens on. On any but the loopback address it wants the key of VLLM_API_KEY.
+    """
 
     own = True
 
-    def __init__(self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None) -> None:
-        self._config, self._served, self._log, self._device = config, served, log, device
+    def __init__(
+        self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None, *, host: str = HOST
+    ) -> None:
+        self._config, self._served, self._log, self._device, self._host = config, served, log, device, host
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._lock, self._ended = Lock(), False
         super().__init__("")
@@ -167,13 +179,15 @@ class OwnServer(VllmServer):
         Raises:
             RolloutError: it does not come up.
         """
-        port = free_port()
-        address = f"http://{HOST}:{port}"
+        # What other machines know by its address keeps it; here a new port cannot have been taken meanwhile.
+        address = self.address if self.address and self._host != HOST else f"http://{self._host}:{free_port()}"
         environment = os.environ | QUIET | LOADING | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        if self._host != HOST:
+            environment[ALLOWED_HOSTS] = self._host
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(GUARD)]))
         if self._device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._device
-        server = command(self._config, self._served, Path(self._config.python), port)
+        server = command(self._config, self._served, Path(self._config.python), address)
         with self._lock, self._log.open("ab") as output:
             if self._ended:
                 raise RolloutError("the server was ended before it started", place=str(self._log))
@@ -192,8 +206,14 @@ class OwnServer(VllmServer):
             raise
         self.address = address
 
+    @property
+    def runs(self) -> bool:
+        """False if its process has ended."""
+        with self._lock:
+            return self._supervisor is not None and self._supervisor.poll() is None
+
     def restart(self) -> None:
-        """End what is left of the server and start a new one, at a new address."""
+        """End what is left of the server and start a new one, on this host at a new address."""
         self._stop()
         self.loaded.clear()
         self.asleep = False
@@ -304,9 +324,10 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     return not cuda and not config.base_urls and model.quantization == "none"
 
 
-def command(config: VllmConfig, served: ServedModel, python: Path, port: int) -> list[str]:
-    """The command line that starts a server."""
-    flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", HOST, "--port", str(port)]
+def command(config: VllmConfig, served: ServedModel, python: Path, address: str) -> list[str]:
+    """The command line that starts a server at an address such as http://127.0.0.1:8000."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", host, "--port", port]
     flags += ["--middleware", "same_origin.SameOrigin"]
     # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
     # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.

@@ -13,12 +13,18 @@ RETRAINING = "retrain-"
 """Prefix of the slot that a retraining of a registered model holds."""
 
 
-def slots_of(resources: ResourcesConfig, *, has_cards: bool | None = None) -> list[str]:
-    """Names of the slots a run holds: those of its GPUs, the one it names, or none (CPU, shared).
+def slots_of(resources: ResourcesConfig, *, trains: bool = False, has_cards: bool | None = None) -> list[str]:
+    """Names of the slots a run holds: those of its GPUs, the one it names, or none (CPU, shared, a stage on a cluster).
 
     They are sorted, so that two runs that need the same GPUs acquire them in the same order and never wait for each other.
+
+    Args:
+        resources: settings of the machine.
+        trains: the slots are for a stage, which computes where `resources.cluster` says.
+        has_cards: whether this machine has GPUs; None: look.
     """
-    if resources.gpu_slot == SHARED:
+    # A cluster has its own accounting.
+    if resources.gpu_slot == SHARED or (trains and resources.cluster.engine == "ray"):
         return []
     if resources.gpu_slot != AUTO:
         return [resources.gpu_slot]

@@ -87,7 +87,13 @@ class Work:
 
 
 def step(
-    *, rooms: tuple[str, ...], retries: int = 0, resumable: bool = False, cached: bool = True, device: bool = False
+    *,
+    rooms: tuple[str, ...],
+    retries: int = 0,
+    resumable: bool = False,
+    cached: bool = True,
+    device: bool = False,
+    on_cluster: bool = False,
 ) -> Callable[[Callable[Concatenate[Work, Inputs], Made]], Callable[Concatenate[Run, Inputs], Made]]:
     """Make a function a step.
 
@@ -97,12 +103,13 @@ def step(
         resumable: an unfinished step continues in its folder instead of starting with an empty one.
         cached: skip the step when it is finished; without it the step runs every time and decides itself what to do again.
         device: the step uses the GPU and waits for its slot.
+        on_cluster: the step computes where `resources.cluster` says; a cluster has its own accounting of GPUs.
     """
 
     def decorate(body: Callable[Concatenate[Work, Inputs], Made]) -> Callable[Concatenate[Run, Inputs], Made]:
         name = body.__name__
         result_type: Any = inspect.signature(body, eval_str=True).return_annotation
-        defined = _Step(body, result_type, resumable, cached, device)
+        defined = _Step(body, result_type, resumable, cached, device, on_cluster)
 
         @functools.wraps(body)
         def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
@@ -142,6 +149,7 @@ class _Step(Generic[Made]):
     resumable: bool
     cached: bool
     device: bool
+    on_cluster: bool
 
     def skip_or_run(self, work: Work, inputs: dict[str, Any]) -> _Outcome[Made]:
         """Skip the step if its folder holds the finished result, otherwise run it."""
@@ -155,7 +163,7 @@ class _Step(Generic[Made]):
     def _run(self, work: Work, inputs: dict[str, Any]) -> Made:
         clear(work.directory, resumable=self.resumable and not work.run.fresh)
         # The slot is acquired here and not before: a step that is skipped needs no GPU.
-        with hidden_errors(), _slots(work) if self.device else nullcontext():
+        with hidden_errors(), _slots(work, trains=self.on_cluster) if self.device else nullcontext():
             result = self.body(work, **inputs)
         # The seal is written last. A step that is killed before this line is not finished.
         result = result.sealed(take_manifest(work.directory))
@@ -184,9 +192,9 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def _slots(work: Work) -> AbstractContextManager[None]:
+def _slots(work: Work, *, trains: bool) -> AbstractContextManager[None]:
     """Hold the GPU slots of the run. A slot is Prefect's; where the machine has none, Prefect is not imported."""
-    names = slots_of(work.run.resources)
+    names = slots_of(work.run.resources, trains=trains)
     if not names:
         return nullcontext()
     from grpo_tasks.running.slots import hold_all

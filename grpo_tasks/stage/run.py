@@ -17,6 +17,9 @@ from schemas.results.model import StageResult
 ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 """Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
 
+CLUSTER = "grpo_tasks.cluster"
+"""Package that runs one of these on the nodes of a cluster."""
+
 
 def run_stage(
     spec: StageSpec, directory: Path, *, in_process: bool = False, tick: Callable[[], None] | None = None
@@ -41,7 +44,7 @@ def run_stage(
             "the directory holds another stage", place=str(stage_dir.root), fix="choose another directory, or remove this one"
         )
     spec.save(stage_dir.spec)
-    engine = ENGINES[spec.stage.engine]
+    engine = CLUSTER if spec.resources.cluster.engine == "ray" else ENGINES[spec.stage.engine]
     if in_process:
         import_module(f"{engine}.__main__").main(stage_dir.root)
     else:

@@ -30,6 +30,9 @@ from schemas.config.stage import StageConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
 
+OWN_DISK = "GRPO_OWN_DISK"
+"""Environment variable of ranks whose stage directory is not on a disk that all nodes share."""
+
 
 class StageSpec(Result):
     """Everything a stage needs to know."""
@@ -122,6 +125,11 @@ class StageDir:
     def result(self) -> Path:
         """The `StageResult`; a stage that has it is finished."""
         return self.root / RESULT
+
+    @property
+    def servers(self) -> Path:
+        """Rollout servers that joined while the stage trained, one JSON line each (url, weights_url)."""
+        return self.root / "servers.jsonl"
 
     def completions(self, step: int) -> Path:
         """Table of the completions of one update."""

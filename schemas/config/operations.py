@@ -35,6 +35,32 @@ class TrackingConfig(Section):
         return self
 
 
+class ClusterConfig(Section):
+    """Where the processes of a stage run: on this machine, or on the nodes of a Ray cluster."""
+
+    GROUPS: ClassVar = {"restarts": ("max_restarts", "replacement_wait_s", "placement")}
+
+    engine: Literal["local", "ray"] = "local"
+    """local: on this machine. ray: on nodes of a running Ray cluster, which need no disk in common with this machine."""
+    address: str = ""
+    """Address of the cluster, HOST:PORT, or auto for the one that this machine belongs to. Empty: RAY_ADDRESS of the
+    environment. No cluster is ever started. This machine has to be a member of the cluster, so ray:// is refused."""
+    num_nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Nodes that train a stage together."""
+    processes_per_node: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Processes of each node, one per GPU."""
+    cpus_per_process: float = Field(1.0, gt=0.0, le=MOST_PROCESSES)
+    """CPUs that each process reserves."""
+    gpus_per_process: int | None = Field(None, ge=0, le=MOST_PROCESSES)
+    """GPUs that each process reserves. Empty: 1 if a node of the cluster has GPUs and resources.device is not cpu, else 0."""
+    max_restarts: int = Field(3, ge=0, le=1_000)
+    """How often a stage resumes from its last checkpoint by itself after a node or a process died."""
+    replacement_wait_s: float = Field(60.0, ge=0.0, le=LONGEST_S)
+    """Time in seconds that a restart waits for as many nodes as before. Then the stage continues with fewer nodes."""
+    placement: Literal["STRICT_SPREAD", "PACK"] = "STRICT_SPREAD"
+    """STRICT_SPREAD: each of the num_nodes on a machine of its own. PACK: on as few machines as possible."""
+
+
 class ResourcesConfig(Section):
     """Machine settings. They do not change what a run computes."""
 
@@ -86,3 +112,20 @@ class ResourcesConfig(Section):
     Empty: no limit."""
     output_dir: Path = Path("runs")
     """Folder for everything a run writes outside MLflow."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Where the processes of a stage run."""
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        if self.cluster.engine == "ray" and self.num_processes > 1:
+            raise ValueError(
+                "num_processes counts processes of this machine, and the stages run on a cluster; "
+                "fix: cluster.processes_per_node, and num_processes: 1"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train a stage together, on this machine or on a cluster."""
+        cluster = self.cluster
+        return cluster.num_nodes * cluster.processes_per_node if cluster.engine == "ray" else self.num_processes

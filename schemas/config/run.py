@@ -243,6 +243,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        if self.resources.cluster.engine != "ray":
+            return self
+        for index, stage in enumerate(self.stages):
+            if stage.engine == "trl":
+                # Only our own checkpoints travel back from a node.
+                raise ValueError(f"engine trl trains on one machine only; fix: stages.{index}.engine: native")
+        if self.model.added_tokens and self.rollout.engine == "vllm":
+            raise ValueError(
+                "a rollout server on a cluster has no rows for model.added_tokens; fix: rollout.engine: local, "
+                "or resources.cluster.engine: local"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_servers(self) -> Self:
         vllm, model = self.rollout.vllm, self.model
         if self.rollout.engine != "vllm":
@@ -251,6 +266,7 @@ class RunConfig(Section):
             raise ValueError("rollout.vllm.sync: adapter needs an adapter; fix: model.lora: {}, or sync: auto")
         if vllm.sync == "merged" and model.quantization != "none":
             raise ValueError("4-bit weights cannot be merged for a server; fix: rollout.vllm.sync: adapter")
+        # On a cluster, where num_processes is 1, the driver starts servers that all processes share.
         if self.resources.num_processes > 1 and not vllm.base_urls:
             raise ValueError("several processes need running servers that they share; fix: rollout.vllm.base_urls: [...]")
         if self.rollout.max_staleness:

@@ -56,6 +56,18 @@ def test_presets_fit_the_card_that_they_name(preset, model, memory, shape):
         assert plan.pass_tokens >= settings.validation.max_prompt_length + settings.rollout.max_completion_length
 
 
+def test_two_nodes_of_a_cluster_are_planned_like_two_processes(shape):
+    def sampling(*settings):
+        config = load_config(
+            "gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", "rollout.max_batch_size=4096", *settings]
+        )
+        return stage_plans(config, parse_size("80GB"))[0].sampling
+
+    on_nodes = sampling("resources.cluster.engine=ray", "resources.cluster.num_nodes=2")
+    assert on_nodes == sampling("resources.num_processes=2")
+    assert on_nodes != sampling()
+
+
 def test_a_stage_that_does_not_fit_is_refused_with_what_would_make_it_fit(shape):
     settings = ("gsm8k-qwen2.5-1.5b", "--set", f"model.path={shape('qwen2.5-1.5b')}", "--memory")
     code, text = grpo(*settings, "40GB", "--set", "stages.0.max_tokens_per_microbatch=null")

@@ -66,6 +66,12 @@ def test_a_slot_with_a_name_is_one_slot():
     assert slots_of(ResourcesConfig(gpu_slot="big-card", num_processes=4)) == ["big-card"]
 
 
+def test_a_stage_on_a_cluster_leaves_the_cards_here_to_others():
+    resources = ResourcesConfig(cluster={"engine": "ray", "address": "auto"}, gpu_slot="big-card")
+    assert slots_of(resources, trains=True) == []
+    assert slots_of(resources) == ["big-card"]
+
+
 def test_a_machine_without_cards_waits_for_nothing():
     assert slots_of(ResourcesConfig(), has_cards=False) == []
 

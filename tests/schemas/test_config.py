@@ -45,6 +45,7 @@ def test_an_unknown_key_anywhere_is_refused_with_the_nearest_right_one(section, 
         check_config(tree)
 
 
+CLUSTER = {"cluster": {"engine": "ray", "address": "auto"}}
 ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
 
 
@@ -55,6 +56,9 @@ ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
         ({"resources": {"fsdp": True}, "model": {"lora": None, "dtype": "float16"}}, "bfloat16"),
         ({"resources": {"fsdp": True}, "stages": [STAGE | {"optim": "adamw_8bit"}]}, "adamw_torch"),
         ({"resources": {"fsdp": True}, "stages": [STAGE | {"engine": "trl"}]}, "engine: native"),
+        ({"resources": CLUSTER, "stages": [STAGE | {"engine": "trl"}]}, "stages.0.engine: native"),
+        ({"resources": CLUSTER, "model": ADDED, "rollout": {"engine": "vllm"}}, "rollout.engine: local"),
+        ({"resources": CLUSTER | {"num_processes": 2}}, "cluster.processes_per_node"),
         ({"rollout": {"engine": "vllm", "max_staleness": 1, "vllm": {"sleep": True}}}, "max_staleness: 0, or sleep: false"),
         ({"rollout": {"max_staleness": 1}}, "max_staleness: 0, or engine: vllm"),
         ({"rollout": {"engine": "vllm", "max_staleness": 4}}, "importance_sampling_correction: token_truncate"),

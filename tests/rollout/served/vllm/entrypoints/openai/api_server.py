@@ -29,8 +29,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, port, model):
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, host, port, model):
+        super().__init__((host, port), Handler)
         self.path, self.lock = model, threading.Lock()
         self.tokenizer = load_tokenizer(ModelRef(path=model))
         self.models = {"base": self.read(model)}
@@ -153,10 +153,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
+    parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     arguments, _ = parser.parse_known_args()
     started = os.environ.get("TEST_STARTS")
     if started:
         with Path(started).open("a") as file:
             file.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
-    Server(arguments.port, arguments.model).serve_forever()
+    Server(arguments.host, arguments.port, arguments.model).serve_forever()

@@ -1,0 +1,211 @@
+"""What a node needs for a stage, by content: a file travels only to a node that lacks it.
+
+    driver   pack(spec, directory) -> Parcel: the files with their hashes, and where each belongs on a node
+    node     Store.missing(files) -> the hashes to send; Store.receive(chunk); unpack(parcel) -> a stage directory
+
+Inputs (data, base model, start adapter, reward modules) stay in the cache of the node, under their hash. A base model is also
+found where it is on the driver, if the content is equal. What a stage has made so far (journal, events, checkpoints, best
+weights) goes into the private stage directory only. A hub model and an embedded one are named, not sent.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_tasks.content.hashes import file_sha256, files_below
+from grpo_tasks.content.modules import own_modules
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.operations import ClusterConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.errors import ClusterError
+from schemas.paths import EMBEDDED, is_local
+
+INPUTS = "inputs"
+TRAIN, EVAL, BASE, ADAPTER, MODULES = (
+    f"{INPUTS}/{name}" for name in ("train.parquet", "eval.parquet", "base", "adapter", "modules")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParcelFile:
+    """One file that a node needs."""
+
+    target: str
+    """Path relative to the stage directory of the node."""
+    source: Path
+    """Path on the driver."""
+    sha256: str
+    size: int
+    """Bytes."""
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the stage, which never changes, and not something the stage made."""
+        return self.target.startswith(f"{INPUTS}/")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A rollout server on a node."""
+
+    url: str
+    weights_url: str
+    """Where it receives the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A stage, ready to be sent."""
+
+    spec: StageSpec
+    """As the driver has it."""
+    files: tuple[ParcelFile, ...]
+
+    @property
+    def base(self) -> tuple[ParcelFile, ...]:
+        """The files of the base model; none if it is an embedded one or one of the hub."""
+        return tuple(file for file in self.files if file.target.startswith(f"{BASE}/"))
+
+    def spec_at(self, root: Path, *, ranks: int, servers: Sequence[ServerAddress] = ()) -> StageSpec:
+        """The specification with the paths of a node, for as many ranks and with these rollout servers."""
+        start, rewards = self.spec.start, self.spec.rewards
+        sent = {file.target.split("/")[1] for file in self.files if file.is_input}
+        if "base" in sent:
+            start = start.model_copy(update={"path": str(root / BASE)})
+        if start.adapter is not None:
+            start = start.model_copy(update={"adapter": root / ADAPTER})
+        resources = self.spec.resources.model_copy(update={"num_processes": ranks, "cluster": ClusterConfig()})
+        changes: dict[str, object] = {
+            "train": root / TRAIN,
+            "eval": None if self.spec.eval is None else root / EVAL,
+            "start": start,
+            "rewards": rewards.model_copy(update={"module_dir": root / MODULES}),
+            "resources": resources,
+        }
+        if servers:
+            urls = {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
+            vllm = self.spec.rollout.vllm.model_copy(update=urls)
+            changes["rollout"] = self.spec.rollout.model_copy(update={"vllm": vllm})
+        return self.spec.model_copy(update=changes)
+
+
+def pack(spec: StageSpec, directory: StageDir) -> Parcel:
+    """List the inputs of the stage and everything it has made so far, with hashes."""
+    files = [_file(TRAIN, spec.train)]
+    if spec.eval is not None:
+        files.append(_file(EVAL, spec.eval))
+    if is_local(spec.start.path) and not spec.start.path.startswith(EMBEDDED):
+        files += _folder(BASE, Path(spec.start.path))
+    if spec.start.adapter is not None:
+        files += _folder(ADAPTER, spec.start.adapter)
+    files += _modules(spec.rewards)
+    for path in (directory.journal, directory.events):
+        if path.exists():
+            files.append(_file(path.name, path))
+    for folder in (directory.checkpoints, directory.best):
+        files += _folder(folder.name, folder)
+    return Parcel(spec, tuple(files))
+
+
+class Store:
+    """The files of one node.
+
+    Args:
+        root: private directory of the stage.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._cache = cache / "grpo-pipeline" / "content"
+
+    def missing(self, files: tuple[ParcelFile, ...]) -> set[str]:
+        """Hashes of the files that have to be sent."""
+        return {file.sha256 for file in files if self._found(file) is None}
+
+    def receive(self, file: ParcelFile, offset: int, data: bytes) -> None:
+        """Write the bytes of a file from `offset` on; the last ones give it its name.
+
+        Raises:
+            ClusterError: the content has another hash.
+        """
+        target = self._path(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Two stages on one node may receive the same file at once.
+        part = target.with_name(f".part-{os.getpid()}-{target.name}")
+        with part.open("wb" if offset == 0 else "r+b") as stream:
+            stream.seek(offset)
+            stream.write(data)
+        if offset + len(data) < file.size:
+            return
+        if file_sha256(part) != file.sha256:
+            part.unlink()
+            raise ClusterError(
+                f"{file.source.name} changed while it was sent", place=str(file.source), fix="start the same command again"
+            )
+        part.replace(target)
+
+    def unpack(self, parcel: Parcel) -> None:
+        """Lay out the stage directory."""
+        self.lay_out(parcel.files)
+        (self.root / MODULES).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._incoming, ignore_errors=True)
+
+    def lay_out(self, files: tuple[ParcelFile, ...]) -> None:
+        """Give files their places: inputs as links to the cache, the state of the stage as files of its own."""
+        for file in files:
+            found, target = self._found(file), self.root / file.target
+            assert found is not None, f"{file.target} was not sent"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_input:
+                target.symlink_to(found)
+            else:
+                shutil.copyfile(found, target)
+
+    @property
+    def _incoming(self) -> Path:
+        return self.root / ".incoming"
+
+    def _path(self, file: ParcelFile) -> Path:
+        return (self._cache if file.is_input else self._incoming) / file.sha256
+
+    def _found(self, file: ParcelFile) -> Path | None:
+        places = [self._path(file)]
+        if file.target.startswith(f"{BASE}/"):
+            places.insert(0, file.source)
+        return next((path for path in places if _has_content(path, file)), None)
+
+
+def _has_content(path: Path, file: ParcelFile) -> bool:
+    try:
+        return path.stat().st_size == file.size and file_sha256(path) == file.sha256
+    except OSError:
+        return False
+
+
+def _file(target: str, source: Path) -> ParcelFile:
+    return ParcelFile(target, source.resolve(), file_sha256(source), source.stat().st_size)
+
+
+def _folder(target: str, source: Path) -> list[ParcelFile]:
+    inside = [(path, path.relative_to(source)) for path in files_below(source)]
+    unfinished = ".part-"
+    return [_file(f"{target}/{name.as_posix()}", path) for path, name in inside if not name.parts[0].startswith(unfinished)]
+
+
+def _modules(rewards: RewardsConfig) -> list[ParcelFile]:
+    """The user's own modules with reward functions, and those that they import."""
+    found: dict[str, Path] = {}
+    for name, settings in rewards.functions.items():
+        module, colon, _ = (settings.function or name).partition(":")
+        if colon:
+            found |= own_modules(module, rewards.module_dirs())
+    files = []
+    for module, path in found.items():
+        parts = module.replace(".", "/")
+        files.append(
+            _file(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path)
+        )
+    return files

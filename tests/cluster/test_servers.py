@@ -1,0 +1,98 @@
+"""Rollout servers on the nodes of a cluster: the driver starts them, and replaces those that die while the stage trains."""
+
+import json
+import os
+import sys
+import time
+
+import psutil
+import pytest
+
+from grpo_tasks.stage.run import run_stage
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.errors import RolloutError
+from tests.rollout.small_servers import SMALL
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
+OWN = "GRPO_TEST_SERVERS_OF"
+TRAINING = {"max_steps": 10, "save_steps": 5, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def two_nodes(nodes):
+    """Nodes with room for a rank and a server each. Both find the small servers of the tests as vLLM."""
+    path = os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
+    return [nodes.add(num_cpus=3, PYTHONPATH=path, **{OWN: str(os.getpid())}) for _ in range(2)]
+
+
+def spec_of(stages, name, nodes, count, **vllm):
+    cluster = {"engine": "ray", "address": nodes.address, "num_nodes": count}
+    rollout = {"engine": "vllm", "vllm": {"python": sys.executable, "replicas": 2, "concurrency": 2, **vllm}}
+    return StageSpec.load(stages.write(name, rollout=rollout, resources={"cluster": cluster}, length=24, **TRAINING).spec)
+
+
+def api_servers():
+    """The servers of this test, oldest first; other tests may run servers too."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[1:3] == ["-m", API_SERVER] and process.environ().get(OWN) == str(os.getpid()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def ended(processes):
+    return psutil.wait_procs(processes, timeout=30)[1] == []
+
+
+def steps(directory):
+    return [json.loads(line)["step"] for line in StageDir(directory).journal.read_text().splitlines()]
+
+
+def events(directory):
+    path = StageDir(directory).events
+    return path.read_text() if path.exists() else ""
+
+
+def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(nodes, two_nodes, stages, tmp_path):
+    whole = run_stage(spec_of(stages, "whole", nodes, 2), tmp_path / "whole")
+    assert whole.steps == 10
+    assert ended(api_servers())
+    there, killed = tmp_path / "there", []
+
+    def kill():
+        journal = StageDir(there).journal
+        if not journal.exists():
+            return
+        trained = len(journal.read_text().splitlines())
+        if trained >= 2 and not killed:
+            # The process of a server: its actor starts it again.
+            [first, _] = api_servers()
+            first.kill()
+            killed.append("process")
+        if trained >= 5 and len(killed) == 1 and "joins" not in events(there):
+            # Its actor: the driver starts another one.
+            actor = next(parent for parent in api_servers()[-1].parents() if "ServerNode" in " ".join(parent.cmdline()))
+            actor.kill()
+            killed.append("actor")
+
+    result = run_stage(spec_of(stages, "there", nodes, 2), there, tick=kill)
+    assert killed == ["process", "actor"]
+    assert result.sha256 == whole.sha256
+    assert steps(there) == list(range(1, 11))
+    assert "is lost" in events(there)
+    assert ended(api_servers())
+    deadline = time.monotonic() + 60
+    while any(list((node.private / "tmpdir").glob("grpo-stage-*")) for node in two_nodes):
+        assert time.monotonic() < deadline, "a private folder is left"
+        time.sleep(0.2)
+
+
+def test_a_node_without_vllm_is_named(nodes, two_nodes, stages, tmp_path):
+    with pytest.raises(RolloutError, match="there is no /nowhere/python on") as caught:
+        run_stage(spec_of(stages, "there", nodes, 1, python="/nowhere/python"), tmp_path / "there")
+    assert "make vllm" in caught.value.fix
