@@ -7,7 +7,7 @@ the line of our code is recorded in `WAITS`.
 import sys
 import weakref
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import safetensors.torch
 import torch
@@ -168,6 +168,26 @@ def card():
     """Inside it, tensors can be made on the card."""
     with _FromNumbers(), Card():
         yield
+
+
+class Stream:
+    """A stream or an event of the card, which works on one thing after the other. FSDP2 asks for both."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def wait(self, *_):
+        pass
+
+    wait_stream = wait_event = synchronize = record = wait
+
+    def record_event(self, *_):
+        return Stream()
+
+
+torch.card.Stream = torch.card.Event = Stream
+torch.card.current_stream = lambda _=None: Stream()
+torch.card.stream = lambda _: nullcontext()
 
 
 # Deterministic torch fills new memory with NaN, of a wrapped tensor after its numbers have been written.

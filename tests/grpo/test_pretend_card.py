@@ -49,13 +49,13 @@ def model(tmp_path):
     return save
 
 
-def both(stages, **settings):
+def both(stages, *options, **settings):
     """The journals of the same stage, on the CPU and on the card; and the lines that waited for the card."""
     host, card = stages.write("host", **settings), stages.write("card", **settings)
     spec = StageSpec.load(host.spec)
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         Trainer(host, suite).train()
-    command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root)]
+    command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root), *options]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return journal(host), journal(card), json.loads((card.root / "waits.json").read_text())
@@ -104,6 +104,13 @@ def test_every_architecture_runs_on_the_card(stages, model, name):
         start=ModelRef(path=path),
         length=12,
     )
+    assert_same(host, card)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
+def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card(stages, model):
+    host, card, _ = both(stages, "sharded", **SETTINGS, model=model, resources={"fsdp": True})
     assert_same(host, card)
 
 
