@@ -30,6 +30,7 @@ from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_sta
 from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
 from grpo_tasks.tracking.shown.prompts import record_system_prompt
+from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -215,9 +216,10 @@ class TrackedRun:
 
     def _record_evaluation(self, result: EvalReport) -> None:
         records.record_evaluation(self.handle, result, self.data)
+        at = records.made_at(result, self.handle)
+        record_traces(self.handle, result, self.data, timestamp_ms=at)
         stage = next((stage for stage in self._stages if stage.stage == result.label), None)
         if stage is not None:
-            at = records.made_at(result, self.handle)
             record_stage_figures(self.child(stage.stage, stage.key), stage, result, self.data, timestamp_ms=at)
 
     def _draw_overview(self) -> None:

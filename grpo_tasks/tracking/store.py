@@ -18,6 +18,8 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# A trace is stored when its call returns, so that a failure is seen and the trace can be logged again.
+os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
 # Set even if the user chose otherwise: a silently truncated parameter is a lost parameter.
 os.environ["MLFLOW_TRUNCATE_LONG_VALUES"] = "false"
 

@@ -192,7 +192,7 @@ def post(address, body):
 
 
 def wait_for(address, process, log):
-    for _ in range(400):
+    for _ in range(2_000):
         assert process.poll() is None, log.read_text()
         try:
             with urllib.request.urlopen(address, timeout=1):
