@@ -173,6 +173,8 @@ def test_doctor_and_fields_list_what_there_is(place):
     report = place.grpo("doctor")
     assert re.search(r"torch +\d", report)
     assert "free disk" in report
+    assert "answers; its database has" in report, "a request that needs the database, not only a server that is up"
+    assert "none (fix: grpo up)" in report, "a server without deployments starts no run"
     assert "stages[].learning_rate" in place.grpo("fields")
 
 
