@@ -183,7 +183,7 @@ def test_every_command_is_in_a_panel_of_the_help_and_describes_itself():
     for title, commands in PANELS.items():
         assert title in shown
         for command in commands:
-            assert f"│ {command.__name__} " in shown
+            assert f"│ {command.__name__.replace('_', '-')} " in shown
             assert command.__doc__.strip().endswith(".")
     assert len(app.registered_commands) == sum(map(len, PANELS.values()))
 
