@@ -28,6 +28,8 @@ DEFAULTS = {
     RETRIES: MANY,
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Without this, MLflow prints where its run is after each use, into the middle of our output.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",

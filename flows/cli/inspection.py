@@ -64,7 +64,7 @@ def plan(
 
 
 def doctor() -> None:
-    """Show what is installed, which device is used, which servers answer and how much disk space is free."""
+    """Check the chain that a run needs: packages, device, servers and their databases, workers, disk space."""
     from grpo_tasks.operating.doctor import findings
 
     with report_errors():

@@ -1,5 +1,6 @@
 """Commands for registered models: restore, download, ask, compare, trace back, train again."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,24 @@ from flows.cli.errors import report_errors
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
+
+
+def tell_prefect(event: str, resource: str, detail: str) -> None:
+    """Send an event for automations to the Prefect server that the environment names, if it names one."""
+    address = os.environ.get("PREFECT_API_URL")
+    if not address:
+        return
+    import httpx
+
+    try:
+        httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
+    except httpx.HTTPError:
+        # The registry has changed already; a server that is away must not delay the end of the command.
+        out.print("the Prefect server is away: no automation hears of this")
+        return
+    from prefect.events import emit_event
+
+    emit_event(event, {"prefect.resource.id": resource}, payload={"detail": detail})
 
 
 def rollback(
@@ -25,6 +44,7 @@ def rollback(
         from grpo_tasks.tracking.registry import rollback as roll_back
 
         left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
+        tell_prefect("grpo.champion.changed", f"grpo.model.{name}", f"rolled back from version {left} to version {now}")
         out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
 
 
@@ -42,7 +62,11 @@ def promote(
         from schemas.results.publication import Approval
 
         decided = Approval(decision="reject" if reject else "promote", by=by, note=note)
-        out.print(decide_pending(version, decided, tracking_at(tracking_uri)), soft_wrap=True, highlight=False)
+        said = decide_pending(version, decided, tracking_at(tracking_uri))
+        out.print(said, soft_wrap=True, highlight=False)
+        tell_prefect("grpo.approval.decided", f"grpo.model.{version.replace('/', '.')}", said)
+        if not reject:
+            tell_prefect("grpo.champion.changed", f"grpo.model.{version.partition('/')[0]}", said)
 
 
 def download(

@@ -51,7 +51,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
     table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
     prompts = config.evaluation.max_prompts or "all"
     table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
-    table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}")
+    person = ", then by a person" if config.promotion.approval == "manual" else ""
+    table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}{person}")
     console.print(table)
 
 

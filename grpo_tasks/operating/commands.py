@@ -8,8 +8,13 @@ from grpo_tasks.operating.postgres import database_url
 from schemas.errors import UserError
 
 HOST = "127.0.0.1"
-QUIET = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-"""Settings without which the servers report to their vendors."""
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Settings without which the servers report to their vendors, and MLflow prints its addresses into the logs of runs."""
 
 
 def prefect_command(port: int) -> list[str]:

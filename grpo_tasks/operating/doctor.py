@@ -1,20 +1,25 @@
-"""What is installed, which device is used, which servers answer and how much disk space is free. Changes nothing."""
+"""The chain that a run needs, with a real request each: packages, device, servers, workers, disk. Changes nothing."""
 
+import base64
+import json
 import os
 import platform
 import shutil
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
+from grpo_tasks.operating.servers import Stack
 from schemas.config.rollout import VllmConfig
 from schemas.secret import hide
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
 OPTIONAL = ("bitsandbytes", "flash-attn", "trl")
+POOL = "grpo"
 LOW_DISK_BYTES = 5 * 2**30
 
 
@@ -37,12 +42,8 @@ def findings() -> Iterator[Finding]:
         yield Finding(package, _version(package) or "not installed (optional)", True)
     yield _vllm(Path(VllmConfig().python))
     yield _device()
-    yield _server(
-        "Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "PREFECT_API_URL is not set; flows use a temporary server"
-    )
-    tracking = os.environ.get("MLFLOW_TRACKING_URI")
-    here = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
-    yield _server("MLflow server", tracking if (tracking or "").startswith("http") else None, "/health", hide(tracking or here))
+    yield from _prefect()
+    yield from _mlflow()
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("free disk", f"{free / 2**30:.1f} GiB in {Path.cwd()}", free > LOW_DISK_BYTES)
 
@@ -70,16 +71,70 @@ def _device() -> Finding:
     except ImportError:
         return Finding("device", "torch is missing", False)
     if not torch.cuda.is_available():
-        return Finding("device", f"cpu, {os.cpu_count()} cores (no CUDA device)", True)
+        computed = float(torch.ones(64, 64).matmul(torch.ones(64, 64)).sum())
+        return Finding("device", f"cpu, {os.cpu_count()} cores (no CUDA device)", computed == 64.0**3)
+    try:
+        # A driver that does not fit the build of torch finds cards and computes nothing.
+        torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda")).sum().item()
+    except RuntimeError as error:
+        return Finding("device", f"the GPU does not compute: {str(error).splitlines()[0]}", False)
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return Finding("device", ", ".join(f"{card.name} {card.total_memory / 2**30:.0f} GiB" for card in cards), True)
 
 
-def _server(subject: str, url: str | None, path: str, otherwise: str) -> Finding:
+def _prefect() -> Iterator[Finding]:
+    """The API, its database, the deployments, and workers that would take a run."""
+    url = os.environ.get("PREFECT_API_URL") or _of_stack("PREFECT_API_URL")
     if not url:
-        return Finding(subject, otherwise, True)
+        yield Finding("Prefect server", "PREFECT_API_URL is not set; flows use a temporary server", True)
+        return
+    login = os.environ.get("PREFECT_API_AUTH_STRING", "")
     try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=3) as answer:  # noqa: S310 - the user's own server
-            return Finding(subject, f"{hide(url)} answers ({answer.status})", True)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        return Finding(subject, hide(f"{url} does not answer: {error}"), False)
+        runs = _ask(f"{url}/flow_runs/count", {}, login)
+        yield Finding("Prefect server", f"{hide(url)} answers; its database has {runs} runs", True)
+        found = _ask(f"{url}/deployments/count", {}, login)
+        yield Finding("deployments", f"{found}" if found else "none (fix: grpo up)", bool(found))
+        workers = _ask(f"{url}/work_pools/{POOL}/workers/filter", {}, login) if found else []
+        online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
+        lack = f"none online in the pool {POOL}: a run would wait (fix: grpo up, or prefect worker start --pool {POOL})"
+        yield Finding("workers", f"online: {', '.join(online)}" if online else lack, bool(online))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        yield Finding("Prefect server", hide(f"{url} does not answer: {error}"), False)
+
+
+def _mlflow() -> Iterator[Finding]:
+    """The API and its database, and the store of artifacts."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or _of_stack("MLFLOW_TRACKING_URI")
+    if not (uri or "").startswith("http"):
+        here = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
+        yield Finding("MLflow server", hide(uri or here), True)
+        return
+    url = str(uri).rstrip("/")
+    login = ":".join(os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD")).strip(":")
+    try:
+        found = _ask(f"{url}/api/2.0/mlflow/experiments/search", {"max_results": 1000}, login).get("experiments", [])
+        yield Finding("MLflow server", f"{hide(url)} answers; its database has {len(found)} experiments", True)
+        _ask(f"{url}/api/2.0/mlflow-artifacts/artifacts", None, login)
+        yield Finding("MLflow artifacts", "the store answers", True)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        yield Finding("MLflow server", hide(f"{url} does not answer: {error}"), False)
+
+
+def _of_stack(variable: str) -> str | None:
+    """The address of the servers that `grpo up` started in this folder."""
+    stack = Stack(Path.cwd())
+    return stack.addresses().environment.get(variable) if stack.running() else None
+
+
+def _ask(url: str, body: object, login: str) -> Any:
+    """The JSON that a server answers; a request with a body is a POST."""
+    parts = urlsplit(url)
+    login = login or ":".join(filter(None, [parts.username, parts.password]))
+    plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    headers = {"Content-Type": "application/json"}
+    if login:
+        headers["Authorization"] = "Basic " + base64.b64encode(unquote(login).encode()).decode()
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(plain, data=data, headers=headers)  # noqa: S310 - the user's own server
+    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        return json.loads(answer.read())

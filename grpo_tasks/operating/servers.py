@@ -111,7 +111,7 @@ class Stack:
         if self.running():
             return self._restart_ended(postgres)
         self.folder.mkdir(exist_ok=True)
-        prefect_port, mlflow_port = free_port(prefect_port), free_port(mlflow_port)
+        prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
         at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
         (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
         with self._stopped_on_failure():
@@ -176,6 +176,12 @@ class Stack:
         for recorded in self._recorded():
             if recorded.process() is None:
                 raise UserError(f"the {recorded.name} has ended", place=str(self._log(recorded.name)), fix="see its log")
+
+    def _port_for(self, name: str, wanted: int) -> int:
+        port = free_port(wanted)
+        if port != wanted:
+            self._report(f"port {wanted} is in use by another program; the {name} uses {port}")
+        return port
 
     def _restart_ended(self, postgres: str | None) -> Addresses:
         with self._locked():

@@ -164,7 +164,7 @@ def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig)
                 f"version {champion or 'none'} is the champion now, and version {number} was compared with "
                 f"{f'version {pending.champion}' if pending.champion else 'none'}",
                 place=store.uri,
-                fix="start the run again: only the comparison with the new champion is made anew",
+                fix="start the run again: it compares with the new champion, and skips every other step",
             )
         now = datetime.now(UTC).isoformat(timespec="seconds")
         final = approval.model_copy(update={"champion": pending.champion, "time": now})

@@ -173,6 +173,8 @@ def test_doctor_and_fields_list_what_there_is(place):
     report = place.grpo("doctor")
     assert re.search(r"torch +\d", report)
     assert "free disk" in report
+    assert "answers; its database has" in report, "a request that needs the database, not only a server that is up"
+    assert "none (fix: grpo up)" in report, "a server without deployments starts no run"
     assert "stages[].learning_rate" in place.grpo("fields")
 
 
@@ -181,7 +183,7 @@ def test_every_command_is_in_a_panel_of_the_help_and_describes_itself():
     for title, commands in PANELS.items():
         assert title in shown
         for command in commands:
-            assert f"│ {command.__name__} " in shown
+            assert f"│ {command.__name__.replace('_', '-')} " in shown
             assert command.__doc__.strip().endswith(".")
     assert len(app.registered_commands) == sum(map(len, PANELS.values()))
 

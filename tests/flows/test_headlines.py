@@ -1,5 +1,10 @@
 """What a list of runs says about a run that has ended, and that Prefect keeps no copy of its result."""
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
 from schemas.metrics import ACCURACY
@@ -43,3 +48,15 @@ def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, 
     [run] = ask(f"{place.api}/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
     assert run["state"]["message"] == "240 rows read: 200 to train on, 40 held out"
     assert not list((place.root / "prefect").rglob("storage/*"))
+
+
+def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api):
+    code = "from flows.cli.models import tell_prefect; tell_prefect('grpo.champion.changed', 'grpo.model.told', 'rolled back')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PREFECT_API_URL": prefect_api})
+    wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}}}
+    deadline = time.monotonic() + 120
+    while not (found := ask(f"{prefect_api}/events/filter", wanted)["events"]):
+        assert time.monotonic() < deadline, "the event did not arrive"
+        time.sleep(0.3)
+    assert found[0]["resource"]["prefect.resource.id"] == "grpo.model.told"
+    assert found[0]["payload"]["detail"] == "rolled back"

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from grpo_tasks.operating.servers import MLFLOW, Addresses, Stack, StackProcess, _end_leftovers
-from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, supervise
+from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, rotate_logs, supervise
 from grpo_tasks.processes.identity import ProcessIdentity
 
 
@@ -129,3 +130,32 @@ def test_the_supervisor_reads_the_address_of_postgresql_from_its_environment_not
     )
     assert "secret" not in " ".join(command)
     assert environment == {"GRPO_POSTGRES": secret}
+
+
+def test_a_log_that_grows_is_rotated_while_its_process_writes_to_it(tmp_path):
+    log = tmp_path / "worker-1.log"
+    writer = "import sys, time\nwhile True:\n    print('x' * 999, flush=True)\n    time.sleep(0.001)"
+    with log.open("ab") as output:
+        process = subprocess.Popen([sys.executable, "-c", writer], stdout=output)
+    try:
+        for _ in range(2):
+            wait_until(lambda: log.stat().st_size > 20_000)
+            assert rotate_logs(tmp_path, most_bytes=20_000) == [log]
+        wait_until(lambda: log.stat().st_size > 0)
+        assert log.read_bytes().startswith(b"x"), "no hole where the rotated lines were"
+        assert (tmp_path / "worker-1.log.1").stat().st_size > 20_000
+    finally:
+        process.kill()
+        process.wait()
+    assert rotate_logs(tmp_path, most_bytes=10**9) == []
+
+
+def test_a_port_that_another_program_uses_is_said(tmp_path):
+    said = []
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        port = Stack(tmp_path, report=said.append)._port_for(MLFLOW, taken)
+    assert port > taken
+    assert said == [f"port {taken} is in use by another program; the MLflow server uses {port}"]

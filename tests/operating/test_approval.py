@@ -1,0 +1,72 @@
+"""promotion.approval: manual, in a worker: the run suspends, a person decides in the form, and nothing is computed twice."""
+
+import time
+
+import pytest
+
+from tests.flows.place import SMALL
+
+pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
+
+# Forty updates are enough to keep to the format far more often than the base does.
+PROMOTED = {
+    "stages": [SMALL["stages"][0] | {"max_steps": 40}],
+    "data": SMALL["data"] | {"eval": [{"path": "embedded:arithmetic_eval.jsonl", "max_rows": 100}]},
+    "evaluation": SMALL["evaluation"] | {"max_prompts": 40},
+    "promotion": {"metric": "format_rate", "approval": "manual", "approval_hours": 1.0},
+}
+
+
+def suspended(operated, run):
+    deadline = time.monotonic() + 900
+    while (found := operated.ask(f"/flow_runs/{run['id']}"))["state_type"] != "PAUSED":
+        assert found["state_type"] not in ("COMPLETED", "FAILED", "CRASHED"), operated.log_of(run["id"])
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    time.sleep(2)  # the message follows the state
+    return operated.ask(f"/flow_runs/{run['id']}")
+
+
+def resume(operated, run, **form):
+    operated.ask(f"/flow_runs/{run['id']}/resume", {"run_input": form})
+    return operated.wait(run["id"], "COMPLETED")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agrees(operated, fresh):
+    name = f"asked-{fresh}".lower()
+    run = operated.trigger("preset", source=operated.config(name, **PROMOTED), fresh=fresh)
+    waiting = suspended(operated, run)
+    assert waiting["state"]["message"].startswith("v1 waits for approval: format rate ")
+    [told] = operated.ask(f"/flow_runs/{run['id']}/input/filter", {"prefix": "suspended-approval-1--description"})
+    assert "| merged |" in told["value"], "the form shows the comparison"
+    assert operated.client.get_registered_model(name).aliases == {"challenger": "1"}
+    [parent] = [each for each in operated.runs(name) if "mlflow.parentRunId" not in each.data.tags]
+    assert parent.info.status == "FINISHED", "nothing runs while the run waits"
+    assert parent.data.tags["prefect.flow_run_url"].endswith(run["id"])
+    artifacts = operated.ask("/artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "ID_DESC"})
+    links = "".join(artifact["data"] for artifact in artifacts if artifact["key"] == "links")
+    assert f"{operated.mlflow}/#/models/{name}/versions/1" in links
+    assert {"progress-format", "live-format", "validation-rules", "evaluation-merged-figures"} <= {
+        each["key"] for each in artifacts
+    }
+
+    ended = resume(operated, run, decision="promote", approved_by="ann", note="")
+    assert ended["state"]["message"].startswith("promoted v1: format rate ")
+    assert operated.client.get_registered_model(name).aliases == {"champion": "1"}
+    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
+    trained = [task["state_name"] for task in tasks if task["name"] == "train_stage"]
+    assert trained == ["Completed", "Cached"], "nothing is computed twice"
+    assert len(operated.client.search_model_versions(f"name='{name}'")) == 1
+
+
+def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejected(operated):
+    source = operated.config("refused", **PROMOTED)
+    run = operated.trigger("retrain", source=source)
+    suspended(operated, run)
+    again = operated.wait(operated.trigger("retrain", source=source)["id"], "COMPLETED")
+    assert again["state"]["message"].startswith("nothing to do: version 1 of refused")
+    ended = resume(operated, run, decision="reject", approved_by="bob", note="too long")
+    assert ended["state"]["message"].startswith("v1 not promoted: format rate ")
+    assert operated.client.get_registered_model("refused").aliases == {"challenger": "1"}
+    assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
