@@ -16,6 +16,8 @@ OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/show.py": {"reward"},  # a column of the completions
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
     "grpo_tasks/grpo/schedule.py": {"epoch"},  # a purpose of random numbers
+    "grpo_tasks/tracking/records.py": {"rewards/"},  # a folder of artifacts
+    "grpo_tasks/tracking/shown/traces.py": {"reward"},  # the name of a verdict
     "grpo_tasks/trl_engine/trainer.py": {"reward"},  # that column
 }
 """Words that are not the name of a metric in a file."""
