@@ -21,6 +21,17 @@ def ports():
         return {name: each.getsockname()[1] for name, each in zip(AGENTS, found, strict=True)}
 
 
+def patiently(start):
+    """What `start` returns. Ray gives a node half a minute to start, which a busy machine may exceed."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
 class Nodes:
     """The cluster and its nodes."""
 
@@ -28,7 +39,8 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self.folder, self.count = folder, 0
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | ports())
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head | ports()))
 
     @property
     def address(self):
@@ -41,7 +53,7 @@ class Nodes:
         own = {name: str(root / name.lower()) for name in ("TMPDIR", "XDG_CACHE_HOME", "HOME")}
         for path in own.values():
             Path(path).mkdir(parents=True)
-        node = self.cluster.add_node(num_cpus=num_cpus, env_vars=own | environment, **ports())
+        node = patiently(lambda: self.cluster.add_node(num_cpus=num_cpus, env_vars=own | environment, **ports()))
         node.private = root
         return node
 

@@ -38,6 +38,7 @@ NAMES = "tests/flows/test_model_names.py"
 ELSEWHERE = {
     "python train.py": ("tests/library/test_example.py", "EXAMPLE, *SETTINGS"),
     "make demo": ("tests/flows/conftest.py", '"run", "demo"'),
+    "make demo-cluster": ("tests/cluster/test_demo_cluster.py", '"run", "demo"'),
     "make test": (".ci/run", "make test"),
     "make test-ci": (".ci/run", "make test test-ci"),
     "make test-long": ("Makefile", "-m long $(ARGS)"),
