@@ -17,8 +17,8 @@ def attention(q, k, v, sequences, scale, window):
         times = q.shape[1] // k.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        at = torch.arange(len(query))[:, None] + len(key) - len(query)
-        distance = at - torch.arange(len(key))
+        at = torch.arange(len(query), device=q.device)[:, None] + len(key) - len(query)
+        distance = at - torch.arange(len(key), device=q.device)
         seen = (distance >= 0) & (distance < (window or len(key)))
         out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value))
     return torch.cat(out)

@@ -188,6 +188,8 @@ class Stream:
 torch.card.Stream = torch.card.Event = Stream
 torch.card.current_stream = lambda _=None: Stream()
 torch.card.stream = lambda _: nullcontext()
+# Gradient checkpointing enters autocast again for the second forward pass, whether it is on or not.
+torch.card.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
 
 # Deterministic torch fills new memory with NaN, of a wrapped tensor after its numbers have been written.
