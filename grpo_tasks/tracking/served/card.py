@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_tasks.content.markdown import code, table
 from schemas.config.run import RunConfig
-from schemas.metrics import describe
+from schemas.metrics import describe_figure
 from schemas.paths import EMBEDDED, resolve
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport, PairedTest
@@ -98,7 +98,7 @@ def _figures(evaluation: EvalReport, tests: Sequence[PairedTest]) -> str:
 
 
 def _meaning(name: str) -> str:
-    known = describe(name)
+    known = describe_figure(name)
     return known.meaning if known else ""
 
 
