@@ -1,0 +1,163 @@
+"""`python -m tests.benchmarks.scale_check`: updates of 1, 2 and 4 processes against the prediction of `grpo plan --nodes`.
+
+The card of the prediction is this machine: the arithmetic, the bandwidth and the fixed time of a decoding step of so many
+processes that run at once, measured right before each stage. So this checks the form of the model, not its figures for a GPU.
+Predictions and stages alternate, because other work may run here. Times are computing time of a process, which is what an
+update takes when each process has a core for itself; this machine has two. Only the ratios mean something.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from grpo_tasks.planning.cards import Card, Link
+from grpo_tasks.planning.scale_model import Assumed, Cluster, Forecast, Layout, ScaleModel
+from grpo_tasks.planning.workload import workload
+from grpo_tasks.policy.load import load_tokenizer, new_policy
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.metrics import MEAN_LENGTH, STEP_TIME
+from schemas.results.model import ModelRef
+from tests.benchmarks.scale import computing_s, gradient_sums
+from tests.benchmarks.sides import Work, write_stage
+
+OUT = Path(".bench/scale-check.json")
+PROCESSES, TURNS, UPDATES = (1, 2, 4), 2, 3
+SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+PROMPT, LENGTH, PROMPTS, GROUP = 64, 32, 8, 8
+
+
+def base(folder: Path) -> Path:
+    """A model with random weights and the embedded tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(ModelRef(path="embedded:base"))
+    config = Qwen2Config(**SHAPE, num_key_value_heads=2, vocab_size=len(tokenizer), tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def speeds(model: Path, rows: int) -> dict[str, float]:
+    """What one process reaches: operations per second in training and for `rows` rows, bytes per second, a step's fixed time."""
+    torch.set_num_threads(1)
+    inputs, outputs = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    matrices = [torch.randn(inputs, outputs) for _ in range(16)]
+
+    def rate(height: int, seconds: float = 1.0) -> float:
+        """Products of that height with all matrices, per second."""
+        left, began, count = torch.randn(height, inputs), time.process_time(), 0
+        while time.process_time() - began < seconds:
+            for matrix in matrices:
+                left @ matrix
+            count += len(matrices)
+        return count / (time.process_time() - began)
+
+    size = inputs * outputs
+    large, few, one = rate(2048), rate(rows), rate(1)
+    bandwidth = one * size * 4
+    engine = LocalEngine(policy := new_policy(_load(model), ModelConfig()).eval(), load_tokenizer(ModelRef(path=str(model))))
+    engine._end_ids = frozenset()
+    requests, sampling = [Request([*range(5, 5 + PROMPT)], 7)], Sampling.of(RolloutConfig(max_completion_length=LENGTH))
+    times = []
+    for _ in range(4):
+        began = time.process_time()
+        engine.generate(requests, sampling)
+        times.append(time.process_time() - began)
+    weights = sum(parameter.numel() for parameter in policy.parameters() if not parameter.requires_grad) * 4 / bandwidth
+    step = max(0.0, statistics.median(times[1:]) / LENGTH - weights)
+    return {"flops": large * 2048 * 2 * size, "few": few * rows * 2 * size, "bandwidth": bandwidth, "step_s": step}
+
+
+def _load(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
+
+
+def speeds_of(model: Path, processes: int) -> dict[str, float]:
+    """Means over so many processes at once."""
+    call = [sys.executable, "-m", "tests.benchmarks.scale_check", "speeds", str(model), str(PROMPTS * GROUP // processes)]
+    running = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    found = [json.loads(one.communicate()[0].strip().splitlines()[-1]) for one in running]
+    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
+
+
+def measured(model: Path, processes: int, folder: Path) -> dict[str, float]:
+    """Updates of a real stage: computing time of a process for each, and the mean length of the completions."""
+    folder.mkdir()
+    work = Work(str(model), PROMPT, LENGTH, PROMPTS, GROUP, UPDATES, beta=0.0, threads=1, stage={"kl_every_steps": 0})
+    directory = write_stage(replace(work, resources={"num_processes": processes}), folder)
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory.root)]
+    stage = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    known: dict[int, float] = {}
+    while stage.poll() is None and UPDATES + 1 not in known:
+        updates = len(directory.journal.read_bytes().splitlines()) if directory.journal.exists() else 0
+        if updates and updates not in known:
+            ranks = [stage] if processes == 1 else [one for one in stage.children() if "grpo_tasks.grpo" in one.cmdline()]
+            known[updates] = statistics.mean(computing_s(rank) for rank in ranks)
+        time.sleep(0.02)
+    stage.wait()
+    steps = Journal(directory.journal, writes=False).steps
+    first, last = min(known), max(known)
+    return {
+        STEP_TIME: (known[last] - known[first]) / (last - first),
+        MEAN_LENGTH: statistics.mean(steps[step][MEAN_LENGTH] for step in range(first + 1, last + 1)),
+    }
+
+
+def predicted(found: dict[str, float], link: Link, processes: int, mean_tokens: float, directory: StageDir) -> Forecast:
+    """The forecast with this machine as the card."""
+    spec = StageSpec.load(directory.spec)
+    card = Card("this machine", found["flops"], found["bandwidth"], 8e9, link)
+    architecture = json.loads((Path(spec.model.path) / "config.json").read_text(encoding="utf-8"))
+    work = workload(
+        architecture, spec.model, spec.rollout, spec.stage, prompt_tokens=PROMPT, mean_tokens=round(mean_tokens), pass_tokens=1
+    )
+    assumed = Assumed(1.0, found["few"] / found["flops"], 1.0, 1.0, found["step_s"])
+    return ScaleModel(work, Cluster(card, processes, link), assumed).forecast(Layout(processes, 0))
+
+
+def main() -> None:
+    """Alternate predictions and stages, print and write the ratios."""
+    rows: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = base(root / "base")
+        gradient = 4 * 2**20
+        for turn in range(TURNS):
+            link = Link("gloo", gradient / gradient_sums([gradient])[gradient], 1e-4)
+            for processes in PROCESSES:
+                found = speeds_of(model, processes)
+                real = measured(model, processes, root / f"{turn}-{processes}")
+                guess = predicted(found, link, processes, real[MEAN_LENGTH], StageDir(root / f"{turn}-{processes}" / "stage"))
+                row = {"processes": processes, "turn": turn, "predicted": guess.step_s, "measured": real[STEP_TIME]}
+                row |= {"sampling": guess.sampling_s, "training": guess.training_s} | found
+                rows.append(row)
+                print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
+    for processes in PROCESSES:
+        ratios = [row["predicted"] / row["measured"] for row in rows if row["processes"] == processes]
+        print(f"{processes} processes: predicted / measured {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["speeds"]:
+        torch.set_grad_enabled(False)
+        print(json.dumps(speeds(Path(sys.argv[2]), int(sys.argv[3]))))
+    else:
+        main()
