@@ -130,6 +130,8 @@ class Forecast:
     """Seconds of an update."""
     tokens_per_s: float
     """Sampled tokens per second, of all cards together."""
+    overlaps: bool
+    """Sampling and training run at the same time."""
 
     @property
     def sampling_s(self) -> float:
@@ -140,11 +142,6 @@ class Forecast:
     def training_s(self) -> float:
         """Seconds of training, per update."""
         return sum(seconds for piece, seconds in self.pieces.items() if piece not in SAMPLING)
-
-    @property
-    def overlaps(self) -> bool:
-        """Sampling and training run at the same time."""
-        return self.step_s < self.sampling_s + self.training_s
 
     @property
     def bottleneck(self) -> Piece:
@@ -179,12 +176,12 @@ class ScaleModel:
         pieces = {piece: pieces[piece] for piece in Piece if pieces.get(piece)}
         sampling = sum(seconds for piece, seconds in pieces.items() if piece in SAMPLING)
         training = sum(pieces.values()) - sampling
-        step = sampling + training
-        if work.max_staleness and layout.replicas:
+        step, overlaps = sampling + training, work.max_staleness > 0 and layout.replicas > 0
+        if overlaps:
             # No rollout is in flight at a checkpoint, so the first one after it does not overlap with training.
             step = max(sampling, training) + min(sampling, training) / max(1, work.save_steps)
         tokens = work.completions * work.completion_tokens / work.iterations
-        return Forecast(layout, cards_of(layout, work), pieces, step, tokens / step)
+        return Forecast(layout, cards_of(layout, work), pieces, step, tokens / step, overlaps)
 
     def check(self, layout: Layout) -> None:
         """Refuse what cannot be.
@@ -304,7 +301,7 @@ class ScaleModel:
         work, assumed, measured, card = self.work, self.assumed, self.measured, self.cluster.card
         rows = math.ceil(work.completions / layout.trainers)
         passes = math.ceil(rows / work.pass_rows)
-        arithmetic = self._pass_operations(rows, passes) / (card.flops * assumed.train_share)
+        arithmetic = self._pass_operations(rows) / (card.flops * assumed.train_share)
         reading = passes * (work.forwards + 1 + work.full) * self._weights_s(1)
         pieces = {Piece.TRAIN_ARITHMETIC: arithmetic} if arithmetic >= reading else {Piece.TRAIN_WEIGHTS: reading}
         if layout.trainers > 1:
@@ -317,10 +314,11 @@ class ScaleModel:
         written = work.checkpoint_bytes / work.save_steps + measured.journal_bytes
         return pieces | {Piece.CHECKPOINT: written / measured.checkpoint_rate}
 
-    def _pass_operations(self, rows: int, passes: int) -> float:
+    def _pass_operations(self, rows: int) -> float:
         """Operations of all passes of one process; each pass computes a prompt once for all of its completions."""
         work, shape = self.work, self.work.shape
-        prompts = passes * math.ceil(rows / passes / work.group_size)
+        full, rest = divmod(rows, work.pass_rows)
+        prompts = full * math.ceil(work.pass_rows / work.group_size) + math.ceil(rest / work.group_size)
         tokens, prompt = work.completion_tokens, work.prompt_tokens
         pairs = rows * tokens * (prompt + tokens / 2) + prompts * prompt**2 / 2
         computed = rows * tokens + prompts * prompt

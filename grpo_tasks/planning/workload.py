@@ -15,7 +15,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the Llama kind: attention with grouped keys, and a network of three matrices. Biases and norms do not count."""
+    """A decoder like Llama's: attention with grouped keys, and a network of three matrices. Biases and norms are left out."""
 
     layers: int
     hidden: int

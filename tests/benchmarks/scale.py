@@ -6,20 +6,21 @@
     the demo      journal and checkpoints
 
 Adapters have a few layers and are scaled up to those of the model. All seconds are computing time of the processes (user and
-system time), medians of a few turns: other work that runs here does not change them much. Waiting for a disk is not in them.
+system time): other work that runs here does not change them much. Waiting for a disk is not in them.
 Writes .bench/scale.json.
 """
 
 import json
+import multiprocessing
 import pickle
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -43,7 +44,7 @@ from tests.benchmarks.sides import Work, write_stage
 from tests.rollout.test_weights_server import receiver
 
 OUT = Path(".bench/scale.json")
-RANKS, LAYERS, TURNS = (8, 32, 128), 4, 3
+RANKS, LAYERS, TURNS = (8, 32, 128), 2, 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Sync:
 
 
 def median_s(work: Callable[[], object], process: psutil.Process | None = None) -> float:
-    """Median computing time that a call takes in this process, or in another one; after one call to warm up."""
+    """Computing time that a call takes in this process, or in another one; after one call to warm up."""
     work()
     found = []
     for _ in range(TURNS):
@@ -110,19 +111,32 @@ def sync(
 
 def gradient_sums(sizes: list[int]) -> dict[int, float]:
     """Computing time of each of two processes that sum so many bytes."""
-    port = str(free_port())
-    call = [sys.executable, "-m", "tests.benchmarks.scale", "sum", port]
-    ranks = [subprocess.Popen([*call, str(rank), json.dumps(sizes)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    [text, _] = [rank.communicate()[0] for rank in ranks]
-    return dict(zip(sizes, json.loads(text.strip().splitlines()[-1]), strict=True))
+    return dict(zip(sizes, in_processes(2, partial(_sum, free_port(), sizes))[0], strict=True))
 
 
-def sum_as(port: str, rank: int, sizes: list[int]) -> None:
-    """One of the two processes."""
-    torch.set_num_threads(1)
+def _sum(port: int, sizes: list[int], rank: int) -> list[float]:
     torch.distributed.init_process_group("gloo", init_method=f"tcp://{HOST}:{port}", rank=rank, world_size=2)
-    print(json.dumps([median_s(lambda flat=torch.ones(size // 4): torch.distributed.all_reduce(flat)) for size in sizes]))
+    found = [median_s(partial(torch.distributed.all_reduce, torch.ones(size // 4))) for size in sizes]
     torch.distributed.destroy_process_group()
+    return found
+
+
+def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns in so many processes at once, each with its number; forked, so that none imports anything again."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+
+    def run(number: int) -> None:
+        torch.set_num_threads(1)
+        pipes[number][1].send(work(number))
+
+    processes = [context.Process(target=run, args=(number,)) for number in range(count)]
+    for process in processes:
+        process.start()
+    found = [reader.recv() for reader, _ in pipes]
+    for process in processes:
+        process.join()
+    return found
 
 
 def completions() -> dict[str, float]:
@@ -135,7 +149,7 @@ def completions() -> dict[str, float]:
 
 def demo() -> dict[str, float]:
     """Journal and checkpoints of a stage with the demo's model and batch."""
-    work = Work(str(resolve("embedded:base")), 40, 64, 8, 8, updates=4, threads=1)
+    work = Work(str(resolve("embedded:base")), 40, 64, 8, 8, updates=2, threads=1)
     with tempfile.TemporaryDirectory() as folder:
         directory = write_stage(work, Path(folder))
         spec = StageSpec.load(directory.spec)
@@ -171,7 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["sum"]:
-        sum_as(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
-    else:
-        main()
+    main()

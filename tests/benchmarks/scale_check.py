@@ -9,22 +9,23 @@ update takes when each process has a core for itself; this machine has two. Only
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.planning.cards import Card, Link
 from grpo_tasks.planning.scale_model import Assumed, Cluster, Forecast, Layout, ScaleModel
 from grpo_tasks.planning.workload import workload
 from grpo_tasks.policy.load import load_tokenizer, new_policy
+from grpo_tasks.processes.ports import HOST, free_port
+from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.journal import Journal
@@ -33,12 +34,12 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import MEAN_LENGTH, STEP_TIME
 from schemas.results.model import ModelRef
-from tests.benchmarks.scale import computing_s, gradient_sums
+from tests.benchmarks.scale import computing_s, gradient_sums, in_processes
 from tests.benchmarks.sides import Work, write_stage
 
 OUT = Path(".bench/scale-check.json")
-PROCESSES, TURNS, UPDATES = (1, 2, 4), 2, 3
-SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+PROCESSES, TURNS, UPDATES = (1, 2, 4), 2, 2
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
 PROMPT, LENGTH, PROMPTS, GROUP = 64, 32, 8, 8
 
 
@@ -54,11 +55,10 @@ def base(folder: Path) -> Path:
 
 def speeds(model: Path, rows: int) -> dict[str, float]:
     """What one process reaches: operations per second in training and for `rows` rows, bytes per second, a step's fixed time."""
-    torch.set_num_threads(1)
     inputs, outputs = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     matrices = [torch.randn(inputs, outputs) for _ in range(16)]
 
-    def rate(height: int, seconds: float = 1.0) -> float:
+    def rate(height: int, seconds: float = 0.4) -> float:
         """Products of that height with all matrices, per second."""
         left, began, count = torch.randn(height, inputs), time.process_time(), 0
         while time.process_time() - began < seconds:
@@ -89,9 +89,8 @@ def _load(model: Path) -> Any:
 
 def speeds_of(model: Path, processes: int) -> dict[str, float]:
     """Means over so many processes at once."""
-    call = [sys.executable, "-m", "tests.benchmarks.scale_check", "speeds", str(model), str(PROMPTS * GROUP // processes)]
-    running = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    found = [json.loads(one.communicate()[0].strip().splitlines()[-1]) for one in running]
+    with torch.no_grad():
+        found = in_processes(processes, lambda _: speeds(model, PROMPTS * GROUP // processes))
     return {name: statistics.mean(one[name] for one in found) for name in found[0]}
 
 
@@ -100,23 +99,28 @@ def measured(model: Path, processes: int, folder: Path) -> dict[str, float]:
     folder.mkdir()
     work = Work(str(model), PROMPT, LENGTH, PROMPTS, GROUP, UPDATES, beta=0.0, threads=1, stage={"kl_every_steps": 0})
     directory = write_stage(replace(work, resources={"num_processes": processes}), folder)
-    environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory.root)]
-    stage = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    known: dict[int, float] = {}
-    while stage.poll() is None and UPDATES + 1 not in known:
-        updates = len(directory.journal.read_bytes().splitlines()) if directory.journal.exists() else 0
-        if updates and updates not in known:
-            ranks = [stage] if processes == 1 else [one for one in stage.children() if "grpo_tasks.grpo" in one.cmdline()]
-            known[updates] = statistics.mean(computing_s(rank) for rank in ranks)
-        time.sleep(0.02)
-    stage.wait()
-    steps = Journal(directory.journal, writes=False).steps
-    first, last = min(known), max(known)
-    return {
-        STEP_TIME: (known[last] - known[first]) / (last - first),
-        MEAN_LENGTH: statistics.mean(steps[step][MEAN_LENGTH] for step in range(first + 1, last + 1)),
-    }
+    found = in_processes(processes, partial(_train, directory, free_port(), processes))
+    steps = [Journal(directory.journal, writes=False).steps[step] for step in range(2, UPDATES + 2)]
+    return {STEP_TIME: statistics.mean(found), MEAN_LENGTH: statistics.mean(step[MEAN_LENGTH] for step in steps)}
+
+
+def _train(directory: StageDir, port: int, processes: int, rank: int) -> float:
+    """One of the ranks: computing time of an update, without the first one."""
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    spec, seconds = StageSpec.load(directory.spec), list[float]()
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = Trainer(directory, suite)
+        update = trainer._update
+
+        def timed(batch: Any) -> Any:
+            made = update(batch)
+            seconds.append(computing_s())
+            return made
+
+        trainer._update = timed
+        trainer.train()
+    return (seconds[-1] - seconds[0]) / UPDATES
 
 
 def predicted(found: dict[str, float], link: Link, processes: int, mean_tokens: float, directory: StageDir) -> Forecast:
@@ -133,6 +137,7 @@ def predicted(found: dict[str, float], link: Link, processes: int, mean_tokens: 
 
 def main() -> None:
     """Alternate predictions and stages, print and write the ratios."""
+    torch.set_num_threads(1)
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -150,14 +155,11 @@ def main() -> None:
                 print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
     for processes in PROCESSES:
         ratios = [row["predicted"] / row["measured"] for row in rows if row["processes"] == processes]
-        print(f"{processes} processes: predicted / measured {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        print(f"{processes} processes: predicted / measured {middle:.2f} ({low:.2f} to {high:.2f})")
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["speeds"]:
-        torch.set_grad_enabled(False)
-        print(json.dumps(speeds(Path(sys.argv[2]), int(sys.argv[3]))))
-    else:
-        main()
+    main()
