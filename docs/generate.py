@@ -221,11 +221,12 @@ def _limits() -> str:
             ("weights sent by one process", scale_model(name, sent_once=True)),
             ("the same, 8,192 completions", scale_model(name, completions=8192, sent_once=True)),
         ):
-            limit = saturated(sweep(model))
-            assert limit is not None
+            points = sweep(model)
+            limit, last = saturated(points), points[-1].best
+            assert limit is not None and last is not None
             seconds, rate = f"{limit.step_s:.1f}", f"{limit.tokens_per_s:,.0f}"
-            rows.append((name, what, str(limit.cards), seconds, rate, limit.bottleneck.value, ADVICE[limit.bottleneck]))
-    return _table(("model", "what", "cards", "update, s", "tokens/s", "bottleneck", "what helps then"), rows)
+            rows.append((name, what, str(limit.cards), seconds, rate, last.limit.value, ADVICE[last.limit]))
+    return _table(("model", "what", "cards", "update, s", "tokens/s", "what stops it", "what helps then"), rows)
 
 
 def _scale_of(name: str) -> list[str]:

@@ -12,9 +12,9 @@ from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set, parse_size
 from flows.cli.show import out, show_memory
 from grpo_tasks.planning.cards import card_named, network_named
-from grpo_tasks.planning.scale_model import ADVICE, Cluster, Forecast, Layout, Piece, ScaleModel
-from grpo_tasks.planning.scale_sweep import Point, asked_layout, saturated, sweep
-from grpo_tasks.planning.workload import workload
+from grpo_tasks.planning.scale_model import ADVICE, Cluster, Forecast, Layout, ScaleModel
+from grpo_tasks.planning.scale_sweep import WORTH, Point, asked_layout, saturated, sweep
+from grpo_tasks.planning.workload import Shape, workload
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -108,8 +108,11 @@ def scale_model(one: "StagePlan", asked: Asked) -> ScaleModel:
     Raises:
         ModelError: the architecture is none that the model knows.
     """
+    architecture = one.architecture.to_dict()
+    # Before a pass is counted, which other architectures may not survive.
+    Shape.of(architecture)
     work = workload(
-        one.architecture.to_dict(),
+        architecture,
         one.model,
         one.rollout,
         one.stage,
@@ -158,15 +161,12 @@ def show_sweep(console: Console, model: ScaleModel, points: Sequence[Point]) -> 
         rate = f"{point.best.tokens_per_s:,.0f}"
         table.add_row(f"{point.cards}", f"{layout.trainers}", f"{layout.replicas}", f"{point.best.step_s:.2f}", rate, bottleneck)
     console.print(table)
-    limit = saturated(points)
-    if limit is not None:
-        console.print(f"From {limit.cards} cards on, twice as many bring less than a fifth. {_limit_text(model, limit)}\n")
-
-
-def _limit_text(model: ScaleModel, limit: Forecast) -> str:
-    rows = model.work.completions / limit.layout.trainers
-    piece: Piece = limit.bottleneck
-    return f"An update then has {rows:.0f} completions for each process. Bottleneck: {piece.value}. What helps: {ADVICE[piece]}."
+    limit, last = saturated(points), points[-1].best
+    if limit is not None and last is not None:
+        rows = model.work.completions / last.layout.trainers
+        console.print(f"From {limit.cards} cards on, twice as many make an update less than {WORTH:g} x faster.")
+        stops = f"an update has {rows:.0f} completions for each process; {last.limit.value}"
+        console.print(f"What stops it: {stops}. What helps: {ADVICE[last.limit]}.\n")
 
 
 def _layout_text(model: ScaleModel, found: Forecast) -> str:

@@ -41,21 +41,21 @@ class Assumed:
 class Measured:
     """Measured on two CPU cores by `python -m tests.benchmarks.scale` (docs/scale.md has date and table)."""
 
-    save_rate: float = 700e6
+    save_rate: float = 900e6
     """Bytes per second of writing an adapter."""
-    send_rate: float = 400e6
+    send_rate: float = 800e6
     """Bytes per second that one process reads, hashes and sends to `grpo weights-server`."""
-    receive_rate: float = 400e6
-    """Bytes per second that one `grpo weights-server` receives, hashes, writes and hashes again."""
-    sync_s: float = 0.02
-    """Fixed part of an exchange of weights: requests, and the load of the adapter."""
-    checkpoint_rate: float = 300e6
-    """Bytes per second of a checkpoint: written, hashed, flushed to the disk."""
-    journal_bytes: float = 2000.0
-    """Bytes of the journal for an update."""
-    token_bytes: float = 12.0
+    receive_rate: float = 250e6
+    """Bytes per second that one `grpo weights-server` receives, hashes, writes and hashes again. Checkpoints count the same."""
+    sync_s: float = 0.03
+    """Fixed part of an exchange of weights: requests, and the load of a small adapter by vLLM (5 to 11 ms on a CPU)."""
+    checkpoint_s: float = 0.026
+    """Time of the demo's checkpoint, which has 1.4 MB."""
+    journal_bytes: float = 1081.0
+    """Bytes of the journal for an update of the demo."""
+    token_bytes: float = 14.1
     """Bytes of a sampled token in the messages between processes."""
-    token_s: float = 1e-7
+    token_s: float = 1.13e-7
     """Time for which each process packs and unpacks a sampled token of such a message."""
 
 
@@ -80,14 +80,17 @@ class Piece(StrEnum):
 SAMPLING = frozenset(list(Piece)[:8])
 """Pieces of the samplers' time; the others are the trainers'."""
 
+DIVIDED = frozenset({Piece.PROMPTS, Piece.DECODE_CACHE, Piece.DECODE_ARITHMETIC, Piece.TRAIN_ARITHMETIC})
+"""Pieces that more cards share among themselves; the others stay or grow."""
+
 ADVICE: Mapping[Piece, str] = {
-    Piece.SYNC: "send the adapter and not all weights, a smaller rank, or fewer processes: each one sends to every replica",
+    Piece.SYNC: "the adapter instead of all weights, a smaller rank, or fewer of both: each process sends to each replica",
     Piece.PROMPTS: "shorter prompts, or more completions for each prompt",
-    Piece.DECODE_WEIGHTS: "a larger batch: weights are read once per step, however few rows there are; or tensor_parallel_size",
+    Piece.DECODE_WEIGHTS: "a larger batch, or a higher tensor_parallel_size: each step reads all weights for its rows",
     Piece.DECODE_CACHE: "more replicas, or shorter completions",
     Piece.DECODE_ARITHMETIC: "more replicas",
     Piece.DECODE_MESSAGES: "a smaller tensor_parallel_size, or cards with NVLink",
-    Piece.DECODE_STEPS: "a larger batch, shorter completions, or max_staleness: 1",
+    Piece.DECODE_STEPS: "a larger batch, or shorter completions",
     Piece.EXCHANGE: "fewer completions per update, or fewer processes",
     Piece.TRAIN_ARITHMETIC: "more processes that train",
     Piece.TRAIN_WEIGHTS: "a larger batch, or fewer processes: each one reads all weights for its few completions",
@@ -149,6 +152,11 @@ class Forecast:
         sampling = self.sampling_s >= self.training_s
         side = [piece for piece in self.pieces if not self.overlaps or (piece in SAMPLING) == sampling]
         return max(side, key=lambda piece: self.pieces[piece])
+
+    @property
+    def limit(self) -> Piece:
+        """The largest piece that more cards do not shorten: what saturation is due to."""
+        return max((piece for piece in self.pieces if piece not in DIVIDED), key=lambda piece: self.pieces[piece])
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +319,8 @@ class ScaleModel:
                 # Half a ring: shards are gathered for each forward and for the backward pass.
                 gathered = ring_s(work.weight_bytes, layout.trainers, link, assumed.link_share) / 2
                 pieces[Piece.SHARDS] = passes * (work.forwards + 1) * gathered
-        written = work.checkpoint_bytes / work.save_steps + measured.journal_bytes
-        return pieces | {Piece.CHECKPOINT: written / measured.checkpoint_rate}
+        checkpoint = measured.checkpoint_s + work.checkpoint_bytes / measured.receive_rate
+        return pieces | {Piece.CHECKPOINT: checkpoint / work.save_steps + measured.journal_bytes / measured.receive_rate}
 
     def _pass_operations(self, rows: int) -> float:
         """Operations of all passes of one process; each pass computes a prompt once for all of its completions."""

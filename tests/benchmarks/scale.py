@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,7 @@ def computing_s(process: psutil.Process | None = None) -> float:
     return float(times.user + times.system)
 
 
-def sync(
-    shape: str, rank: int, address: str, server: psutil.Process, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> Sync:
+def sync(shape: str, rank: int, address: str, server: psutil.Process, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Sync:
     """Save an adapter, and send it to the receiver at `address`, which is that process."""
     layers = SHAPES[shape]["num_hidden_layers"]
     config = Qwen2Config(**SHAPES[shape] | {"num_hidden_layers": LAYERS}, num_key_value_heads=2, vocab_size=320)
@@ -122,21 +121,22 @@ def _sum(port: int, sizes: list[int], rank: int) -> list[float]:
 
 
 def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns in so many processes at once, each with its number; forked, so that none imports anything again."""
-    context = multiprocessing.get_context("fork")
+    """What `work` returns in so many processes at once, each with its number; they share the time of the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.benchmarks.scale_check"])
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
-
-    def run(number: int) -> None:
-        torch.set_num_threads(1)
-        pipes[number][1].send(work(number))
-
-    processes = [context.Process(target=run, args=(number,)) for number in range(count)]
+    processes = [context.Process(target=_send, args=(work, number, pipes[number][1])) for number in range(count)]
     for process in processes:
         process.start()
     found = [reader.recv() for reader, _ in pipes]
     for process in processes:
         process.join()
     return found
+
+
+def _send(work: Callable[[int], Any], number: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    pipe.send(work(number))
 
 
 def completions() -> dict[str, float]:

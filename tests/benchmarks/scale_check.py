@@ -53,7 +53,8 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def speeds(model: Path, rows: int) -> dict[str, float]:
+@torch.no_grad()
+def speeds(model: Path, rows: int, _: int) -> dict[str, float]:
     """What one process reaches: operations per second in training and for `rows` rows, bytes per second, a step's fixed time."""
     inputs, outputs = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     matrices = [torch.randn(inputs, outputs) for _ in range(16)]
@@ -89,8 +90,7 @@ def _load(model: Path) -> Any:
 
 def speeds_of(model: Path, processes: int) -> dict[str, float]:
     """Means over so many processes at once."""
-    with torch.no_grad():
-        found = in_processes(processes, lambda _: speeds(model, PROMPTS * GROUP // processes))
+    found = in_processes(processes, partial(speeds, model, PROMPTS * GROUP // processes))
     return {name: statistics.mean(one[name] for one in found) for name in found[0]}
 
 

@@ -36,7 +36,7 @@ SMALL = Workload(
 SLOW = Card("slow", flops=1000, bandwidth=100, memory=1e12, link=Link("wire", 10, 0.0))
 PLAIN = Assumed(train_share=1, prefill_share=1, memory_share=1, link_share=1, step_s=0.5)
 RATES = Measured(
-    save_rate=100, send_rate=50, receive_rate=20, sync_s=0.25, checkpoint_rate=1000, journal_bytes=0, token_bytes=10, token_s=0
+    save_rate=100, send_rate=50, receive_rate=20, sync_s=0.25, checkpoint_s=0.6, journal_bytes=2, token_bytes=10, token_s=0
 )
 QWEN7 = Shape(28, 3584, 18944, 28, 4, 128, 152_064, tied=False)
 LARGE = replace(
@@ -65,11 +65,11 @@ def test_an_update_of_one_card_is_what_a_hand_calculates():
             Piece.DECODE_CACHE: 2 * 4 * 5 * 8 / 100,
             Piece.DECODE_STEPS: 2 * 0.5,
             Piece.TRAIN_ARITHMETIC: (2 * 144 * 16 * 3 + 2 * 40 * 8 * 3 + 16 * 56 * 3) / 1000,
-            Piece.CHECKPOINT: 12 * 184 / 2 / 1000,
+            Piece.CHECKPOINT: (0.6 + 12 * 184 / 20) / 2 + 2 / 20,
         }
     )
-    assert found.step_s == pytest.approx(45.816)
-    assert found.tokens_per_s == pytest.approx(8 / 45.816)
+    assert found.step_s == pytest.approx(100.312)
+    assert found.tokens_per_s == pytest.approx(8 / 100.312)
     assert found.bottleneck is Piece.TRAIN_ARITHMETIC
 
 
@@ -95,7 +95,7 @@ def test_sampling_ahead_takes_as_long_as_the_slower_side():
     assert turns.step_s == pytest.approx(turns.sampling_s + turns.training_s)
     slow, fast = sorted((ahead.sampling_s, ahead.training_s), reverse=True)
     assert ahead.step_s == pytest.approx(slow + fast / 10)  # one rollout of ten comes after a checkpoint
-    assert turns.step_s == pytest.approx(56.2228)
+    assert turns.step_s == pytest.approx(67.2020)
     assert ahead.overlaps
     assert not turns.overlaps
 
@@ -115,7 +115,11 @@ def test_a_rollout_of_several_updates_is_shared_by_them():
         (large(shape=replace(QWEN7, layers=1), trained=10**6), Layout(16, 4), Piece.DECODE_STEPS),
         (large(merged=True), Layout(64, 64), Piece.SYNC),
         (large(completion_tokens=1, longest_tokens=1, prompt_tokens=8, group_size=1, merged=True), Layout(1, 1), Piece.SYNC),
-        (large(served=False, completion_tokens=8, longest_tokens=8, trained=10**10, save_steps=10**6), Layout(64, 0), Piece.GRADIENTS),
+        (
+            large(served=False, completion_tokens=8, longest_tokens=8, trained=10**10, save_steps=10**6),
+            Layout(64, 0),
+            Piece.GRADIENTS,
+        ),
         (large(completion_tokens=8, longest_tokens=8, prompt_tokens=8, pass_rows=1), Layout(1, 1), Piece.TRAIN_WEIGHTS),
     ],
 )
@@ -174,6 +178,8 @@ def test_more_cards_are_never_slower_and_stop_helping_somewhere(served):
     after = [step for step in steps if step < limit.step_s]
     assert limit.step_s < 1.2 ** (len(after) + 1) * steps[-1]
     assert limit.layout.trainers <= LARGE.completions
+    # Processes and replicas keep each other in balance; what stops them is the work that no card takes from another one.
+    assert points[-1].best.limit in (Piece.SYNC, Piece.DECODE_WEIGHTS)
 
 
 def test_what_does_not_fit_on_one_card_is_left_out():
