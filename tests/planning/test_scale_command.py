@@ -1,6 +1,7 @@
 """`grpo plan --nodes`: what it prints, what it refuses, and that nothing changes without it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -58,7 +59,7 @@ def test_what_cannot_be_planned_is_refused(words, message, fix):
 
 
 def test_a_model_that_the_calculation_does_not_know_is_refused(tmp_path):
-    config = json.loads((resolve("embedded:base") / "config.json").read_text()) | {"num_experts": 8}
+    config = json.loads(Path(resolve("embedded:base"), "config.json").read_text()) | {"num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, text = grpo("--set", f"model.path={tmp_path}", "--nodes", 1)
     assert code != 0
