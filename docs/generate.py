@@ -223,7 +223,8 @@ def _limits() -> str:
         ):
             points = sweep(model)
             limit, last = saturated(points), points[-1].best
-            assert limit is not None and last is not None
+            assert limit is not None
+            assert last is not None
             seconds, rate = f"{limit.step_s:.1f}", f"{limit.tokens_per_s:,.0f}"
             rows.append((name, what, str(limit.cards), seconds, rate, last.limit.value, ADVICE[last.limit]))
     return _table(("model", "what", "cards", "update, s", "tokens/s", "what stops it", "what helps then"), rows)
