@@ -1,4 +1,4 @@
-"""Commands that only read: presets, fields, one row of a run, the memory that a run needs, the state of the machine."""
+"""Commands that only read: presets, fields, one row of a run, the state of the machine."""
 
 import textwrap
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from flows.cli.errors import report_errors
-from flows.cli.options import Config, Set, parse_size
+from flows.cli.options import Config, Set
 from flows.cli.show import out
 from schemas.config.load import PRESETS, find_config, load_config
 from schemas.config.run import RunConfig
@@ -38,29 +38,6 @@ def trace(
         from grpo_tasks.operating.trace import trace_row
 
         show_trace(out, trace_row(settings.resources.output_dir / settings.name, row))
-
-
-def plan(
-    config: Config,
-    override: Set = None,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU, for example 24GB or 80GiB.")] = "24GB",
-) -> None:
-    """Calculate the GPU memory that each stage needs; the exit status is 1 if a stage does not fit."""
-    with report_errors():
-        from flows.cli.show import show_memory
-
-        size = parse_size(memory)
-        settings = load_config(config, override)
-        # Before anything else imports transformers.
-        from grpo_tasks.policy.libraries import import_libraries
-
-        import_libraries()
-        from grpo_tasks.planning.memory_plan import stage_plans
-
-        plans = stage_plans(settings, size)
-        show_memory(out, plans, size)
-        if not all(each.fits for each in plans):
-            raise typer.Exit(1)
 
 
 def doctor() -> None:

@@ -4,6 +4,7 @@
     run.py         the pipeline and its single steps
     lists.py       runs, models, completions
     models.py      registered models                        operate.py     servers, workers, deployments
+    plan.py        memory, and the time of an update
     environment.py what a command prepares                  errors.py      how it fails        show.py  what it prints
 
 A command loads a config and calls a flow; it computes nothing itself. Help, a dry run and a refused config answer at once, so
@@ -15,7 +16,7 @@ from collections.abc import Callable
 
 import typer
 
-from flows.cli import init, inspection, lists, models, operate, run
+from flows.cli import init, inspection, lists, models, operate, plan, run
 
 
 def _collect_less_garbage() -> None:
@@ -48,7 +49,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         lists.completions,
         inspection.presets,
         inspection.fields,
-        inspection.plan,
+        plan.plan,
         inspection.trace,
         inspection.cluster,
         inspection.doctor,

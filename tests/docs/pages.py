@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GENERATED = ("settings.md", "metrics.md", "rules.md", "commands.md")
+TABLES = ("scale.md",)
+"""Pages that a person wrote, with tables that are generated."""
 PROGRAMS = {
     "cd", "cp", "docker", "grpo", "kubectl", "make", "mc", "pg_dump", "pg_restore", "pip", "pre-commit", "prefect", "python",
     "python3", "torchrun",
