@@ -25,6 +25,7 @@ from grpo_tasks.tracking.registry import approval_of, decide_pending, find_versi
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.results.publication import Approval, Publication
+from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 """Events of the version grpo.model.NAME.VERSION."""
@@ -66,7 +67,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
         send_event(REQUESTED, resource, payload)
     seconds = max(1, round(3600 * config.promotion.approval_hours))
     try:
-        verdict = suspend_flow_run(Verdict.with_initial_data(description=comparison), timeout=seconds, key=key)
+        verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
     except Pause as suspended:
         _say_in_lists(suspended.state, publication.headline())
         raise
