@@ -44,12 +44,13 @@ def was_suspended() -> bool:
     return bool(_questions())
 
 
-def ask_for_approval(config: RunConfig, publication: Publication, comparison: str) -> bool:
+def ask_for_approval(config: RunConfig, publication: Publication, headline: str, comparison: str) -> bool:
     """Suspend the run until a person has decided about its version, and record the decision.
 
     Args:
         config: its `promotion.approval_hours` limit the wait.
         publication: of a version that waits for approval.
+        headline: what lists of runs say meanwhile.
         comparison: description of the form, in Markdown.
 
     Returns:
@@ -59,7 +60,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
     if deployment.id is None or flow_run.parent_flow_run_id is not None:
         run_logger().info("%s waits for approval: grpo promote %s, or grpo promote %s --reject", name, name, name)
         return False
-    resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": publication.headline()}
+    resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": headline}
     pending = approval_of(find_version(name, config.tracking))
     # A comparison with another champion is another question.
     key = f"approval-{publication.model_version}-{pending.champion if pending else ''}"
@@ -69,7 +70,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
     try:
         verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
     except Pause as suspended:
-        _say_in_lists(suspended.state, publication.headline())
+        _say_in_lists(suspended.state, headline)
         raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
