@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from grpo_tasks.content.live_folder import live_address, live_folder
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import artifact_key, show_live, show_progress
-from grpo_tasks.web.live_pages import live_address, live_folder
 from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PLOTS, PROGRESS
 
