@@ -35,7 +35,15 @@ def validate_data(
             rollout=rollout,
             warn=run_logger().warning,
         )
-        work.table("validation-rules", [{"rule": each.rule, "meaning": each.meaning, "rows": each.rows} for each in report.rules])
+        counts = {
+            "read": report.rows,
+            "to train on": report.train_rows,
+            "held out": report.eval_rows,
+            "rejected": report.quarantined,
+        }
+        rows = [{"what": what, "rows": count, "meaning": ""} for what, count in counts.items()]
+        broken = [{"what": f"rejected by {rule.rule}", "rows": rule.rows, "meaning": rule.meaning} for rule in report.rules]
+        work.table("validation-rows", [*rows, *broken])
         return report
     finally:
         # Also, and above all, when too many rows are bad.
