@@ -41,9 +41,9 @@ def validate_data(
             "held out": report.eval_rows,
             "rejected": report.quarantined,
         }
-        rows = [{"what": what, "rows": count, "meaning": ""} for what, count in counts.items()]
-        broken = [{"what": f"rejected by {rule.rule}", "rows": rule.rows, "meaning": rule.meaning} for rule in report.rules]
-        work.table("validation-rows", [*rows, *broken])
+        rows: list[dict[str, str | float]] = [{"what": what, "rows": count, "meaning": ""} for what, count in counts.items()]
+        rows += [{"what": f"rejected by {rule.rule}", "rows": rule.rows, "meaning": rule.meaning} for rule in report.rules]
+        work.table("validation-rows", rows)
         return report
     finally:
         # Also, and above all, when too many rows are bad.
