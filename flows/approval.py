@@ -25,6 +25,7 @@ from grpo_tasks.tracking.registry import approval_of, decide_pending, find_versi
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.results.publication import Approval, Publication
+from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 """Events of the version grpo.model.NAME.VERSION."""
@@ -43,12 +44,13 @@ def was_suspended() -> bool:
     return bool(_questions())
 
 
-def ask_for_approval(config: RunConfig, publication: Publication, comparison: str) -> bool:
+def ask_for_approval(config: RunConfig, publication: Publication, headline: str, comparison: str) -> bool:
     """Suspend the run until a person has decided about its version, and record the decision.
 
     Args:
         config: its `promotion.approval_hours` limit the wait.
         publication: of a version that waits for approval.
+        headline: what lists of runs say meanwhile.
         comparison: description of the form, in Markdown.
 
     Returns:
@@ -58,7 +60,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
     if deployment.id is None or flow_run.parent_flow_run_id is not None:
         run_logger().info("%s waits for approval: grpo promote %s, or grpo promote %s --reject", name, name, name)
         return False
-    resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": publication.headline()}
+    resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": headline}
     pending = approval_of(find_version(name, config.tracking))
     # A comparison with another champion is another question.
     key = f"approval-{publication.model_version}-{pending.champion if pending else ''}"
@@ -66,9 +68,9 @@ def ask_for_approval(config: RunConfig, publication: Publication, comparison: st
         send_event(REQUESTED, resource, payload)
     seconds = max(1, round(3600 * config.promotion.approval_hours))
     try:
-        verdict = suspend_flow_run(Verdict.with_initial_data(description=comparison), timeout=seconds, key=key)
+        verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
     except Pause as suspended:
-        _say_in_lists(suspended.state, publication.headline())
+        _say_in_lists(suspended.state, headline)
         raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:

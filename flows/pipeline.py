@@ -55,7 +55,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
         trained = _trained(run)
         made = _published(run, trained, tags or {})
     # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
-    while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.comparison()):
+    while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.headline(), made.comparison()):
         with open_flow_run(config, flow="pipeline") as run:
             made = _published(run, trained, tags or {})
     return made

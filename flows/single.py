@@ -108,7 +108,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         merged = merged_model(run, ref, data)
         final = evaluation_of(run, "merged", merged.model, data)
         made = _published(run, merged, final, base, data)
-    while made.awaits_approval and ask_for_approval(config, made, made.headline()):
+    while made.awaits_approval and ask_for_approval(config, made, made.headline(), made.headline()):
         with open_flow_run(config, flow="publish") as run:
             made = _published(run, merged, final, base, data)
     return made

@@ -35,9 +35,16 @@ def validate_data(
             rollout=rollout,
             warn=run_logger().warning,
         )
-        work.table("validation-rules", [{"rule": each.rule, "meaning": each.meaning, "rows": each.rows} for each in report.rules])
+        work.table("validation-rows", _counts(report))
         return report
     finally:
         # Also, and above all, when too many rows are bad.
         if (work.directory / REPORT).exists():
             work.artifact("validation", (work.directory / REPORT).read_text(encoding="utf-8"))
+
+
+def _counts(report: DataReport) -> list[dict[str, str | float]]:
+    split = {"read": report.rows, "to train on": report.train_rows, "held out": report.eval_rows, "rejected": report.quarantined}
+    counts: list[dict[str, str | float]] = [{"what": what, "rows": rows, "meaning": ""} for what, rows in split.items()]
+    broken = [rule for rule in report.rules if rule.rows]
+    return counts + [{"what": f"rejected by {rule.rule}", "rows": rule.rows, "meaning": rule.meaning} for rule in broken]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from grpo_tasks.content.live_folder import FOLDER as LIVE
 from grpo_tasks.operating.commands import (
     HOST,
     QUIET,
@@ -39,7 +40,6 @@ from grpo_tasks.operating.form_check import WORKDIR
 from grpo_tasks.operating.postgres import VARIABLE
 from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
 from grpo_tasks.processes.lock import alone
-from grpo_tasks.web.live_pages import FOLDER as LIVE
 from schemas.errors import UserError
 
 START_LIMIT_S = 120.0

@@ -11,14 +11,15 @@ import base64
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from grpo_tasks.content.live_folder import live_address, live_folder
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import artifact_key, show_live, show_progress
-from grpo_tasks.web.live_pages import live_address, live_folder
 from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PLOTS, PROGRESS
 
@@ -30,6 +31,7 @@ RELOAD_S = 5
 WIDTH, HEIGHT, MARGIN = 340, 150, 24
 MOST_POINTS = 300
 """Points of a curve; a longer journal is thinned out."""
+_SHOWN = (*PROGRESS, EPOCH)
 _RECENT = 20
 """Updates whose mean duration gives the time left."""
 
@@ -40,13 +42,14 @@ class LivePage:
     def __init__(self, stage: StageConfig, path: Path, name: str) -> None:
         """`path`: where the page is written; `name`: what it is called among all live pages."""
         self._stage, self._path, self._name = stage, path, name
-        self._lines: list[Mapping[str, Any]] = []
+        self._lines: list[dict[str, Any]] = []
         self._written = self._shown = 0.0
         self._artifacts: dict[str, UUID] = {}
 
-    def add(self, lines: Sequence[Mapping[str, Any]], *, final: bool = False) -> None:
+    def add(self, lines: Sequence[dict[str, Any]], *, final: bool = False) -> None:
         """Add updates, and write the page and the artifacts if it is time to; `final`: the stage has ended."""
-        self._lines += lines
+        # Only what is shown: a long stage has tens of thousands of updates with a hundred figures each.
+        self._lines += [line | {"metrics": {name: line["metrics"].get(name) for name in _SHOWN}} for line in lines]
         now = time.monotonic()
         if not self._lines or (not lines and not final):
             return
@@ -63,7 +66,7 @@ class LivePage:
         if self._stage.max_steps:
             done = last["step"] / self._stage.max_steps
         else:
-            done = last["metrics"].get(EPOCH, 0.0) / self._stage.num_train_epochs
+            done = (last["metrics"][EPOCH] or 0.0) / self._stage.num_train_epochs
         return round(min(100.0, 100 * done), 1)
 
     def left(self) -> str:
@@ -87,10 +90,12 @@ class LivePage:
         page = self.html(final)
         served = live_folder()
         for path in (self._path, *([served / f"{self._name}.html"] if served else [])):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_text(page, encoding="utf-8")
-            part.replace(path)
+            # A full disk is for the trainer to report; the page is only for people.
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(".part")
+                part.write_text(page, encoding="utf-8")
+                part.replace(path)
 
     def _show(self, final: bool) -> None:
         key = artifact_key(self._stage.name)

@@ -51,7 +51,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ServedModelError, TrackingError
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 from schemas.results.model import MergeProof
-from schemas.results.publication import Approval
+from schemas.results.publication import WAITS, Approval
 
 UPLOADS = 3
 """Attempts at the upload of a model before publishing fails."""
@@ -206,7 +206,7 @@ def with_approval(decision: Decision, approval: Approval | None, current: Champi
     if not decision.champion or champion == decision.version:
         return decision
     if approval is None or approval.decision == "pending" or approval.champion != champion:
-        return replace(decision, champion=False, awaits_approval=True, reason=f"waits for approval; {decision.reason}")
+        return replace(decision, champion=False, awaits_approval=True, reason=WAITS + decision.reason)
     return replace(decision, champion=approval.decision == "promote", reason=f"{approval}; {decision.reason}")
 
 

@@ -21,7 +21,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
-from schemas.results.publication import Approval, Lineage
+from schemas.results.publication import WAITS, Approval, Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
@@ -177,7 +177,7 @@ def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig)
 def _record_approval(client: MlflowClient, version: ModelVersion, final: Approval) -> None:
     """Repeatable after a kill: `previous` moves first, because once `champion` has moved the old one is not known any more."""
     name, number = version.name, str(version.version)
-    because = version.tags.get(DECISION_TAG, "").partition("; ")[2]
+    because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS)
     client.set_model_version_tag(name, number, DECISION_TAG, f"{final}; {because}")
     if final.decision == "promote":
         if final.champion:

@@ -6,15 +6,12 @@
 """
 
 import base64
-import os
 import re
-from pathlib import Path
 from secrets import compare_digest
 
+from grpo_tasks.content.live_folder import live_folder
 from grpo_tasks.web.same_origin import App, Message, Receive, Send
 
-FOLDER = "GRPO_LIVE"
-"""Environment variable: the folder of the pages."""
 _NAME = re.compile(r"/live/([0-9a-f]{8,64}\.html)")
 _HEADERS = {
     "content-type": "text/html; charset=utf-8",
@@ -57,15 +54,3 @@ class LivePages:
             return True
         wanted = b"Basic " + base64.b64encode(self._password.encode())
         return any(name.lower() == b"authorization" and compare_digest(value, wanted) for name, value in scope["headers"])
-
-
-def live_folder() -> Path | None:
-    """The folder of the pages; None where nobody serves them."""
-    folder = os.environ.get(FOLDER)
-    return Path(folder) if folder else None
-
-
-def live_address(name: str) -> str | None:
-    """Address of a page in the server that PREFECT_API_URL names; None where nobody serves it."""
-    api = os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").rstrip("/").removesuffix("/api")
-    return f"{api.rstrip('/')}/live/{name}.html" if api and live_folder() else None

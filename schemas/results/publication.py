@@ -53,6 +53,10 @@ class Reproduction(Result):
         return f"{self.of.name} version {self.of.version}: the adapter {'is identical' if self.same else 'differs'}"
 
 
+WAITS = "waits for approval; "
+"""Beginning of the reason of a decision that a person has to agree with."""
+
+
 class Approval(Result):
     """What a person has decided, or has to decide, about a version. A tag of the version in the registry."""
 
@@ -87,7 +91,7 @@ class Publication(StepResult):
 
     def headline(self) -> str:
         """The decision about the version."""
-        return f"{self.verdict()}: {self.reason}"
+        return f"{self.verdict()}: {self.reason.removeprefix(WAITS)}"
 
     def verdict(self) -> str:
         """`promoted v7`, `v7 waits for approval`, or `v7 not promoted`."""

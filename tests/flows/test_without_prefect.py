@@ -133,7 +133,8 @@ def test_a_server_in_the_environment_in_a_profile_or_in_a_settings_file_is_found
     (here / "prefect.toml").write_text('[api]\nurl = "http://127.0.0.1:1/api"\n')
     assert _names_server()
     (here / "prefect.toml").unlink()
-    (here / "prefect").mkdir()
+    # Importing Prefect makes it.
+    (here / "prefect").mkdir(exist_ok=True)
     (here / "prefect" / "profiles.toml").write_text('[profiles.mine]\nPREFECT_API_URL = "http://127.0.0.1:1/api"\n')
     assert _names_server()
     (here / "prefect" / "profiles.toml").unlink()

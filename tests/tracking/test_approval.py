@@ -2,7 +2,9 @@
 
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, find_champion
 from grpo_tasks.tracking.publishing import Decision, publish, with_approval
@@ -86,7 +88,17 @@ def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(wait
 
 def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):
     config, again = waiting
-    decide_pending(f"{config.registered_model}/2", Approval(decision="reject", by="bob"), config.tracking)
+    command = [
+        "promote",
+        f"{config.registered_model}/2",
+        "--reject",
+        "--by",
+        "bob",
+        "--tracking-uri",
+        config.tracking.tracking_uri,
+    ]
+    shown = CliRunner().invoke(app, command)
+    assert "rejected by bob; the champion has not changed" in " ".join(shown.output.split()), shown.output
     assert aliases(config) == {"champion": "1", "challenger": "2"}
     assert again().reason.startswith("rejected by bob; better than the champion")
     assert aliases(config) == {"champion": "1", "challenger": "2"}

@@ -5,7 +5,8 @@ import base64
 
 import pytest
 
-from grpo_tasks.web.live_pages import LivePages, live_address
+from grpo_tasks.content.live_folder import live_address
+from grpo_tasks.web.live_pages import LivePages
 
 PAGE = "ab" * 16
 
