@@ -43,7 +43,6 @@ ELSEWHERE = {
     "make test-ci": (".ci/run", "make test test-ci"),
     "make test-long": ("Makefile", "-m long $(ARGS)"),
     "make check": (".ci/run", "make test test-ci"),
-    "make demo-cluster": ("Makefile", "tests/cluster/test_demo_cluster.py"),
     "make count": ("Makefile", "-m tests.benchmarks.counts"),
     "make vllm": (".ci/run", "vllm audit lint types"),
     "make chaos": ("tests/flows/test_chaos.py", "rampage("),
