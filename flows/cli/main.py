@@ -1,10 +1,9 @@
 """The command line, `grpo`: every command and the panel of `grpo --help` that lists it.
 
-    init.py        a config for a data file                 inspection.py  presets, fields, trace, doctor
+    init.py        a config for a data file                 inspection.py  presets, fields, trace, plan, doctor
     run.py         the pipeline and its single steps
     lists.py       runs, models, completions
     models.py      registered models                        operate.py     servers, workers, deployments
-    plan.py        memory, and the time of an update
     environment.py what a command prepares                  errors.py      how it fails        show.py  what it prints
 
 A command loads a config and calls a flow; it computes nothing itself. Help, a dry run and a refused config answer at once, so
@@ -16,7 +15,7 @@ from collections.abc import Callable
 
 import typer
 
-from flows.cli import init, inspection, lists, models, operate, plan, run
+from flows.cli import init, inspection, lists, models, operate, run
 
 
 def _collect_less_garbage() -> None:
@@ -49,7 +48,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         lists.completions,
         inspection.presets,
         inspection.fields,
-        plan.plan,
+        inspection.plan,
         inspection.trace,
         inspection.cluster,
         inspection.doctor,
