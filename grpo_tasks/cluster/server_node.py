@@ -69,7 +69,6 @@ class ServerNode(Node):
 
     def tend(self) -> str:
         """Start again what has ended; the driver asks this regularly. Returns what happened, empty if nothing did."""
-        self.missing(())
         assert self._server is not None
         if self._receiver is not None and self._receiver.poll() is not None:
             self._receive_weights()
