@@ -66,7 +66,11 @@ def _file_of(name: str, search: Sequence[Path]) -> Path | None:
         if spec is None or spec.submodule_search_locations is None:
             return None
         full = ".".join([top, *rest[: index + 1]])
-        spec = PathFinder.find_spec(full, list(spec.submodule_search_locations))
+        try:
+            spec = PathFinder.find_spec(full, list(spec.submodule_search_locations))
+        except KeyError:
+            # A namespace package inside a package that nobody has imported in this process: only installed ones do that.
+            return None
     if spec is None or not spec.has_location or spec.origin is None:
         return None
     path = Path(spec.origin).resolve()
@@ -82,6 +86,9 @@ def _installed(top: str) -> ModuleSpec | None:
 
 
 def _is_installed(path: Path) -> bool:
+    if {"site-packages", "dist-packages"} & {*path.parts}:
+        # Also that of another environment, which a .pth file adds.
+        return True
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [sysconfig.get_path(name) for name in names] + site.getsitepackages() + [site.getusersitepackages()]
     return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)

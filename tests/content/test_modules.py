@@ -53,6 +53,15 @@ def test_the_files_found_are_those_that_python_imports(folder):
     assert {str(path) for path in own_modules("rewards", [folder]).values()} == imported
 
 
+def test_packages_of_another_environment_are_installed_ones(folder, monkeypatch):
+    other = folder / "other" / "lib" / "site-packages"
+    other.mkdir(parents=True)
+    (other / "extra.py").write_text("")
+    (folder / "helper.py").write_text("import extra\n")
+    monkeypatch.syspath_prepend(str(other))
+    assert other / "extra.py" not in own_modules("rewards", [folder]).values()
+
+
 def test_an_installed_module_wins_over_a_file_of_the_same_name(folder):
     (folder / "json.py").write_text("")
     assert folder / "json.py" not in own_modules("rewards", [folder]).values()

@@ -10,6 +10,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from schemas.results.evaluation import PairedTest, Regression
 from schemas.results.publication import PublishedFacts
 from tests.tracking.conftest import (  # noqa: F401 - fixtures
+    base_answers,
     data_report,
     lab_report,
     make_config,

@@ -10,6 +10,7 @@ from grpo_tasks.tracking.models import Champion, find_champion
 from grpo_tasks.tracking.publishing import Decision, publish, with_approval
 from grpo_tasks.tracking.registry import decide_pending
 from grpo_tasks.tracking.runs import open_run
+from grpo_tasks.tracking.served.proof import prove_served
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ModelError
 from schemas.results.publication import Approval
@@ -54,13 +55,21 @@ def waiting(database, make_config, make_merge, make_evaluation):
     asks = config.model_copy(update={"promotion": PromotionConfig(approval="manual")})
     evaluation, merges = make_evaluation("merged", 0.9), [make_merge("1"), make_merge("2")]
     with open_run(config, key="one") as run:
-        publish(run, merges[0], tests=[result_of("base", better=True)], champion=None, evaluation=evaluation, log=log_model)
+        publish(
+            run,
+            merges[0],
+            tests=[result_of("base", better=True)],
+            champion=None,
+            evaluation=evaluation,
+            log=log_model,
+            prove=prove_served,
+        )
     first = find_champion(config.registered_model, config.tracking)
 
     def again():
         tests = [result_of("base", better=True), result_of("champion", better=True)]
         with open_run(asks, key="two") as run:
-            return publish(run, merges[1], tests=tests, champion=first, evaluation=evaluation, log=log_model)
+            return publish(run, merges[1], tests=tests, champion=first, evaluation=evaluation, log=log_model, prove=prove_served)
 
     assert again().awaits_approval
     assert find_champion(config.registered_model, config.tracking) == first
