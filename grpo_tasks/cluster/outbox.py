@@ -97,7 +97,7 @@ class Outbox:
         """Whatever has its final name; every one was renamed to it when it was complete."""
         directory = self.directory
         folders = [*sorted(directory.checkpoints.glob("step-*")), directory.best, directory.final]
-        files = [*sorted(directory.completions(0).parent.glob("*.parquet")), directory.result]
+        files = [directory.token_budget, *sorted(directory.completions(0).parent.glob("*.parquet")), directory.result]
         return [path for path in [*files, *folders] if path.exists()]
 
     def _name(self, path: Path) -> str:

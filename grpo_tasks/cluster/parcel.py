@@ -101,7 +101,7 @@ def pack(spec: StageSpec, directory: StageDir) -> Parcel:
     if spec.start.adapter is not None:
         files += _folder(ADAPTER, spec.start.adapter)
     files += _modules(spec.rewards)
-    for path in (directory.journal, directory.events):
+    for path in (directory.journal, directory.events, directory.token_budget):
         if path.exists():
             files.append(_file(path.name, path))
     for folder in (directory.checkpoints, directory.best):

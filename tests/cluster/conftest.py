@@ -1,6 +1,7 @@
 """A Ray cluster on this machine: a head without CPUs and nodes that have a temporary folder, a cache and a home of their own."""
 
 import socket
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -62,7 +63,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path, monkeypatch):
+def nodes(monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -70,6 +71,8 @@ def nodes(tmp_path, monkeypatch):
     # Ray's workers are nice to everything else; beside other tests they would hardly run.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    made = Nodes(tmp_path / "nodes")
-    yield made
-    made.cluster.shutdown()
+    # tmp_path is too long for the sockets that vLLM opens in its temporary folder.
+    with tempfile.TemporaryDirectory(prefix="nodes-", ignore_cleanup_errors=True) as folder:
+        made = Nodes(Path(folder))
+        yield made
+        made.cluster.shutdown()

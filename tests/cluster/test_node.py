@@ -149,3 +149,16 @@ def test_a_cluster_that_nobody_names_is_refused(monkeypatch):
         cluster_address("")
     with pytest.raises(ConfigError, match="member of the cluster"):
         cluster_address("ray://head:10001")
+
+
+def test_what_a_trial_pass_measured_comes_back_and_goes_along_when_the_stage_resumes(stages, tmp_path):
+    there, node = stages.write("driver"), StageDir(tmp_path / "node")
+    node.root.mkdir()
+    outbox = Outbox(node, everything=True)
+    outbox.begin()
+    node.token_budget.write_text('{"tokens": 512}')
+    [held] = outbox.collect().held
+    assert (held.name, outbox.read(held.name, "", 0, 99)) == ("token_budget.json", b'{"tokens": 512}')
+    there.token_budget.write_text('{"tokens": 512}')
+    parcel = pack(StageSpec.load(there.spec), there)
+    assert "token_budget.json" in {file.target for file in parcel.files}
