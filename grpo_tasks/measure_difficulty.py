@@ -1,6 +1,7 @@
 """Step: measure how hard the training prompts are, before any training.
 
 sample (child process) -> samples.parquet -> rewards, in their own process -> solved or not -> pass_rates.parquet, report
+      ^------------- the rest, of prompts that `difficulty.screen` completions solved ------+
 
 A completion is solved when its reward, by the functions and configured weights of a stage, reaches the share `difficulty.success`
 of the full reward: what a completion earns that has the full score of every function that applies. With functions that return 0
@@ -12,6 +13,7 @@ training uses, so sweeps over those, other seeds, retraining and later stages us
 """
 
 import time
+from collections.abc import Sequence
 
 import polars as pl
 
@@ -20,7 +22,7 @@ from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write
 from grpo_tasks.evaluation.report import REPORT, SAMPLES
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
-from grpo_tasks.rewards.held_out import solved_by_stage
+from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
@@ -58,12 +60,15 @@ def measure_difficulty(
             resources=work.run.resources,
             seed=seed,
         )
-        spec.save(work.directory / SPEC)
-        run_module("grpo_tasks.rollout", work.directory)
-        samples = pl.read_parquet(work.directory / SAMPLES)
-        solved = solved_by_stage(samples, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")
-        rates = measured_rates(samples, solved, inputs.completion)
-        samples.with_columns(solved).write_parquet(work.directory / SAMPLES)
+
+        def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
+            spec.part(only, numbers).save(work.directory / SPEC)
+            run_module("grpo_tasks.rollout", work.directory)
+            return pl.read_parquet(work.directory / SAMPLES)
+
+        samples = solved_samples(draw, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")
+        rates = measured_rates(samples, inputs)
+        samples.write_parquet(work.directory / SAMPLES)
     report = write_rates(rates, rows, inputs, work.directory, key=work.key, label=label)
     work.artifact(f"difficulty-{label}", (work.directory / REPORT).read_text(encoding="utf-8"))
     return report.model_copy(update={"seconds": time.perf_counter() - began})

@@ -60,6 +60,8 @@ def describe_difficulty(config: RunConfig) -> str:
     """Where pass rates come from, in one line; empty where no stage has any."""
     difficulty = config.difficulty
     measured = f"{difficulty.samples} completions of every training prompt" if difficulty.samples else ""
+    if difficulty.screen:
+        measured += f", {difficulty.screen} where none of the first {difficulty.screen} is solved"
     if difficulty.pass_rate_column is None or all(stage.measure_difficulty for stage in config.stages):
         return measured
     return f"column {difficulty.pass_rate_column} of the data"

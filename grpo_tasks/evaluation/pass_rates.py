@@ -77,22 +77,21 @@ class Asked(Protocol):
         ...
 
 
-def measured_rates(samples: pl.DataFrame, solved: pl.DataFrame, completion: CompletionConfig) -> pl.DataFrame:
+def measured_rates(samples: pl.DataFrame, inputs: DifficultyInputs) -> pl.DataFrame:
     """The table of pass rates (schemas/tables.py PassRates), stage by stage and prompts sorted by id.
 
     Args:
-        samples: columns prompt_id, sample and completion.
-        solved: a column for each stage, for each sample 1 or 0; null where no function of the stage applies, and the sample does
-            not count.
-        completion: what an answer is.
+        samples: columns prompt_id, sample, completion, and one for each stage: 1 where its rewards count the sample as solved,
+            else 0; null where no function of the stage applies, and the sample does not count.
+        inputs: the stages, and what an answer is.
     """
     # A prompt that occurs twice in the data was sampled twice with the same random numbers: that is no new information.
     single = pl.struct("prompt_id", "sample").is_first_distinct()
-    frequent = _frequent_answers(samples.filter(single), completion)
+    frequent = _frequent_answers(samples.filter(single), inputs.completion)
     tables = []
-    for stage in solved.columns:
-        counts = samples.with_columns(solved[stage].alias("solved")).filter(single).group_by("prompt_id")
-        rates = counts.agg(pass_rate=pl.col("solved").mean(), samples=pl.col("solved").count().cast(pl.Int64)).sort("prompt_id")
+    for stage in (one.name for one in inputs.stages):
+        counts = samples.filter(single).group_by("prompt_id")
+        rates = counts.agg(pass_rate=pl.col(stage).mean(), samples=pl.col(stage).count().cast(pl.Int64)).sort("prompt_id")
         bounds = [_bounds(rate, count) for rate, count in rates.select("pass_rate", "samples").iter_rows()]
         bounded = rates.with_columns(
             pl.Series("pass_rate_low", [low for low, _ in bounds], dtype=pl.Float64),
@@ -213,6 +212,7 @@ def write_rates(
         label=label,
         origin="measured" if measured else "column",
         samples=inputs.samples if measured else 0,
+        screen=inputs.screen if measured else 0,
         success=inputs.success,
         stages=summarise_rates(rates),
     )
@@ -226,8 +226,9 @@ def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[A
     if report.origin == "column":
         how = "The pass rates come from a column of the data."
     else:
+        screened = f", {report.screen} where none of the first {report.screen} is solved" if report.screen else ""
         how = (
-            f"{report.samples} completions of each training prompt. A completion is solved when its reward reaches "
+            f"{report.samples} completions of each training prompt{screened}. A completion is solved when its reward reaches "
             f"{report.success:.0%} of the full reward. Intervals are Wilson's at {CONFIDENCE:.0%}."
         )
     figures = [

@@ -43,7 +43,8 @@ from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
-from grpo_tasks.rewards.held_out import reward_columns, solved_by_stage
+from grpo_tasks.rewards.held_out import reward_columns
+from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
@@ -122,11 +123,15 @@ def measure_difficulty(
             resources=config.resources,
             seed=config.seed,
         )
-        spec.save(folder / SPEC)
-        run_module("grpo_tasks.rollout", folder)
-        samples = pl.read_parquet(folder / SAMPLES)
-        solved = solved_by_stage(samples, chosen_rows(data.train, None), inputs)
-        rates = measured_rates(samples, solved, inputs.completion)
+
+        def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
+            spec.part(only, numbers).save(folder / SPEC)
+            run_module("grpo_tasks.rollout", folder)
+            return pl.read_parquet(folder / SAMPLES)
+
+        samples = solved_samples(draw, chosen_rows(data.train, None), inputs)
+        samples.write_parquet(folder / SAMPLES)
+        rates = measured_rates(samples, inputs)
     report = write_rates(rates, rows, inputs, folder, key=_key(inputs, file_sha256(data.train)), label="start")
     return report.model_copy(update={"seconds": time.perf_counter() - began})
 

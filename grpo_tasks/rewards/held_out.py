@@ -64,14 +64,15 @@ def reward_columns(
 
 
 def solved_by_stage(
-    samples: pl.DataFrame, rows: Sequence[Row], inputs: DifficultyInputs, *, log: Path | None = None
+    samples: pl.DataFrame, rows: Sequence[Row], inputs: DifficultyInputs, *, per_prompt: int, log: Path | None = None
 ) -> pl.DataFrame:
     """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
 
     Args:
-        samples: as in `reward_columns`, `inputs.samples` consecutive ones for each prompt.
+        samples: as in `reward_columns`.
         rows: the row of every prompt_id.
         inputs: the stages with their rewards, and the share of the full reward that counts as solved.
+        per_prompt: consecutive samples that belong to one prompt.
         log: file that receives what the functions print.
 
     Raises:
@@ -80,7 +81,7 @@ def solved_by_stage(
     """
     names = list(dict.fromkeys(name for stage in inputs.stages for name in stage.rewards))
     scoring = ScoringInputs(rewards=inputs.rewards, weighted=[], reported=names, tasks=inputs.tasks)
-    table = reward_columns(samples, rows, scoring, completion=inputs.completion, per_prompt=inputs.samples, log=log)
+    table = reward_columns(samples, rows, scoring, completion=inputs.completion, per_prompt=per_prompt, log=log)
     columns = {}
     for stage in inputs.stages:
         scores = table.select(member(REWARD_MEAN, name) for name in stage.rewards).fill_null(np.nan).to_numpy()

@@ -89,9 +89,9 @@ def _sampler(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequ
 
 
 def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine) -> pl.DataFrame:
-    rows = chosen_rows(spec.prompts, spec.max_prompts)
+    rows = chosen_rows(spec.prompts, spec.max_prompts, spec.only)
     prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
-    samples = range(spec.num_samples)
+    samples = range(spec.first_sample, spec.first_sample + spec.num_samples)
     requests = [
         # Consecutive seeds for the samples of a prompt; see Request.
         Request(ids, completion_seed(spec.seed, "sample", row.prompt_id) + index)

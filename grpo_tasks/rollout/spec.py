@@ -1,5 +1,6 @@
 """Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_tasks.data.table import PromptRow, read_prompts
@@ -23,6 +24,10 @@ class SampleSpec(Result):
     None takes all."""
     num_samples: int
     """Samples per row."""
+    first_sample: int = 0
+    """Number of the first sample. Seeds follow the number, so samples 2 to 7 are the same alone and with samples 0 and 1."""
+    only: list[str] | None = None
+    """Ids of the rows to sample for; None takes all."""
     temperature: float
     greedy: bool
     """Add one greedy completion per row."""
@@ -82,7 +87,14 @@ class SampleSpec(Result):
             seed=seed,
         )
 
+    def part(self, only: Sequence[str] | None, numbers: range) -> "SampleSpec":
+        """The same with these sample numbers, for the rows with these ids or for all."""
+        update = {"only": None if only is None else list(only), "first_sample": numbers.start, "num_samples": len(numbers)}
+        return self.model_copy(update=update)
 
-def chosen_rows(prompts: Path, limit: int | None) -> list[PromptRow]:
+
+def chosen_rows(prompts: Path, limit: int | None, only: Sequence[str] | None = None) -> list[PromptRow]:
     """The rows to sample for, sorted by prompt id, so that they do not depend on the order of the file."""
-    return sorted(read_prompts(prompts), key=lambda row: row.prompt_id)[:limit]
+    wanted = None if only is None else set(only)
+    rows = sorted(read_prompts(prompts), key=lambda row: row.prompt_id)[:limit]
+    return [row for row in rows if wanted is None or row.prompt_id in wanted]

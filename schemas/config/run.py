@@ -118,6 +118,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_difficulty(self) -> Self:
         measured, given = self.difficulty.samples > 0, self.difficulty.pass_rate_column is not None
+        if self.difficulty.screen and self.difficulty.screen >= self.difficulty.samples:
+            raise ValueError(
+                f"difficulty.screen is {self.difficulty.screen}, and difficulty.samples is {self.difficulty.samples}: a "
+                "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
+            )
         for index, stage in enumerate(self.stages):
             if stage.measure_difficulty and not measured:
                 raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
@@ -182,6 +187,7 @@ class RunConfig(Section):
         functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
         return DifficultyInputs(
             samples=self.difficulty.samples,
+            screen=self.difficulty.screen,
             success=self.difficulty.success,
             pass_rate_column=None if measured else self.difficulty.pass_rate_column,
             completion=self.completion,
@@ -377,6 +383,8 @@ class DifficultyInputs(Section):
 
     samples: int
     """Completions of each prompt."""
+    screen: int = 0
+    """Completions after which a prompt that none of them solves gets no more; 0: none does."""
     success: Fraction
     """Share of the full reward from which a completion counts as solved."""
     pass_rate_column: str | None

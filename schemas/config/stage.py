@@ -20,6 +20,10 @@ class DifficultyConfig(Section):
     samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
     """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
     starts from. 0: nothing is measured. 8 is a common choice."""
+    screen: int = Field(0, ge=0, le=MOST_COMPLETIONS)
+    """Completions of every prompt that are sampled first. A prompt that none of them solves gets no more, and its pass rate is 0.
+    This saves most of the measurement where many prompts are out of reach. A prompt that is solved once in ten tries fails a
+    screening of 2 four times in five. 0: all prompts get all samples."""
     success: Fraction = 0.8
     """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
     (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and

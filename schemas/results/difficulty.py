@@ -45,6 +45,8 @@ class DifficultyReport(StepResult):
     origin: Literal["measured", "column"]
     samples: int
     """Completions per prompt; 0 where a column of the data holds the rates."""
+    screen: int = 0
+    """Completions after which a prompt that none of them solves got no more; 0: there was no screening."""
     success: float
     """Share of the full reward from which a completion counts as solved."""
     stages: list[StageDifficulty]

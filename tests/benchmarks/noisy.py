@@ -1,8 +1,8 @@
 """noisy256: what it brings to leave out prompts that cannot teach, before training.
 
-    demo, stage format --adapter--> start --8 completions of each of 256 prompts--> pass rates --keep_pass_rate--> prompts
-                                      |                                                                              |
-                                      +---------------------- 100 rounds on all prompts, or on those ---------------+
+    demo, stage format --adapter--> start --2 completions of 256 prompts, 8 where one is solved--> pass rates --keep--> prompts
+                                      |                                                                            |
+                                      +--------------------- 100 rounds on all prompts, or on those --------------+
                                                                  |
                                     held-out accuracy, 512 x 2 samples, the same random numbers at every look
 
@@ -32,7 +32,7 @@ from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.library.steps import base_model, load_data, train_stage
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.processes.lock import alone
-from grpo_tasks.rewards.held_out import solved_by_stage
+from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.sample_table import sample_table
@@ -51,9 +51,11 @@ GOAL = 0.88
 ROUNDS = 100
 MOST_COMPLETIONS = 6_400
 """Completions of all rounds: 8 prompts with 8 completions each."""
-EVALUATE_EVERY = 5
+EVALUATE_EVERY = 2
 HELD_OUT_SAMPLES = 2
 MEASURED_SAMPLES = 8
+SCREEN = 2
+"""Completions after which a prompt that none of them solves gets no more."""
 KEEP = [0.1, 0.9]
 """Leaves out the prompts that no completion solves, and those that all solve."""
 CLEAN, WRONG, HARD = 64, 96, 96
@@ -101,6 +103,7 @@ def config_of(folder: Path) -> RunConfig:
             f"data.train=[{{path: {folder / 'train.jsonl'}}}]",
             "stages.1.lr_scheduler_type=constant_with_warmup",
             f"difficulty.samples={MEASURED_SAMPLES}",
+            f"difficulty.screen={SCREEN}",
             f"stages.1.max_steps={ROUNDS}",
             "stages.1.save_steps=1000",
             f"stages.1.log_completions_steps={ROUNDS}",
@@ -121,18 +124,22 @@ def prepared(folder: Path) -> tuple[RunConfig, DataReport, ModelRef]:
         return config, load_data(config, folder / "data"), start
 
 
-def kept_rows(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, folder: Path) -> Path:
-    """Measure the pass rates and write the rows that are kept, as the step measure_difficulty and train_stage do."""
+def kept_rows(config: RunConfig, stage: StageConfig, data: DataReport, start: ModelRef, folder: Path) -> tuple[Path, int]:
+    """Measure the pass rates and write the rows that are kept, as the step measure_difficulty and train_stage do.
+
+    Returns the file, and the completions of the measurement.
+    """
     spec = SampleSpec.of_training(
         MEASURED_SAMPLES, model=config.model, ref=start, prompts=data.train,
         rollout=config.rollout, resources=config.resources, seed=0,
     )  # fmt: skip
-    samples, inputs = sample_table(spec, folder), config.difficulty_of([stage])
-    reached = solved_by_stage(samples, chosen_rows(data.train, None), inputs)
-    rates = measured_rates(samples, reached, config.completion)
-    choice = choose_prompts(data.train, rates, stage)
+    inputs = config.difficulty_of([stage])
+    samples = solved_samples(
+        lambda only, numbers: sample_table(spec.part(only, numbers), folder), chosen_rows(data.train, None), inputs
+    )
+    choice = choose_prompts(data.train, measured_rates(samples, inputs), stage)
     print(choice.counts.summary(), file=sys.stderr)
-    return choice.write(StageDir(folder))
+    return choice.write(StageDir(folder)), samples.height
 
 
 class WatchedTrainer(Trainer):
@@ -178,10 +185,10 @@ def measure(seed: int, *, keep: bool, folder: Path = FOLDER, **settings: Any) ->
     # An earlier run would be resumed.
     shutil.rmtree(directory.root, ignore_errors=True)
     directory.root.mkdir()
-    train = data.train
+    train, measured = data.train, 0
     if keep:
         stage = stage.model_copy(update={"keep_pass_rate": KEEP})
-        train = kept_rows(config, stage, data, start, directory.root)
+        train, measured = kept_rows(config, stage, data, start, directory.root)
     StageSpec(
         key="bench", stage=stage, seed=seed, model=config.model, start=start, completion=config.completion,
         rewards=config.rewards, rollout=config.rollout, resources=config.resources, train=train, eval=data.eval,
@@ -192,7 +199,6 @@ def measure(seed: int, *, keep: bool, folder: Path = FOLDER, **settings: Any) ->
         trainer.train()
     print(json.dumps(trainer.looks), file=sys.stderr)
     over = [step for step, accuracy in trainer.looks.items() if accuracy >= GOAL]
-    measured = MEASURED_SAMPLES * data.train_rows if keep else 0
     reached = min(over) * stage.completions_per_update if over else None
     return Outcome(len(read_prompts(train)), measured, reached, trainer.looks[ROUNDS])
 

@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, summarise_rates, write_rates
-from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.difficulty import BINS, histogram
@@ -37,12 +36,21 @@ SAMPLES = samples_of(never=[5, 5, 6, 5], half=[4, 4, 6, 7], always=[4, 4, 4, 4])
 SOLVED = pl.DataFrame({"answers": [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]}, schema={"answers": pl.Float64})
 
 
+def inputs_of(*stages):
+    named = [{"name": name, "rewards": ["correctness"]} for name in stages]
+    config = RunConfig(data={"train": [{"path": "rows.jsonl"}]}, stages=named, difficulty={"samples": 4})
+    return config.difficulty_of(config.stages)
+
+
+INPUTS = inputs_of("answers")
+
+
 def rates_by_id(table):
     return {row["prompt_id"]: row for row in table.iter_rows(named=True)}
 
 
 def test_a_pass_rate_has_wilsons_interval_and_the_most_frequent_answer():
-    table = PassRates.validate(measured_rates(SAMPLES, SOLVED, CompletionConfig()))
+    table = PassRates.validate(measured_rates(SAMPLES.hstack(SOLVED), INPUTS))
     found = rates_by_id(table)
     assert {name: row["pass_rate"] for name, row in found.items()} == {"never": 0.0, "half": 0.5, "always": 1.0}
     exact = stats.binomtest(2, 4).proportion_ci(0.95, method="wilson")
@@ -54,7 +62,7 @@ def test_a_pass_rate_has_wilsons_interval_and_the_most_frequent_answer():
 
 def test_each_stage_has_its_own_rates_and_a_completion_that_nothing_judges_does_not_count():
     both = SOLVED.with_columns(other=pl.Series([None] * 4 + [1.0, None, None, None] + [0.0] * 4, dtype=pl.Float64))
-    found = measured_rates(SAMPLES, both, CompletionConfig()).filter(stage="other")
+    found = measured_rates(SAMPLES.hstack(both), inputs_of("answers", "other")).filter(stage="other")
     assert found.sort("prompt_id").select("prompt_id", "pass_rate", "samples").rows() == [
         ("always", 0.0, 4),
         ("half", 1.0, 1),
@@ -63,9 +71,9 @@ def test_each_stage_has_its_own_rates_and_a_completion_that_nothing_judges_does_
 
 
 def test_a_prompt_that_occurs_twice_is_counted_once():
-    twice = pl.concat([SAMPLES, SAMPLES.filter(prompt_id="half")])
-    solved = pl.concat([SOLVED, SOLVED[4:8]])
-    assert measured_rates(twice, solved, CompletionConfig()).equals(measured_rates(SAMPLES, SOLVED, CompletionConfig()))
+    once = SAMPLES.hstack(SOLVED)
+    twice = pl.concat([once, once.filter(prompt_id="half")])
+    assert measured_rates(twice, INPUTS).equals(measured_rates(SAMPLES.hstack(SOLVED), INPUTS))
 
 
 def test_a_histogram_counts_every_rate_once():
@@ -105,7 +113,7 @@ def test_the_report_lists_the_prompts_that_are_never_solved_with_what_the_model_
         difficulty={"samples": 4},
     )
     rows = [Row("never", line=3, truths=("<b>4</b>",)), Row("half"), Row("always")]
-    table = measured_rates(SAMPLES, SOLVED, CompletionConfig())
+    table = measured_rates(SAMPLES.hstack(SOLVED), INPUTS)
     report = write_rates(table, rows, config.difficulty_of(config.stages), tmp_path, key="k", label="start")
     [stage] = report.stages
     assert (stage.prompts, stage.never_solved, stage.always_solved, stage.mean.value) == (3, 1, 1, 0.5)
@@ -119,5 +127,5 @@ def test_the_report_lists_the_prompts_that_are_never_solved_with_what_the_model_
 
 def test_a_stage_without_any_known_rate_has_no_mean():
     unknown = SOLVED.with_columns(answers=pl.lit(None, dtype=pl.Float64))
-    [stage] = summarise_rates(measured_rates(SAMPLES, unknown, CompletionConfig()))
+    [stage] = summarise_rates(measured_rates(SAMPLES.hstack(unknown), INPUTS))
     assert (stage.prompts, stage.mean) == (0, None)

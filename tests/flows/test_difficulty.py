@@ -35,9 +35,13 @@ class Recorder:
         self.failed.append((step, directory, error))
 
 
+FORMAT = [{"name": "format", "rewards": ["format"]}]
+
+
 def config_of(**changes):
     stages = [{"name": "format", "rewards": ["incremental_format", "format"]}, {"name": "answers", "rewards": ["correctness"]}]
-    return RunConfig(data={"train": [{"path": "rows.jsonl"}]}, stages=stages, difficulty={"samples": 3}, **changes)
+    settings = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": stages, "difficulty": {"samples": 3}}
+    return RunConfig(**settings | changes)
 
 
 @pytest.fixture
@@ -92,12 +96,29 @@ def test_a_measurement_is_made_once_and_used_by_other_seeds_rates_and_adapters(t
     assert (report.directory / "result.json").stat().st_mtime_ns == before
 
 
+def test_a_screening_draws_the_rest_only_for_prompts_that_it_solves_and_the_same_completions(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
+    # The base model writes the format now and then.
+    config = config_of(rollout={"max_completion_length": 24}, difficulty={"samples": 8}, stages=FORMAT)
+    screened = config.model_copy(update={"difficulty": config.difficulty.model_copy(update={"screen": 3})})
+    run = Recorder(tmp_path / "runs")
+    whole, part = (pl.read_parquet(measured(run, rows, one).directory / "samples.parquet") for one in (config, screened))
+    solved = set(whole.filter((pl.col("sample") < 3) & (pl.col("format") > 0))["prompt_id"])
+    assert 0 < len(solved) < 6
+    wanted = whole.filter((pl.col("sample") < 3) | pl.col("prompt_id").is_in(list(solved)))
+    assert part.sort("prompt_id", "sample").equals(wanted.sort("prompt_id", "sample"))
+    rates = pl.read_parquet(measured(run, rows, screened).pass_rates)
+    assert set(rates.filter(samples=8)["prompt_id"]) == solved
+    assert rates.filter(samples=3)["pass_rate"].to_list() == [0.0] * (6 - len(solved))
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"rollout": {"temperature": 0.7}},
         {"difficulty": {"samples": 4}},
         {"difficulty": {"samples": 3, "success": 1.0}},
+        {"difficulty": {"samples": 3, "screen": 2}},
         {"rewards": {"functions": {"format": {"weight": 3.0}}}},
     ],
     ids=lambda change: next(iter(change)),

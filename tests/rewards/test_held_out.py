@@ -131,7 +131,7 @@ def test_each_stage_decides_by_its_own_rewards_what_is_solved(own_module, make_r
             "token_ids": [[1]] * 4,
         }
     )
-    found = solved_by_stage(samples, rows, run.difficulty_of(run.stages))
+    found = solved_by_stage(samples, rows, run.difficulty_of(run.stages), per_prompt=2)
     assert found.to_dict(as_series=False) == {
         "shape": [1.0, 0.0, 1.0, 0.0],
         "long": [1.0, None, 1.0, None],

@@ -262,6 +262,13 @@ def test_a_band_of_pass_rates_needs_pass_rates():
     assert of_difficulty({"samples": 8}, keep_pass_rate=[0, 1], measure_difficulty=True).difficulty.samples == 8
 
 
+def test_a_screening_has_fewer_completions_than_the_measurement():
+    for samples in (0, 2):
+        with pytest.raises(ValueError, match=r"difficulty\.screen is 2.*fix: difficulty\.samples: 8, difficulty\.screen: 2"):
+            of_difficulty({"samples": samples, "screen": 2})
+    assert of_difficulty({"samples": 3, "screen": 2}).difficulty.screen == 2
+
+
 @pytest.mark.parametrize("band", [[0.9, 0.1], [0.1], [0.1, 0.5, 0.9], [-0.1, 0.5], [0.1, 1.5]])
 def test_a_band_that_is_none_is_refused(band):
     with pytest.raises(ValueError, match="keep_pass_rate"):
