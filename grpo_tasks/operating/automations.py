@@ -33,6 +33,8 @@ SILENCE = timedelta(minutes=10)
 REMINDER = timedelta(days=1)
 ALARMS = (*GuardsConfig.model_fields, "rolled_back", "reward_error")
 """Events of a stage that a person wants to know about, without the prefix `grpo.`."""
+SUSPENDED = "grpo.run.suspended"
+"""Sent several times by a run that waits for approval: a lost event would make it Crashed."""
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry")
 
 
@@ -85,7 +87,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             description="A run sends no sign of life any more: its worker or its machine has gone. It becomes Crashed.",
             trigger=EventTrigger(
                 after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in _ENDS)},
+                expect={"prefect.flow-run.heartbeat", SUSPENDED, *(f"prefect.flow-run.{state}" for state in _ENDS)},
                 match_related=ours,
                 for_each={"prefect.resource.id"},
                 posture=Posture.Proactive,
