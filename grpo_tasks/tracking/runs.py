@@ -9,6 +9,7 @@ this module does not do: run steps, or know who orchestrates them.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
 from grpo_tasks.tracking.shown.prompts import record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
+from grpo_tasks.tracking.shown.view import view_tags
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
@@ -268,7 +270,7 @@ def _experiment(store: Store, name: str) -> str:
     def work() -> str:
         found = store.client.get_experiment_by_name(name)
         if found is None:
-            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
+            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS | view_tags(round(time.time() * 1000)))
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",

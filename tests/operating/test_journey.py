@@ -10,7 +10,7 @@ import pytest
 
 from tests.flows.place import SMALL
 from tests.operating.chromium import CHROMIUM, choose, field, picture, type_into
-from tests.operating.test_approval import PROMOTED
+from tests.operating.test_approval import PROMOTED, suspended
 
 pytestmark = [
     pytest.mark.xdist_group("operated"),
@@ -19,10 +19,11 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
 ]
 
+RUN_LIMIT_MS = 900_000
 JOURNEY = PROMOTED | {
     "name": "journey",
-    # Long enough to be watched.
-    "stages": [SMALL["stages"][0] | {"max_steps": 200}],
+    # Long enough to be watched, and slow enough to leave something for a second run.
+    "stages": [SMALL["stages"][0] | {"max_steps": 120, "learning_rate": 4e-4}],
 }
 
 
@@ -45,12 +46,13 @@ def start(page, operated, *overrides):
 
 
 def waits(page, operated, run, version):
-    """Wait in the list of runs until this one asks for an approval, and open it."""
-    page.goto(f"{operated.prefect}/runs")
-    page.get_by_text(f"v{version} waits for approval: format rate").first.wait_for(timeout=900_000)
-    picture(page, "journey-waits")
+    """Wait on the page of the run until it asks for an approval."""
     page.goto(f"{operated.prefect}/runs/flow-run/{run}")
-    page.get_by_text("Suspended", exact=True).first.wait_for()
+    page.get_by_text("Suspended", exact=True).first.wait_for(timeout=RUN_LIMIT_MS)
+    suspended(operated, {"id": run})
+    page.reload()
+    page.get_by_text("Details", exact=True).first.click()
+    page.get_by_text(f"v{version} waits for approval: format rate").first.wait_for()
 
 
 def decide(page, operated, run, decision):
@@ -88,16 +90,17 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
 
     artifact(page, operated, "live-format")
     live = followed(page, page.get_by_role("link", name="Live page"))
-    live.get_by_text(re.compile(r"update 1\d\d/200")).first.wait_for(timeout=900_000)
+    live.get_by_text(re.compile(r"update \d\d+/120")).first.wait_for(timeout=RUN_LIMIT_MS)
     assert "/live/" in live.url
     assert live.locator("svg").count() >= 3
     picture(live, "journey-live")
-    live.get_by_text("The stage has ended.").wait_for(timeout=900_000)  # the page loads itself again
+    live.get_by_text("The stage has ended.").wait_for(timeout=RUN_LIMIT_MS)  # the page loads itself again
 
     waits(page, operated, first, 1)
     picture(page, "journey-run-in-prefect")
     decide(page, operated, first, "promote")
-    page.goto(f"{operated.prefect}/runs")
+    page.reload()
+    page.get_by_text("Details", exact=True).first.click()
     page.get_by_text("promoted v1: format rate").first.wait_for()
 
     artifact(page, operated, "links")
@@ -106,5 +109,35 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     picture(mlflow, "journey-run-in-mlflow")
     assert mlflow.locator(f"a[href*='{first}']").count(), "the way back to Prefect"
 
-    second = start(page, operated, "stages.0.max_steps=210")
+    second = start(page, operated, "stages.0.learning_rate=1e-3")
     waits(page, operated, second, 2)
+    decide(page, operated, second, "promote")
+    compared(page, operated)
+    assert operated.client.get_registered_model("journey").aliases == {"champion": "2", "previous": "1"}
+
+    operated.grpo("download", "journey@champion", str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 1_000_000
+    operated.grpo("rollback", "journey", "--reason", "shown to a visitor")
+    page.goto(f"{operated.mlflow}/#/models/journey")
+    page.get_by_text("@ champion").first.wait_for()
+    picture(page, "journey-rolled-back")
+    assert operated.client.get_registered_model("journey").aliases["champion"] == "1"
+
+
+def compared(page, operated):
+    """The runs in their table, with the decision, and what differs between them."""
+    artifact(page, operated, "links")
+    runs = followed(page, page.get_by_role("link", name="what came out of each"))
+    rows = runs.get_by_role("checkbox", name=re.compile("toggle row selection"))
+    rows.nth(1).wait_for()
+    runs.get_by_role("button", name="Close").last.click()  # the assistant
+    for text in ("format_rate +", "promoted", "grpo.decision", "accuracy"):
+        runs.get_by_text(text).first.wait_for()
+    picture(runs, "journey-runs")
+    for row in (0, 1):
+        rows.nth(row).click()
+    runs.get_by_role("button", name="Compare").click()
+    runs.get_by_text("Comparing 2 Runs from 1 Experiment").wait_for()
+    runs.get_by_text("Show diff only").first.click()
+    runs.get_by_text("stages.0.learning_rate").first.wait_for()
+    picture(runs, "journey-compared")
