@@ -29,7 +29,7 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
 from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.datasets import record_held_out
-from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
+from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
 from grpo_tasks.tracking.shown.prompts import record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.shown.view import view_tags
@@ -73,7 +73,7 @@ def open_run(
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
-    flow = {"prefect.flow_run_id": flow_run_id, "prefect.flow_run_url": flow_run_url}
+    flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
     known = {tag: value for tag, value in flow.items() if value}
     title = run_title(name or config.name, flow_run_name, datetime.now())
     run = TrackedRun(config, key=key, fresh=fresh, flow=known, title=title)
@@ -100,7 +100,7 @@ class TrackedRun:
         self.data: DataReport | None = None
         """The data of the run, once it is recorded."""
         experiment_id = _experiment(self.store, config.experiment)
-        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config)
+        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL))
         # Without the lock, two processes could both find no run and create two runs with one key.
         with self.store.lock("open-run", who=f"the run {config.name}"):
             found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
