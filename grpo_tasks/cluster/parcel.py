@@ -46,6 +46,10 @@ class ParcelFile:
         return self.target.startswith(f"{INPUTS}/")
 
 
+REPLACED_S = 1_800.0
+"""Longest wait for a rollout server that replaces one: a node may have to be waited for, and vLLM takes a minute."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     """A rollout server on a node."""
@@ -85,7 +89,9 @@ class Parcel:
             "resources": resources,
         }
         if servers:
-            urls = {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
+            # The driver replaces a server that is lost, so the trainers wait for it.
+            urls: dict[str, object] = {"patience_s": max(self.spec.rollout.vllm.patience_s, REPLACED_S)}
+            urls |= {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
             vllm = self.spec.rollout.vllm.model_copy(update=urls)
             changes["rollout"] = self.spec.rollout.model_copy(update={"vllm": vllm})
         return self.spec.model_copy(update=changes)
