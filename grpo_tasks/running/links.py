@@ -34,7 +34,7 @@ class MlflowPages:
     @property
     def decisions(self) -> str:
         """All runs of the experiment, with what came out of each."""
-        return f"{self.base}/#/experiments/{self.experiment_id}/runs?viewStateShareKey={DECISIONS_VIEW}"
+        return f"{self.base}/#/experiments/{self.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={DECISIONS_VIEW}"
 
     def artifact(self, path: str) -> str:
         """The page that shows a file of the run."""

@@ -129,6 +129,7 @@ def compared(page, operated):
     artifact(page, operated, "links")
     runs = followed(page, page.get_by_role("link", name="what came out of each"))
     rows = runs.get_by_role("checkbox", name=re.compile("toggle row selection"))
+    runs.set_viewport_size({"width": 1900, "height": 900})  # MLflow draws no column that would be out of sight
     rows.nth(1).wait_for()
     runs.get_by_role("button", name="Close").last.click()  # the assistant
     for text in ("format_rate +", "promoted", "grpo.decision", "accuracy"):
