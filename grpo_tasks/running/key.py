@@ -25,6 +25,7 @@ from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config.data import DataSource
+from schemas.config.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
@@ -121,6 +122,8 @@ def _contents(value: BaseModel) -> str:
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
+    if isinstance(value, DemonstrationsConfig):
+        return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""
     if isinstance(value, RewardsConfig):
         return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""

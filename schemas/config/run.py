@@ -9,7 +9,7 @@
       rewards     reward functions with weights
       rollout     how completions are sampled
       difficulty  pass rates of the training prompts, known before training
-      stages[]    GRPO, one entry per stage; each starts from the model of the previous one
+      stages[]    GRPO or supervised, one entry per stage; each starts from the model of the previous one
       evaluation  held-out evaluation, before and after training
       promotion   when the alias `champion` moves
       tracking    MLflow
@@ -77,7 +77,7 @@ class RunConfig(Section):
     difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
     """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
-    """GRPO stages, in order. Each starts from the model of the previous one."""
+    """Stages, in order. Each starts from the model of the previous one."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Held-out evaluation."""
     promotion: PromotionConfig = Field(default_factory=PromotionConfig)
@@ -108,7 +108,7 @@ class RunConfig(Section):
             for reward in sorted(allowed - set(used)):
                 raise ValueError(f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}")
             for index, stage in enumerate(self.stages):
-                if allowed.isdisjoint(stage.rewards):
+                if stage.rewards and allowed.isdisjoint(stage.rewards):
                     raise ValueError(
                         f"no reward of stages.{index} applies to the task {task}; "
                         f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"

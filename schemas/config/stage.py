@@ -1,11 +1,13 @@
-"""Sections `stages[]` (the settings of one GRPO stage, under TRL's names where TRL has them) and `difficulty`."""
+"""Sections `stages[]` (the settings of one stage, under TRL's names where TRL has them) and `difficulty`."""
 
 import difflib
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.guards import GuardsConfig
+from schemas.config.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
 from schemas.metrics import REWARD, TRAINING, member
@@ -49,9 +51,14 @@ class EarlyStopConfig(Section):
 
 
 class StageConfig(Section):
-    """One GRPO stage (arXiv:2402.03300)."""
+    """One stage: GRPO (arXiv:2402.03300), demonstrations, or the best of the policy's own completions."""
 
     GROUPS: ClassVar = {
+        "supervised": (
+            "demonstrations",
+            "keep_completions",
+            "keep_reward",
+        ),
         "choice_of_prompts": (
             "keep_pass_rate",
             "measure_difficulty",
@@ -119,8 +126,19 @@ class StageConfig(Section):
 
     name: Name
     """Name of the stage and of its child run in MLflow."""
-    rewards: list[Name] = Field(min_length=1)
-    """Names of the reward functions of this stage."""
+    kind: Kind = "grpo"
+    """What the stage trains on. grpo: completions of the policy, weighted by their advantages. sft: demonstrations, by cross
+    entropy on the assistant's tokens. rejection: the best completions of the policy, by the same cross entropy; a cheap baseline
+    for GRPO."""
+    rewards: list[Name] = Field(default_factory=list)
+    """Names of the reward functions of this stage. A stage of kind sft needs them for held-out evaluations only (eval_steps)."""
+    demonstrations: DemonstrationsConfig | None = None
+    """kind sft: where the demonstrations come from."""
+    keep_completions: int | None = Field(1, ge=1, le=MOST_COMPLETIONS)
+    """kind rejection: completions of each prompt that are trained on, those with the highest rewards. Of equal completions one
+    counts. Empty: all that reach keep_reward."""
+    keep_reward: Fraction | None = None
+    """kind rejection: share of the full reward that a completion needs to be trained on. Empty: no limit."""
     engine: Literal["native", "trl"] = "native"
     """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
     trl: FreeSettings = Field(default_factory=dict, title="TRL options")
@@ -138,7 +156,7 @@ class StageConfig(Section):
     num_generations: int = Field(8, ge=2, le=MOST_COMPLETIONS)
     """Completions per prompt: the group size G."""
     per_device_train_batch_size: int = Field(8, ge=1, le=MOST_COMPLETIONS)
-    """Completions per forward and backward pass."""
+    """Completions, or demonstrations, per forward and backward pass."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per update. An update has per_device_train_batch_size times this many completions."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None = None
@@ -152,7 +170,7 @@ class StageConfig(Section):
     num_iterations: int = Field(1, ge=1, le=MOST_TIMES)
     """How often each rollout is trained on. Above 1 the probability ratio is clipped."""
     learning_rate: float = Field(1e-6, gt=0.0, le=10.0)
-    """Peak learning rate."""
+    """Peak learning rate. Default of kind sft and rejection: 2e-5."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: Fraction = 0.0
@@ -251,10 +269,38 @@ class StageConfig(Section):
     guards: GuardsConfig = Field(default_factory=GuardsConfig)
     """What happens when the metrics go wrong."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supervised_rate(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("kind", "grpo") != "grpo" and "learning_rate" not in given:
+            # Cross entropy has no advantages that make a step smaller or larger: GRPO's rate would move nothing.
+            return {**given, "learning_rate": SUPERVISED_LEARNING_RATE}
+        return given
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        for name in FOREIGN[self.kind]:
+            # Not what was set: a stage that was written to a file names all of its fields.
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
+                )
+        if self.kind == "sft" and self.demonstrations is None:
+            raise ValueError("kind sft needs demonstrations; fix: demonstrations: {column: solution}")
+        if self.kind != "sft" and not self.rewards:
+            raise ValueError("rewards are missing; fix: rewards: [format, correctness]")
+        if self.kind == "sft" and self.eval_steps is not None and not self.rewards:
+            raise ValueError("eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]")
+        if self.kind == "sft" and self.max_tokens_per_microbatch == "auto":
+            raise ValueError("kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out")
+        if self.keep_completions is None and self.keep_reward is None:
+            raise ValueError("keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8")
+        return self
+
     @model_validator(mode="after")
     def _check_batches(self) -> Self:
         completions = self.completions_per_update
-        if completions % self.num_generations:
+        if completions % self.group_size:
             raise ValueError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
@@ -327,6 +373,11 @@ class StageConfig(Section):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
+    def group_size(self) -> int:
+        """Completions of a prompt: those of its group, or its one demonstration."""
+        return 1 if self.kind == "sft" else self.num_generations
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps taken on one round of sampled completions."""
         rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
@@ -335,7 +386,7 @@ class StageConfig(Section):
     @property
     def prompts_per_rollout(self) -> int:
         """Prompts of a rollout: those of all the updates that train on it."""
-        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.num_generations
+        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.group_size
 
 
 def _nearest_batch(stage: StageConfig) -> str:
