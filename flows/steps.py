@@ -43,7 +43,7 @@ def validated_data(run: FlowRun) -> DataReport:
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     """Test every reward of every stage before any training."""
     config = run.config
-    stages = [_reward_settings(stage) for stage in config.stages]
+    stages = [_reward_settings(stage) for stage in config.stages if stage.rewards]
     tasks = config.task_rewards()
     inputs = LabInputs(
         completion=config.completion,
@@ -51,6 +51,7 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
         stages=stages,
         lab=config.lab,
         success=config.difficulty.success,
+        supervised_first=config.supervised_first,
         tasks=tasks,
     )
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
@@ -67,7 +68,8 @@ def measured_difficulty(run: FlowRun, start: ModelRef, data: DataReport) -> Diff
 
     Stops when `keep_pass_rate` of one of these stages leaves too few prompts.
     """
-    difficulty, stages = run.config.difficulty, [stage for stage in run.config.stages if not stage.measure_difficulty]
+    difficulty = run.config.difficulty
+    stages = [stage for stage in run.config.stages if stage.kind != "sft" and not stage.measure_difficulty]
     if not stages or (difficulty.samples == 0 and difficulty.pass_rate_column is None):
         return None
     return _difficulty(run, "start", start, data, stages)
@@ -121,7 +123,7 @@ def trained_stage(
         stage,
         start,
         data,
-        difficulty,
+        None if stage.kind == "sft" else difficulty,
         model=config.model,
         completion=config.completion,
         rewards=config.rewards,

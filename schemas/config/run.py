@@ -319,6 +319,11 @@ class RunConfig(Section):
         return self.tracking.registered_model or self.name
 
     @property
+    def supervised_first(self) -> bool:
+        """Whether the first stage trains on demonstrations, so that the base model need not earn any reward."""
+        return self.stages[0].kind == "sft"
+
+    @property
     def merged_system_prompt(self) -> str | None:
         """System prompt that the chat template of the merged model gets."""
         return self.data.system_prompt if self.model.merged_system_prompt else None
@@ -374,6 +379,8 @@ class LabInputs(Section):
     """How the functions are probed."""
     success: Fraction = DifficultyConfig().success
     """Share of the full reward from which a completion counts as solved."""
+    supervised_first: bool = False
+    """Whether a stage that trains on demonstrations comes first, so that the base model need not earn any reward."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Reward functions that apply to each task; None: all of the stage."""
 

@@ -10,7 +10,7 @@ from schemas.config.guards import GuardsConfig
 from schemas.config.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
-from schemas.metrics import REWARD, TRAINING, member
+from schemas.metrics import LEARNING_RATE, REWARD, TRAINING, member
 
 Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 """A lower and an upper bound, both inclusive."""
@@ -54,12 +54,11 @@ class StageConfig(Section):
     """One stage: GRPO (arXiv:2402.03300), demonstrations, or the best of the policy's own completions."""
 
     GROUPS: ClassVar = {
-        "supervised": (
+        "what_it_trains_on": (
+            "kind",
             "demonstrations",
             "keep_completions",
             "keep_reward",
-        ),
-        "choice_of_prompts": (
             "keep_pass_rate",
             "measure_difficulty",
         ),
@@ -272,9 +271,9 @@ class StageConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _supervised_rate(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("kind", "grpo") != "grpo" and "learning_rate" not in given:
+        if isinstance(given, Mapping) and given.get("kind", "grpo") != "grpo" and LEARNING_RATE not in given:
             # Cross entropy has no advantages that make a step smaller or larger: GRPO's rate would move nothing.
-            return {**given, "learning_rate": SUPERVISED_LEARNING_RATE}
+            return {**given, LEARNING_RATE: SUPERVISED_LEARNING_RATE}
         return given
 
     @model_validator(mode="after")

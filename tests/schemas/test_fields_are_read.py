@@ -20,6 +20,7 @@ THROUGH = {
     ("EvaluationConfig", "evaluators"): ("RunConfig", "scoring"),
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
+    ("DemonstrationsConfig", "module_dir"): ("DemonstrationsConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),

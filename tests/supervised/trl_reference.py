@@ -1,6 +1,6 @@
 """The first loss of TRL's SFTTrainer on a data set, as one batch.
 
-TRL trains on whatever the template writes after the prompt, the line break behind the end of a turn included. A policy stops at the
+TRL trains on whatever the template writes after the prompt, also the line break behind the end of a turn. A policy stops at the
 end of its turn, so that last token gets no label here; everything else is TRL's.
 """
 
