@@ -20,7 +20,6 @@ from schemas.results.data import DataReport
 from schemas.results.lab import LabReport
 from schemas.results.model import ModelRef
 
-
 NO_REWARDS = "no stage has rewards"
 """Why a run of demonstrations alone has nothing to check."""
 

@@ -34,7 +34,7 @@ from grpo_tasks.stage.save_restore import Checkpoints, Counters
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
 from schemas.config.stage import StageConfig
-from schemas.errors import NotFiniteError
+from schemas.errors import JudgeUnavailableError, NotFiniteError
 from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
 from schemas.results.model import StageResult
 
@@ -151,7 +151,13 @@ class Trainer:
 
     def _collect(self) -> Round:
         """The next round: rollout, score, advantages (rounds.py)."""
-        current = self.rounds.take(self.step // self.stage.updates_per_rollout)
+        try:
+            current = self.rounds.take(self.step // self.stage.updates_per_rollout)
+        except JudgeUnavailableError:
+            # Nothing is half done here. Rounds ahead were sampled by older weights, which a resumed stage could not repeat.
+            if not self.rounds.ahead:
+                self.checkpoints.save()
+            raise
         self.counters.tokens += current.tokens
         for note in current.scored.scores.notes:
             self.events.report(self.step + 1, "reward_error", str(note))

@@ -211,12 +211,8 @@ class RunConfig(Section):
             )
         if refusal := self.completion.refusal(resolved.function or ""):
             raise ValueError(f"{place} names {reward}: {refusal}")
-        if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
-            limit = self.rollout.max_completion_length
-            raise ValueError(
-                f"{place}: {reward} needs two params; fix: rewards.functions.{reward}.params: "
-                f"{{max_completion_length: {limit}, soft_punish_cache: {max(1, limit // 5)}}}"
-            )
+        if missing := resolved.missing(reward, max_completion_length=self.rollout.max_completion_length):
+            raise ValueError(f"{place}: {missing}")
 
     @model_validator(mode="after")
     def _check_secrets(self) -> Self:
