@@ -10,6 +10,7 @@ from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
+from grpo_tasks.stage.gate import require_pass_at_group
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
@@ -87,10 +88,10 @@ def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, sta
         rollout=config.rollout,
         seed=config.seed if config.model.added_tokens else MEASURING_SEED,
     )
+    rates = read_table(report.pass_rates)
     for stage in stages:
-        require_prompts(
-            choose_prompts(data.train, read_table(report.pass_rates), stage).counts, stage, config.difficulty.min_prompts
-        )
+        require_pass_at_group(rates, stage)
+        require_prompts(choose_prompts(data.train, rates, stage).counts, stage, config.difficulty.min_prompts)
     return report
 
 

@@ -3,8 +3,8 @@
     absolute   one question for each completion
     pairwise   two questions for each pair, a before b and b before a; the score is the share of comparisons won
 
-A completion that tries to talk to the judge scores 0, and so does one without any sound verdict: whatever confuses a judge must not
-pay. Both are counted.
+A completion that tries to talk to the judge scores 0, and so does one without any sound verdict: whatever confuses a judge must
+not pay. Both are counted.
 """
 
 from collections.abc import Sequence

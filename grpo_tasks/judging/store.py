@@ -2,8 +2,8 @@
 
     verdicts.sqlite    key, created, model, vote, messages, reply, problem, prompt_tokens, completion_tokens, cost
 
-A sound verdict is found again by its key (frame.py). Malformed replies are kept as a record and never found. Several processes may
-use one folder.
+A sound verdict is found again by its key (frame.py). Malformed replies are kept as a record and never found. Several processes
+may use one folder.
 """
 
 import json
@@ -71,8 +71,8 @@ class VerdictStore:
         counts = (entry.problem, entry.prompt_tokens, entry.completion_tokens, entry.cost)
         with self._lock:
             self._base.execute(
-                "INSERT INTO verdicts (key, created, model, vote, messages, reply, problem, prompt_tokens, completion_tokens, cost)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO verdicts (key, created, model, vote, messages, reply,"
+                " problem, prompt_tokens, completion_tokens, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*values, *counts),
             )
 

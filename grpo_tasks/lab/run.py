@@ -16,6 +16,7 @@ import polars as pl
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
+from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_solved, stage_totals
@@ -79,11 +80,14 @@ def run_lab(
             for name in names
         }
     forecasts = _forecasts(config, base_samples or [], functions)
-    checks = [*_columns(rows), *(check for function in functions.values() for check in function.checks)]
+    judged, not_judged = check_judges(names, config.rewards)
+    checks = [*_columns(rows), *judged, *(check for function in functions.values() for check in function.checks)]
     checks += [check for stage in stages for check in check_stage(stage, probe_set, functions)]
     checks += check_signal(stages, forecasts, config.lab.min_signal, supervised_first=config.supervised_first)
     checks = [_weighed(check, config.lab) for check in checks]
-    return LabFindings(checks, forecasts, _table(config, probe_set, functions), _left_out(probe_set, base_samples))
+    return LabFindings(
+        checks, forecasts, _table(config, probe_set, functions), [*_left_out(probe_set, base_samples), *not_judged]
+    )
 
 
 def lab_error(report: LabReport) -> LabError:

@@ -14,6 +14,27 @@ MOST_CHARS = 1_000_000
 MOST_COST = 1e9
 
 
+JUDGES_BY = frozenset(
+    {
+        "model",
+        "mode",
+        "rubric",
+        "max_points",
+        "reference_column",
+        "opponents",
+        "votes",
+        "temperature",
+        "max_tokens",
+        "max_malformed",
+        "max_completion_chars",
+        "min_agreement",
+        "max_order_bias",
+        "max_length_bias",
+    }
+)
+"""Settings on which a verdict, or what the lab says about it, depends. The others say where a judge is and what it may cost."""
+
+
 class CriterionConfig(Section):
     """One criterion of a rubric."""
 
@@ -63,8 +84,9 @@ class JudgeConfig(Section):
     max_points: int = Field(4, ge=1, le=100)
     """Points that a criterion can earn in mode absolute."""
     reference_column: Address | None = None
-    """Column of the data with a reference reply, for example answer. In mode absolute the judge sees it. In mode pairwise it is the
-    opponent of every completion. Empty: no reference; in mode pairwise the completions of a prompt are compared with each other."""
+    """Column of the data with a reference reply, for example answer. In mode absolute the judge sees it. In mode pairwise it is
+    the opponent of every completion. Empty: no reference; in mode pairwise the completions of a prompt are compared with each
+    other."""
     opponents: int = Field(2, ge=1, le=MOST_TIMES)
     """mode pairwise without a reference: completions of the same prompt that each completion is compared with."""
     votes: int = Field(1, ge=1, le=99)
@@ -99,14 +121,14 @@ class JudgeConfig(Section):
     output_price: float = Field(0.0, ge=0.0, le=MOST_COST)
     """Price of a million output tokens."""
     gold: Path | None = None
-    """JSONL file with pairs that people judged: question, better, worse, and reference if you use one. The lab asks the judge about
-    each in both orders before any training. Empty: agreement and order bias are not measured."""
+    """JSONL file with pairs that people judged: question, better, worse, and reference if you use one. The lab asks the judge
+    about each before any training. Empty: agreement, order bias and length bias are not measured."""
     min_agreement: Fraction = 0.7
     """Share of these pairs on which the judge should agree with the label."""
     max_order_bias: Fraction = 0.2
     """Share of these pairs on which the order of the two completions may change the verdict (mode pairwise)."""
     max_length_bias: Fraction = 0.2
-    """Share of these pairs on which padding the worse completion with empty talk may earn it the same or a higher score."""
+    """Share of these pairs on which padding the worse completion with empty talk may earn it a higher score."""
 
     @model_validator(mode="after")
     def _check_rubric(self) -> Self:

@@ -46,6 +46,7 @@ _POLICY_LOSS = (
 _SAMPLING = (
     "keep_pass_rate",
     "measure_difficulty",
+    "min_pass_at_group",
     "num_generations",
     "steps_per_generation",
     "num_iterations",

@@ -126,6 +126,11 @@ class RunConfig(Section):
         for index, stage in enumerate(self.stages):
             if stage.measure_difficulty and not measured:
                 raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
+            if stage.min_pass_at_group is not None and not (stage.measure_difficulty or (index == 0 and measured and not given)):
+                raise ValueError(
+                    f"stages.{index}.min_pass_at_group needs pass rates of the policy that the stage starts from; fix: "
+                    f"difficulty.samples: {stage.num_generations}, and stages.{index}.measure_difficulty: true"
+                )
             if stage.keep_pass_rate is not None and not measured and not given:
                 raise ValueError(
                     f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "

@@ -61,6 +61,7 @@ class StageConfig(Section):
             "keep_reward",
             "keep_pass_rate",
             "measure_difficulty",
+            "min_pass_at_group",
         ),
         "batches": (
             "num_train_epochs",
@@ -148,6 +149,9 @@ class StageConfig(Section):
     measure_difficulty: bool = False
     """Measure the pass rates again, with the model that this stage starts from. Off: the stage uses those of the first stage's
     start, or of difficulty.pass_rate_column."""
+    min_pass_at_group: Fraction | None = None
+    """Smallest pass@G that the policy which the stage starts from must reach on the training prompts: the share of prompts that at
+    least one of num_generations completions solves. Below it the run stops before the stage. Empty: no such gate."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates. Empty: given by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
