@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from grpo_tasks.judging.frame import Question
-from schemas.config.judge import JudgeConfig
+from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0

@@ -17,7 +17,7 @@ from grpo_tasks.judging.client import JudgeClient, unavailable
 from grpo_tasks.judging.frame import Question, ask
 from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
-from schemas.config.judge import JudgeConfig
+from schemas.config.learning.judge import JudgeConfig
 
 
 @dataclass(frozen=True, slots=True)

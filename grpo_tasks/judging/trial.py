@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge, Tally
 from grpo_tasks.judging.verdict import Verdict
-from schemas.config.judge import JudgeConfig
+from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import ConfigError
 
 EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."

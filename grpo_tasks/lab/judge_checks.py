@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from grpo_tasks.judging.trial import Trial, read_gold, try_judge
 from grpo_tasks.lab.probe_set import passed
-from schemas.config.judge import JudgeConfig
+from schemas.config.learning.judge import JudgeConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.results.lab import LabCheck
 

@@ -25,8 +25,8 @@ from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config.data import DataSource
-from schemas.config.judge import JUDGES_BY, JudgeConfig
-from schemas.config.kinds import DemonstrationsConfig
+from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
+from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
@@ -126,13 +126,18 @@ def _contents(value: BaseModel) -> str:
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
-    if isinstance(value, JudgeConfig):
-        return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""
-    if isinstance(value, DemonstrationsConfig):
-        return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""
+    if isinstance(value, JudgeConfig | DemonstrationsConfig):
+        return _supervision(value)
     if isinstance(value, RewardsConfig):
         return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
+
+
+def _supervision(value: JudgeConfig | DemonstrationsConfig) -> str:
+    """Digest of what people have judged, or of the code that writes demonstrations."""
+    if isinstance(value, JudgeConfig):
+        return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""
+    return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""
 
 
 def _reward_code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:

@@ -52,6 +52,6 @@ def require_pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> None:
         f"pass@{stage.num_generations} of the training prompts is {found:.1%}, below min_pass_at_group {limit:.1%}: {never:,} of "
         f"{own.height:,} prompts are never solved, so their groups would carry no signal",
         place=f"stage {stage.name}",
-        fix="put a stage of kind sft with demonstrations before it, raise num_generations, add an incremental reward, or leave out "
-        "prompts that are too hard (keep_pass_rate)",
+        fix="put a stage of kind sft with demonstrations before it, raise num_generations, add an incremental reward, or leave "
+        "out prompts that are too hard (keep_pass_rate)",
     )

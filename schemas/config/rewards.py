@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.config.judge import JudgeConfig
+from schemas.config.learning.judge import JudgeConfig
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
 

@@ -29,12 +29,13 @@ from pydantic import Field, model_validator
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
-from schemas.config.stage import DifficultyConfig, StageConfig
+from schemas.config.stage import StageConfig
 from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
@@ -117,25 +118,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_difficulty(self) -> Self:
-        measured, given = self.difficulty.samples > 0, self.difficulty.pass_rate_column is not None
-        if self.difficulty.screen and self.difficulty.screen >= self.difficulty.samples:
-            raise ValueError(
-                f"difficulty.screen is {self.difficulty.screen}, and difficulty.samples is {self.difficulty.samples}: a "
-                "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
-            )
-        for index, stage in enumerate(self.stages):
-            if stage.measure_difficulty and not measured:
-                raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
-            if stage.min_pass_at_group is not None and not (stage.measure_difficulty or (index == 0 and measured and not given)):
-                raise ValueError(
-                    f"stages.{index}.min_pass_at_group needs pass rates of the policy that the stage starts from; fix: "
-                    f"difficulty.samples: {stage.num_generations}, and stages.{index}.measure_difficulty: true"
-                )
-            if stage.keep_pass_rate is not None and not measured and not given:
-                raise ValueError(
-                    f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
-                    "that holds them with difficulty.pass_rate_column"
-                )
+        check_difficulty(self.difficulty, self.stages)
         return self
 
     @model_validator(mode="after")

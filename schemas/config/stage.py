@@ -1,4 +1,4 @@
-"""Sections `stages[]` (the settings of one stage, under TRL's names where TRL has them) and `difficulty`."""
+"""Section `stages[]` (the settings of one stage, under TRL's names where TRL has them)."""
 
 import difflib
 from collections.abc import Mapping
@@ -7,34 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.guards import GuardsConfig
-from schemas.config.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
+from schemas.config.learning.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
 from schemas.metrics import LEARNING_RATE, REWARD, TRAINING, member
 
 Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 """A lower and an upper bound, both inclusive."""
-
-
-class DifficultyConfig(Section):
-    """How hard the training prompts are for the model, known before training."""
-
-    samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
-    """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
-    starts from. 0: nothing is measured. 8 is a common choice."""
-    screen: int = Field(0, ge=0, le=MOST_COMPLETIONS)
-    """Completions of every prompt that are sampled first. A prompt that none of them solves gets no more, and its pass rate is 0.
-    This saves most of the measurement where many prompts are out of reach. A prompt that is solved once in ten tries fails a
-    screening of 2 four times in five. 0: all prompts get all samples."""
-    success: Fraction = 0.8
-    """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
-    (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and
-    forgives small losses of graded functions."""
-    pass_rate_column: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
-    """Column of the data with pass rates between 0 and 1, which are then used instead of measured ones. A row without a value has
-    no known pass rate and is kept."""
-    min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
-    """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
 
 
 class EarlyStopConfig(Section):
@@ -150,8 +129,8 @@ class StageConfig(Section):
     """Measure the pass rates again, with the model that this stage starts from. Off: the stage uses those of the first stage's
     start, or of difficulty.pass_rate_column."""
     min_pass_at_group: Fraction | None = None
-    """Smallest pass@G that the policy which the stage starts from must reach on the training prompts: the share of prompts that at
-    least one of num_generations completions solves. Below it the run stops before the stage. Empty: no such gate."""
+    """Smallest pass@G that the policy which the stage starts from must reach on the training prompts: the share of prompts that
+    at least one of num_generations completions solves. Below it the run stops before the stage. Empty: no such gate."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates. Empty: given by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.config.kinds import FOREIGN, kind_with
+from schemas.config.learning.kinds import FOREIGN, kind_with
 from schemas.config.load import load_config
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.supervised.demonstrations import REFUSED, read_demonstrations
-from schemas.config.kinds import DemonstrationsConfig
+from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from tests.grpo.conftest import journal
 
