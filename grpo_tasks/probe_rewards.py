@@ -20,6 +20,9 @@ from schemas.results.data import DataReport
 from schemas.results.lab import LabReport
 from schemas.results.model import ModelRef
 
+NO_REWARDS = "no stage has rewards"
+"""Why a run of demonstrations alone has nothing to check."""
+
 
 @step(rooms=("lab", "rewards", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True)
 def probe_rewards(
@@ -34,6 +37,8 @@ def probe_rewards(
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
     finding when `lab.strict` is set."""
     began = time.perf_counter()
+    if not inputs.stages:
+        return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
     spec = SampleSpec(
         model=model,
         ref=ModelRef(path=model.path, revision=model.revision),

@@ -115,6 +115,12 @@ class RewardError(UserError):
     title = "A reward function failed"
 
 
+class JudgeUnavailableError(RewardError):
+    """A judge that does not answer, or may not be asked any more. The stage can be resumed."""
+
+    title = "The judge is not available"
+
+
 class LabError(UserError):
     """A check of the reward lab failed; nothing was trained."""
 

@@ -18,7 +18,6 @@ from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.content.modules import own_modules
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.operations import ClusterConfig
-from schemas.config.rewards import RewardsConfig
 from schemas.errors import ClusterError
 from schemas.paths import EMBEDDED, is_local
 
@@ -88,6 +87,10 @@ class Parcel:
             "rewards": rewards.model_copy(update={"module_dir": root / MODULES}),
             "resources": resources,
         }
+        demonstrations = self.spec.stage.demonstrations
+        if demonstrations is not None:
+            here = demonstrations.model_copy(update={"module_dir": root / MODULES})
+            changes["stage"] = self.spec.stage.model_copy(update={"demonstrations": here})
         if servers:
             # The driver replaces a server that is lost, so the trainers wait for it.
             urls: dict[str, object] = {"patience_s": max(self.spec.rollout.vllm.patience_s, REPLACED_S)}
@@ -106,7 +109,7 @@ def pack(spec: StageSpec, directory: StageDir) -> Parcel:
         files += _folder(BASE, Path(spec.start.path))
     if spec.start.adapter is not None:
         files += _folder(ADAPTER, spec.start.adapter)
-    files += _modules(spec.rewards)
+    files += _modules(spec)
     for path in (directory.journal, directory.events, directory.token_budget):
         if path.exists():
             files.append(_file(path.name, path))
@@ -201,9 +204,12 @@ def _folder(target: str, source: Path) -> list[ParcelFile]:
     return [_file(f"{target}/{name.as_posix()}", path) for path, name in inside if not name.parts[0].startswith(unfinished)]
 
 
-def _modules(rewards: RewardsConfig) -> list[ParcelFile]:
-    """The user's own modules with reward functions, and those that they import."""
+def _modules(spec: StageSpec) -> list[ParcelFile]:
+    """The user's own modules with reward functions and demonstrations, and those that they import."""
     found: dict[str, Path] = {}
+    rewards, demonstrations = spec.rewards, spec.stage.demonstrations
+    if demonstrations is not None and demonstrations.function:
+        found |= own_modules(demonstrations.function.partition(":")[0], demonstrations.module_dirs())
     for name, settings in rewards.functions.items():
         module, colon, _ = (settings.function or name).partition(":")
         if colon:

@@ -147,7 +147,7 @@ def train_stage(
     difficulty: DifficultyReport | None = None,
     in_process: bool = False,
 ) -> StageResult:
-    """Train one GRPO stage. Calling it again resumes an interrupted stage, and only reads a finished one.
+    """Train one stage. Calling it again resumes an interrupted stage, and only reads a finished one.
 
     Args:
         config: its sections model, rewards, rollout, resources and the seed.

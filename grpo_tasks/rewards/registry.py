@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_tasks.judging.judge import Judge
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text
 from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
-_GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"}
+_GIVEN = {"judge", "prompts", "completions", "completion_ids", "answer", "completion", "columns"}
 _SINGLE = {"completion", "response", "solution_str"}
 """Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
 
@@ -62,6 +63,8 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         known = inspect.signature(function).parameters.keys()
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         bound = ({"completion": completion} if "completion" in known else {}) | reward.params
+        if reward.judge is not None:
+            bound["judge"] = Judge(reward.judge)
         # A data column that happens to be named max_length must not set the parameter of that name.
         return RewardFunction(_bind(function, bound, known - _GIVEN))
     path = reward.function or name

@@ -29,6 +29,7 @@ RUN = {
     "cp -r examples/own-model my-model && cd my-model",
     "cp -r examples/json-task my-json && cd my-json",
     "cp -r examples/style-task my-style && cd my-style",
+    "cp -r examples/demonstrations my-demonstrations && cd my-demonstrations",
     "python copy_model.py",
     "make docs",
 }
