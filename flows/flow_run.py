@@ -144,7 +144,8 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False, variant:
             fresh=fresh,
             flow_run_id=run_id,
             flow_run_url=flow_run_url(),
-            flow_run_name=flow_run_name(),
+            # The flow run of a variant has the same name.
+            flow_run_name=flow_run_name() if variant is None else None,
             name=name,
             parent_run_id=variant.parent_run_id if variant else None,
         ) as tracked,

@@ -85,16 +85,22 @@ def show_grid(grid: "Grid") -> None:
 
 def show_sweep(result: "SweepResult") -> None:
     """Print the table of a sweep, the best run, and how to publish it."""
+    from grpo_tasks.sweeping.grid import short_names
     from grpo_tasks.sweeping.table import cells
 
-    rows = [cells(line) for line in result.lines]
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    # Why a run ended is too long for a column.
+    rows = [cells(line) | {"ended": line.end.state if line.end is not None else ""} for line in result.lines]
+    names = short_names(list(result.lines[0].settings))
     table = Table(title=result.headline(), title_justify="left")
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(names.get(name, name), overflow="fold")
     for row in rows:
         table.add_row(*(row[name] for name in columns))
     out.print(table)
+    for line in result.lines:
+        if line.end is not None and line.end.state != "finished":
+            out.print(f"run {line.number} {line.end.headline()}", soft_wrap=True)
     if result.computed == 0:
         out.print("nothing to do: every run of this sweep has ended")
     out.print(f"MLflow: {result.tracking_uri}, run {result.run_id}", soft_wrap=True)

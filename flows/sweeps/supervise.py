@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 from flows.flow_run import inputs_key
-from flows.sweeps.variant import MODULE
+from flows.sweeps.process import MODULE
 from grpo_tasks.processes.child import POLL_S, Child, error_of
 from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
 from grpo_tasks.running.links import mlflow_pages

@@ -1,14 +1,11 @@
-"""`python -m flows.sweeps.variant DIRECTORY`: one run of a sweep, in a process of its own.
+"""One run of a sweep, in the process of process.py.
 
 It is the pipeline up to the evaluation of the merged model, with the same steps and the same folders, so a step that another run
 has finished is skipped. Nothing is published: a sweep looks at the held-out prompts many times, and the best of many runs is
 partly luck. `grpo run` with the settings of the best one publishes it, and its tests decide.
 """
 
-import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from prefect import tags
@@ -19,16 +16,13 @@ from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
-from grpo_tasks.processes.entry import RESULT, SPEC, run_child
+from grpo_tasks.processes.entry import RESULT
 from schemas.errors import PrunedError, UserError
 from schemas.results.sweep import VariantEnd, VariantSpec
 
-MODULE = "flows.sweeps.variant"
 
-
-def main(folder: Path) -> None:
-    """Run the variant of the folder, and write how it ended."""
-    spec = VariantSpec.load(folder / SPEC)
+def run_variant(spec: VariantSpec) -> None:
+    """Run the flow; what came of it is in the folder of the run."""
     with tags(f"sweep-{spec.sweep[:8]}"):
         # The name of the run is its place in the table of the sweep.
         variant_flow.with_options(flow_run_name=f"{spec.number}: {spec.label}")(spec)
@@ -60,9 +54,3 @@ def variant_flow(spec: VariantSpec) -> Any:
         ended(state="failed", reason=error.message.partition("\n")[0])
         raise
     return ended(state="finished", metric=deciding_metric(config.promotion, merged), figures=merged.metrics)
-
-
-if __name__ == "__main__":
-    if (api := VariantSpec.load(Path(sys.argv[1]) / SPEC).prefect_api) is not None:
-        os.environ["PREFECT_API_URL"] = api
-    run_child(main)

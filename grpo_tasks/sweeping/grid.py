@@ -207,7 +207,7 @@ def _products(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
 
 
 def _variants(source: str, given: list[str], axes: Sequence[Axis], seeds: int, first_seed: int) -> Iterator[Variant]:
-    names, faults = _short_names(axes), []
+    names, faults = short_names([axis.path for axis in axes]), []
     combinations = itertools.product(range(first_seed, first_seed + seeds), list(_products(axes)))
     for number, (seed, settings) in enumerate(combinations, start=1):
         sets = [f"{path}={value}" for path, value in settings.items()]
@@ -225,10 +225,10 @@ def _variants(source: str, given: list[str], axes: Sequence[Axis], seeds: int, f
         )
 
 
-def _short_names(axes: Sequence[Axis]) -> dict[str, str]:
+def short_names(paths: Sequence[str]) -> dict[str, str]:
     """The last part of each path, or the whole path where two paths end alike."""
-    lasts = [axis.path.rpartition(".")[2] for axis in axes]
-    return {axis.path: last if lasts.count(last) == 1 else axis.path for axis, last in zip(axes, lasts, strict=True)}
+    lasts = [path.rpartition(".")[2] for path in paths]
+    return {path: last if lasts.count(last) == 1 else path for path, last in zip(paths, lasts, strict=True)}
 
 
 def _require_differences(variants: Sequence[Variant]) -> None:
