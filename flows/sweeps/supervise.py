@@ -135,7 +135,13 @@ class Supervisor:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RESULT, ERROR):
             (folder / name).unlink(missing_ok=True)
-        least = self.options.min_siblings if self.options.prune else None
+        least = self.options.min_siblings
+        pruning = Pruning(
+            folder=folder.resolve(),
+            family=variant.family,
+            min_siblings=least if self.options.prune else None,
+            same_seed=len(self.grid.variants) // self.grid.seeds > least,
+        )
         spec = VariantSpec(
             number=variant.number,
             label=variant.label,
@@ -143,7 +149,7 @@ class Supervisor:
             config=_with_threads(variant.config, self.options.parallel),
             sweep=self.key,
             parent_run_id=self.tracked.handle.run_id,
-            pruning=Pruning(folder=folder.resolve(), family=variant.family, min_siblings=least),
+            pruning=pruning,
             prefect_api=self.prefect_api,
         )
         spec.save(folder / SPEC)

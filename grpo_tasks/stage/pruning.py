@@ -4,8 +4,9 @@
     own best so far  <  median of their best at the same update  ->  pruned, with a checkpoint
 
 The rule is that of Google Vizier (Golovin et al. 2017, section 3.2.2), on the best value so far. Runs with the same seed are
-compared first, because they see the same prompts in the same order; where there are too few, all runs are. The best run is never
-below the median, so it is never pruned. What this module does not do: stop the training. The watch does (watch.py).
+compared, because they see the same prompts in the same order: early in a stage two seeds differ more than two settings do. All
+runs are compared only in a sweep with too few combinations. The best of them is never below the median, so it is never pruned.
+What this module does not do: stop the training. The watch does (watch.py).
 """
 
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class Lag:
         return f"its held-out reward {self.ours:.3f} is below {self.median:.3f}, the median of {self.siblings} other runs"
 
 
-def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: int) -> Lag | None:
+def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: int, same_seed: bool) -> Lag | None:
     """Compare a run with the others at an update; None if it does not lag, or if there are too few to say so.
 
     Args:
@@ -44,13 +45,12 @@ def find_lag(own: Curve, others: Iterable[Curve], step: int, *, min_siblings: in
         others: evaluations of the other runs; those of another family, or of the very same stage, do not count.
         step: the update.
         min_siblings: fewest others that have been evaluated at this update.
+        same_seed: compare with runs of the same seed only.
     """
     # By key: runs that differ in a later stage only share this one, and it counts once.
     known = {curve.key: curve for curve in others if curve.family == own.family and curve.key != own.key}
-    values = [(curve.seed == own.seed, value) for curve in known.values() if (value := curve.best(step)) is not None]
-    rivals = [value for same_seed, value in values if same_seed]
-    if len(rivals) < min_siblings:
-        rivals = [value for _, value in values]
+    comparable = [curve for curve in known.values() if curve.seed == own.seed or not same_seed]
+    rivals = [value for curve in comparable if (value := curve.best(step)) is not None]
     ours = own.best(step)
     if ours is None or not rivals or len(rivals) < min_siblings:
         return None

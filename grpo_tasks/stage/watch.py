@@ -124,7 +124,13 @@ class Watch:
             return None
         self._compared, stage = evaluated, self.spec.stage.name
         own = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
-        lag = find_lag(own, other_curves(pruning, stage), evaluated, min_siblings=pruning.min_siblings)
+        lag = find_lag(
+            own,
+            other_curves(pruning, stage),
+            evaluated,
+            min_siblings=pruning.min_siblings,
+            same_seed=pruning.same_seed,
+        )
         # The files of the other runs may have changed between two ranks that read them.
         if not self.agree(lag is not None):
             return None

@@ -20,6 +20,8 @@ class Pruning(Result):
     """Runs whose held-out rewards mean the same have the same family: data, rewards and sampling are equal."""
     min_siblings: int | None
     """Fewest other runs to compare with. None: the stage publishes its evaluations, but is never pruned."""
+    same_seed: bool
+    """Compare with runs of the same seed only; a sweep with too few combinations compares all."""
 
 
 class Curve(Result):

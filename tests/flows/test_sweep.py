@@ -86,7 +86,8 @@ def check_runs(place, children, states):
         assert run.data.params["seed"] in ("7", "8")
         assert ("accuracy" in run.data.metrics) == (state == "finished")
     # The rate that changes nothing is not the better one.
-    assert any(float(children[end.run_id].data.params[RATE]) == 1e-7 for end in found if end.state == "pruned")
+    pruned = [end for end in found if end.state == "pruned"]
+    assert any(float(children[end.run_id].data.params[RATE]) == 1e-7 for end in pruned)
     unfinished = [path for path in place.root.glob("runs/short/train_stage/*") if not (path / "result.json").exists()]
     assert len(unfinished) == states.count("pruned")
     assert all(list(path.glob("checkpoints/step-*")) for path in unfinished)

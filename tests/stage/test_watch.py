@@ -145,7 +145,7 @@ def in_a_sweep(folder, *, min_siblings=2):
         (folder / name / "curves").mkdir(parents=True)
         Curve(key=name, seed=1, family="f", values={10: 0.5}).save(folder / name / "curves" / "s.json")
     (folder / "001").mkdir()
-    return Pruning(folder=folder / "001", family="f", min_siblings=min_siblings)
+    return Pruning(folder=folder / "001", family="f", min_siblings=min_siblings, same_seed=True)
 
 
 def test_a_run_that_lags_behind_its_sweep_is_pruned_with_a_checkpoint(tmp_path):

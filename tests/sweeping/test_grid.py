@@ -95,7 +95,7 @@ def test_the_family_is_shared_by_runs_whose_held_out_reward_means_the_same():
 
 def test_a_run_survives_its_way_to_another_process(tmp_path):
     variant = grid(f"{RATE}=1e-5,5e-6").variants[0]
-    pruning = {"folder": tmp_path, "family": variant.family, "min_siblings": 2}
+    pruning = {"folder": tmp_path, "family": variant.family, "min_siblings": 2, "same_seed": True}
     known = {"number": 1, "label": variant.label, "key": "k", "sweep": "s", "parent_run_id": "p", "prefect_api": None}
     VariantSpec(config=variant.config, pruning=pruning, **known).save(tmp_path / "spec.json")
     assert VariantSpec.load(tmp_path / "spec.json").config == variant.config
