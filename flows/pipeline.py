@@ -52,7 +52,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
     config = with_local_model(config)
     with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
         check_champion(config.registered_model, config.tracking)
-        trained = _trained(run)
+        trained = train_and_evaluate(run)
         made = _published(run, trained, tags or {})
     # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
     while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.headline(), made.comparison()):
@@ -62,7 +62,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class Trained:
     """Everything before the decision."""
 
     data: DataReport
@@ -74,7 +74,8 @@ class _Trained:
     merged: MergeProof
 
 
-def _trained(run: FlowRun) -> _Trained:
+def train_and_evaluate(run: FlowRun) -> Trained:
+    """Every step before the decision, in order."""
     config = run.config
     data = validated_data(run)
     lab = probed_rewards(run, data)
@@ -89,10 +90,10 @@ def _trained(run: FlowRun) -> _Trained:
             evaluations.append(evaluation_of(run, stage.name, model, data))
     merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
-    return _Trained(data, lab, difficulty, stages, evaluations, merged)
+    return Trained(data, lab, difficulty, stages, evaluations, merged)
 
 
-def _published(run: FlowRun, trained: _Trained, tags: Mapping[str, str]) -> PipelineResult:
+def _published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> PipelineResult:
     config, base, final = run.config, trained.evaluations[0], trained.evaluations[-1]
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion)

@@ -69,6 +69,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
         train=data.train if choice is None else choice.write(directory),
         eval=data.eval,
         tasks=tasks,
+        pruning=work.run.pruning,
     )
     # The shipper reads the spec before the stage starts.
     spec.save(directory.spec)

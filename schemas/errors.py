@@ -143,6 +143,12 @@ class NotFiniteError(TrainingError):
     """A loss or gradient that is not finite. The weights are those before the update."""
 
 
+class PrunedError(TrainingError):
+    """A run of a sweep that ends early, because others do better. Its stage has a checkpoint to resume from."""
+
+    title = "The run was pruned"
+
+
 class RolloutError(UserError):
     """The rollout server failed, or serves another model than the policy."""
 

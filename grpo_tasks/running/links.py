@@ -34,7 +34,8 @@ class MlflowPages:
     @property
     def decisions(self) -> str:
         """All runs of the experiment, with what came out of each."""
-        return f"{self.base}/#/experiments/{self.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={DECISIONS_VIEW}"
+        view = f"workflowType=machine_learning&viewStateShareKey={DECISIONS_VIEW}"
+        return f"{self.base}/#/experiments/{self.experiment_id}/runs?{view}"
 
     def artifact(self, path: str) -> str:
         """The page that shows a file of the run."""

@@ -35,7 +35,7 @@ from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.shown.view import view_tags
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
-from schemas.errors import TrackingError
+from schemas.errors import PrunedError, TrackingError
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -45,6 +45,7 @@ from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
 
 KEY_TAG = "grpo.key"
+PARENT_TAG = "mlflow.parentRunId"
 _KEY_CHARS = 8
 
 
@@ -58,8 +59,10 @@ def open_run(
     flow_run_url: str | None = None,
     flow_run_name: str | None = None,
     name: str | None = None,
+    parent_run_id: str | None = None,
 ) -> Iterator["TrackedRun"]:
-    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
+    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt, or
+    pruned in a sweep).
 
     Args:
         config: the configuration; each of its fields becomes a parameter.
@@ -69,12 +72,13 @@ def open_run(
         flow_run_url: address of its page, recorded as tag prefect.flow_run_url.
         flow_run_name: its name, which becomes part of the name of a new MLflow run, as does the time.
         name: beginning of the name of a new MLflow run; the configuration's name otherwise.
+        parent_run_id: the MLflow run of the sweep that the run belongs to.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
     flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
-    known = {tag: value for tag, value in flow.items() if value}
+    known = {tag: value for tag, value in (flow | {PARENT_TAG: parent_run_id}).items() if value}
     title = run_title(name or config.name, flow_run_name, datetime.now())
     run = TrackedRun(config, key=key, fresh=fresh, flow=known, title=title)
     try:
@@ -82,7 +86,8 @@ def open_run(
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
-            run.end("FAILED" if isinstance(fault, Exception) else "KILLED")
+            failed = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
+            run.end("FAILED" if failed else "KILLED")
         raise
     run.end("FINISHED")
 
@@ -99,14 +104,11 @@ class TrackedRun:
         self._stages: list[StageResult] = []
         self.data: DataReport | None = None
         """The data of the run, once it is recorded."""
-        experiment_id = _experiment(self.store, config.experiment)
-        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL))
-        # Without the lock, two processes could both find no run and create two runs with one key.
-        with self.store.lock("open-run", who=f"the run {config.name}"):
-            found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
-            run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title))
+        parent = {PARENT_TAG: flow[PARENT_TAG]} if PARENT_TAG in flow else {}
+        tags = {"grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL)) | parent
+        run, is_new = find_or_create(self.store, config, key=key, title=title, tags=tags, fresh=fresh)
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
-        if not found:
+        if is_new:
             self.handle.wake()
         self._record_config()
         # The calls above have a short patience, so that a wrong address fails soon. A store that was reachable when the run began
@@ -173,7 +175,7 @@ class TrackedRun:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
         name = f"{stage}.{key}"
         if name not in self._children:
-            tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
+            tags = {PARENT_TAG: self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
             with self.store.lock("open-run", who=f"the run {self.config.name}"):
                 run = _find(self.store, self.experiment_id, tags)
                 if run is None:
@@ -248,6 +250,24 @@ class TrackedRun:
         environment = describe_environment()
         handle.tags(environment.tags() | self._flow)
         handle.text(environment.to_json(), ENVIRONMENT)
+
+
+def find_or_create(
+    store: Store, config: RunConfig, *, key: str, title: str, tags: dict[str, str], fresh: bool = False
+) -> tuple[Run, bool]:
+    """The newest run with this key in the experiment of a config, and whether it was created now: if there is none, or `fresh`.
+
+    Raises:
+        TrackingError: the store cannot be reached, or the experiment was deleted.
+    """
+    experiment_id = _experiment(store, config.experiment)
+    # Without the lock, two processes could both find no run and create two runs with one key.
+    with store.lock("open-run", who=f"the run {config.name}"):
+        found = None if fresh else _find(store, experiment_id, {KEY_TAG: key})
+        if found is not None:
+            return found, False
+        tags = {KEY_TAG: key} | tags
+        return store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title)), True
 
 
 def _mark(result: StepResult) -> str:
