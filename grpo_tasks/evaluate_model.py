@@ -23,7 +23,11 @@ from schemas.results.evaluation import EvalReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards"), retries=1, device=True)
+@step(
+    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    retries=1,
+    device=True,
+)
 def evaluate_model(
     work: Work,
     label: str,

@@ -33,7 +33,11 @@ from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards"), retries=1, device=True)
+@step(
+    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    retries=1,
+    device=True,
+)
 def measure_difficulty(
     work: Work,
     label: str,

@@ -24,7 +24,7 @@ NO_REWARDS = "no stage has rewards"
 """Why a run of demonstrations alone has nothing to check."""
 
 
-@step(rooms=("lab", "rewards", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True)
+@step(rooms=("lab", "rewards", "judging", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True)
 def probe_rewards(
     work: Work,
     data: DataReport,

@@ -62,7 +62,7 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         function = BUILTIN[reward.function]
         known = inspect.signature(function).parameters.keys()
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
-        bound = ({"completion": completion} if "completion" in known else {}) | reward.params
+        bound: dict[str, object] = ({"completion": completion} if "completion" in known else {}) | reward.params
         if reward.judge is not None:
             bound["judge"] = Judge(reward.judge)
         # A data column that happens to be named max_length must not set the parameter of that name.
