@@ -22,7 +22,7 @@ from schemas.results.model import ModelRef
 
 
 @step(
-    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards"),
+    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
     retries=1,
     device=True,
     on_cluster=True,

@@ -23,7 +23,11 @@ NO_REWARDS = "no stage has rewards"
 """Why a run of demonstrations alone has nothing to check."""
 
 
-@step(rooms=("lab", "rewards", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True, on_cluster=True)
+@step(
+    rooms=("lab", "rewards", "judging", "answers", "rollout", "replicas", "policy", "attention", "data"),
+    device=True,
+    on_cluster=True,
+)
 def probe_rewards(
     work: Work,
     data: DataReport,

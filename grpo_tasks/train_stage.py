@@ -30,6 +30,7 @@ from schemas.results.model import ModelRef, StageResult
         "policy",
         "attention",
         "rewards",
+        "judging",
         "answers",
         "data",
     ),

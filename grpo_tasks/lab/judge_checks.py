@@ -18,7 +18,8 @@ JUDGED_ROWS = 4
 
 def check_judges(names: list[str], rewards: RewardsConfig) -> tuple[list[LabCheck], list[str]]:
     """The checks of every judge among the reward functions, and what could not be measured."""
-    checks, left_out = [], []
+    checks: list[LabCheck] = []
+    left_out: list[str] = []
     for name in names:
         settings = rewards.resolve(name)
         judge = settings.judge if settings is not None else None

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tasks.judging.judge import Judge
-from grpo_tasks.rewards.builtin import BUILTIN, completion_text
+from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
 from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
-_GIVEN = {"judge", "prompts", "completions", "completion_ids", "answer", "completion", "columns"}
+_GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"}
 _SINGLE = {"completion", "response", "solution_str"}
 """Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
 
@@ -58,13 +58,14 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
     """
     place = f"rewards.functions.{name}"
+    if reward.judge is not None:
+        _refuse_unknown(reward.params, [], place=place)
+        return RewardFunction(_bind(judge, {"judge": Judge(reward.judge)}, {"judge"}))
     if reward.function in BUILTIN:
         function = BUILTIN[reward.function]
         known = inspect.signature(function).parameters.keys()
         _refuse_unknown(reward.params, sorted(known - _GIVEN), place=place)
         bound = ({"completion": completion} if "completion" in known else {}) | reward.params
-        if reward.judge is not None:
-            bound["judge"] = Judge(reward.judge)
         # A data column that happens to be named max_length must not set the parameter of that name.
         return RewardFunction(_bind(function, bound, known - _GIVEN))
     path = reward.function or name

@@ -17,9 +17,12 @@ BUILTIN_REWARDS: dict[str, float] = {
     "repetition": 0.5,
     "style": 0.5,
     "soft_overlong": 1.0,
-    "judge": 1.0,
 }
 """Built-in reward functions and their default weights; a test keeps it equal to `grpo_tasks.rewards.builtin`."""
+
+
+JUDGE = "judge"
+"""The built-in function that asks a language model. It needs settings of its own, so it is not in that table."""
 
 
 class AdaptiveWeightConfig(Section):
@@ -84,7 +87,7 @@ class RewardConfig(Section):
             name: name of the entry.
             max_completion_length: that of the rollout, in tokens.
         """
-        if self.function == "judge" and self.judge is None:
+        if self.function == JUDGE and self.judge is None:
             return f"{name} needs a judge; fix: rewards.functions.{name}.judge: {{base_url: ..., model: ..., rubric: [...]}}"
         if self.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= self.params.keys():
             limit = max_completion_length
@@ -117,11 +120,11 @@ class RewardsConfig(Section):
     def _check_functions(self) -> Self:
         for name, settings in self.functions.items():
             function = settings.function or name
-            if (function == "judge") != (settings.judge is not None):
-                what = "has no judge" if function == "judge" else f"has a judge, and its function is {function}"
-                fix = "judge: {base_url: ..., model: ..., rubric: [...]}" if function == "judge" else "function: judge"
+            if (function == JUDGE) != (settings.judge is not None):
+                what = "has no judge" if function == JUDGE else f"has a judge, and its function is {function}"
+                fix = "judge: {base_url: ..., model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
                 raise ValueError(f"functions.{name} {what}; fix: {fix}")
-            if ":" not in function and function not in BUILTIN_REWARDS:
+            if ":" not in function and function not in BUILTIN_REWARDS and function != JUDGE:
                 raise ValueError(
                     f"functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
                     "or function: package.module:function"
@@ -135,7 +138,7 @@ class RewardsConfig(Section):
     def resolve(self, name: str) -> RewardConfig | None:
         """The settings of one reward with function and weight filled in; None for an unknown name."""
         given = self.functions.get(name)
-        if given is None and name not in BUILTIN_REWARDS:
+        if given is None and name not in BUILTIN_REWARDS and name != JUDGE:
             return None
         given = given or RewardConfig()
         function = given.function or name

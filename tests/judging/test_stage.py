@@ -4,9 +4,13 @@ import json
 
 import polars as pl
 import pytest
+from pydantic import ValidationError
 
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.running.key import content_key
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import RunConfig
 from schemas.errors import JudgeUnavailableError
 from tests.grpo.conftest import journal, stages  # noqa: F401 - a fixture
 
@@ -66,3 +70,24 @@ def test_on_error_does_not_hide_an_outage(stages, settings, likes_nines):  # noq
     section["functions"]["taste"]["on_error"] = "zero"
     with pytest.raises(JudgeUnavailableError):
         stages.train(rewards=section, stage_rewards=["taste"])
+
+
+def test_a_judge_without_settings_and_settings_without_a_judge_are_refused(settings):
+    with pytest.raises(ValidationError, match=r"functions.taste has no judge; fix: judge: \{base_url"):
+        RewardsConfig(functions={"taste": {"function": "judge"}})
+    with pytest.raises(ValidationError, match="fix: function: judge"):
+        RewardsConfig(functions={"taste": {"function": "format", "judge": settings()}})
+    stage = {"name": "s", "rewards": ["judge"]}
+    with pytest.raises(ValidationError, match=r"judge needs a judge; fix: rewards.functions.judge.judge"):
+        RunConfig(data={"train": [{"path": "embedded:arithmetic_train.jsonl"}]}, stages=[stage])
+
+
+def test_another_address_or_limit_is_no_other_judge_and_another_rubric_is(settings):
+    def key(**changes):
+        return content_key("train_stage", (), {"rewards": RewardsConfig.model_validate(rewards(settings, **changes))})
+
+    known = key()
+    assert key(base_url="http://other:1/v1", max_outage_s=5.0, cache="elsewhere", api_key_variable="OTHER") == known
+    assert key(max_cost=2.0, input_price=1.0) == known
+    assert key(rubric=[{"name": "clarity", "description": "Is it short?"}]) != known
+    assert key(votes=3) != known
