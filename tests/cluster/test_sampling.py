@@ -111,7 +111,7 @@ def test_running_servers_are_asked_from_here(stages, tmp_path, monkeypatch):
 
 
 @on_ray
-def test_two_nodes_sample_the_bytes_of_one_process(self, nodes, stages, tmp_path):
+def test_two_nodes_sample_the_bytes_of_one_process(nodes, stages, tmp_path):
     first, second = nodes.add(), nodes.add()
     _, directory = stages.train("stage", max_steps=1)
     adapted = ModelRef(path=resolve("embedded:base"), adapter=directory.final)
@@ -125,9 +125,9 @@ def test_two_nodes_sample_the_bytes_of_one_process(self, nodes, stages, tmp_path
 
 @on_ray
 @pytest.mark.parametrize("victim", ["node", "actor", "process"])
-def test_a_death_changes_no_row(self, nodes, stages, tmp_path, monkeypatch, victim):
+def test_a_death_changes_no_row(nodes, stages, tmp_path, monkeypatch, victim):
     made = [nodes.add(**{OWN: str(os.getpid())}) for _ in range(2)]
-    settings = {"length": 200, "evaluation": {"num_samples": 24}}
+    settings = {"length": 64, "evaluation": {"num_samples": 6}}
     local = sampled(spec_of(stages, **settings), tmp_path / "local")
     killed = []
 
@@ -150,7 +150,7 @@ def test_a_death_changes_no_row(self, nodes, stages, tmp_path, monkeypatch, vict
 
 
 @on_ray
-def test_an_error_on_a_node_is_the_users_error(self, nodes, stages, tmp_path):
+def test_an_error_on_a_node_is_the_users_error(nodes, stages, tmp_path):
     nodes.add()
     broken = tmp_path / "broken"
     broken.mkdir()
