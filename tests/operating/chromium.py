@@ -10,6 +10,12 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SCREENSHOTS = os.environ.get("GRPO_SCREENSHOTS")
 """Folder for pictures. Set it to take those of the pages."""
+MARKS = [
+    pytest.mark.xdist_group("operated"),
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
+]
 
 
 @pytest.fixture(scope="module")

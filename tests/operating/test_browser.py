@@ -4,14 +4,9 @@ import re
 
 import pytest
 
-from tests.operating.chromium import CHROMIUM, choose, field, picture, type_into
+from tests.operating.chromium import MARKS, choose, field, picture, type_into
 
-pytestmark = [
-    pytest.mark.xdist_group("operated"),
-    pytest.mark.long,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
-]
+pytestmark = MARKS
 
 
 def open_form(page, operated):

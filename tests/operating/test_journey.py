@@ -6,18 +6,11 @@ Each stop leaves a picture in the folder GRPO_SCREENSHOTS; those of docs/journey
 import re
 import time
 
-import pytest
-
 from tests.flows.place import SMALL
-from tests.operating.chromium import CHROMIUM, choose, field, picture, type_into
+from tests.operating.chromium import MARKS, choose, field, picture, type_into
 from tests.operating.test_approval import PROMOTED, suspended
 
-pytestmark = [
-    pytest.mark.xdist_group("operated"),
-    pytest.mark.long,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed on this machine"),
-]
+pytestmark = MARKS
 
 RUN_LIMIT_MS = 900_000
 JOURNEY = PROMOTED | {
