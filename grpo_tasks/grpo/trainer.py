@@ -155,7 +155,8 @@ class Trainer:
             current = self.rounds.take(self.step // self.stage.updates_per_rollout)
         except JudgeUnavailableError:
             # Nothing is half done here. Rounds ahead were sampled by older weights, which a resumed stage could not repeat.
-            if not self.rounds.ahead:
+            # Several ranks save together, and the others wait elsewhere.
+            if not self.rounds.ahead and self.ranks.count == 1:
                 self.checkpoints.save()
             raise
         self.counters.tokens += current.tokens

@@ -91,3 +91,19 @@ def test_another_address_or_limit_is_no_other_judge_and_another_rubric_is(settin
     assert key(max_cost=2.0, input_price=1.0) == known
     assert key(rubric=[{"name": "clarity", "description": "Is it short?"}]) != known
     assert key(votes=3) != known
+
+
+def test_the_name_of_a_variable_is_no_secret_and_a_key_in_its_place_is_refused(settings):
+    def config(variable):
+        given = json.loads(settings().model_dump_json()) | {"api_key_variable": variable}
+        section = {"functions": {"taste": {"function": "judge", "judge": given}}}
+        return RunConfig(
+            data={"train": [{"path": "embedded:arithmetic_train.jsonl"}]},
+            stages=[{"name": "s", "rewards": ["taste"]}],
+            rewards=section,
+        )
+
+    assert config("MY_JUDGE_API_KEY").rewards.functions["taste"].judge.api_key_variable == "MY_JUDGE_API_KEY"
+    with pytest.raises(ValidationError) as caught:
+        config("sk-abcdef0123456789abcdef")
+    assert "abcdef0123456789" not in str(caught.value)

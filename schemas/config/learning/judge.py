@@ -112,7 +112,8 @@ class JudgeConfig(Section):
     max_malformed: int = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: int = Field(20_000, ge=100, le=MOST_CHARS)
-    """Characters of a completion that the judge sees. A longer one loses its middle, and the judge is told so."""
+    """Characters of a completion that the judge sees. A longer one loses its middle, and a note
+    says so."""
     max_cost: float | None = Field(None, ge=0.0, le=MOST_COST)
     """Largest sum spent, in the currency of the prices, over everything in the cache folder. A stage that reaches it writes a
     checkpoint and stops. Empty: no limit."""
