@@ -26,7 +26,9 @@ def sweep(
     seeds: Annotated[int, typer.Option(help="Number of seeds for each combination.", min=1, max=1000)] = 1,
     override: Set = None,
     parallel: Annotated[int, typer.Option(help="How many runs train at the same time.", min=1, max=256)] = 1,
-    prune: Annotated[bool, typer.Option(help="End a run early when its held-out reward lags behind the other runs.")] = True,
+    no_prune: Annotated[
+        bool, typer.Option("--no-prune", help="Run everything to its end, and continue what was pruned before.")
+    ] = False,
     min_siblings: Annotated[
         int, typer.Option(help="Fewest other runs to compare with before a run is pruned.", min=1, max=1000)
     ] = 2,
@@ -49,7 +51,7 @@ def sweep(
         prepare_flow()
         from flows.sweeps.flow import sweep_flow
 
-        show_sweep(sweep_flow(source, over, seeds, override, parallel, prune, min_siblings))
+        show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings))
 
 
 def _check(grid: "Grid") -> None:
@@ -69,7 +71,9 @@ def show_grid(grid: "Grid") -> None:
     """Print the runs of a sweep and what they cost."""
     from grpo_tasks.sweeping.forecast import forecast
 
-    table = Table(title=f"Sweep of {grid.base.name} (nothing was run)", title_justify="left")
+    # A title of the table would be broken at the width of a narrow table.
+    out.print(f"Sweep of {grid.base.name} (nothing was run)")
+    table = Table()
     paths = [axis.path for axis in grid.axes]
     for heading in ("run", *paths, "seed"):
         table.add_column(heading, overflow="fold")
@@ -91,7 +95,8 @@ def show_sweep(result: "SweepResult") -> None:
     # Why a run ended is too long for a column.
     rows = [cells(line) | {"ended": line.end.state if line.end is not None else ""} for line in result.lines]
     names = short_names(list(result.lines[0].settings))
-    table = Table(title=result.headline(), title_justify="left")
+    out.print(result.headline(), soft_wrap=True)
+    table = Table()
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     for name in columns:
         table.add_column(names.get(name, name), overflow="fold")

@@ -58,7 +58,7 @@ def check_grid(grid: Grid) -> None:
 
 
 def run_sweep(grid: Grid, options: Options) -> SweepResult:
-    """Run a sweep in the flow run of the caller; the same sweep again goes on where it was interrupted."""
+    """Run a sweep in the flow run of the caller; the same sweep again continues where it was interrupted."""
     check_output(grid.base)
     keys = keys_of(grid)
     key = hashlib.sha256("\n".join(keys[number] for number in sorted(keys)).encode()).hexdigest()

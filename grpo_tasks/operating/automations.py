@@ -22,7 +22,16 @@ from schemas.config.guards import GuardsConfig
 
 NOTIFY = "grpo-notify"
 """Name of the notification block (of any type: Slack, mail, webhook ...) that a user creates to be notified."""
-FLOWS = ("grpo-pipeline", "grpo-preset", "grpo-retrain", "grpo-watch-data", "grpo-train", "grpo-publish", "grpo-evaluate")
+FLOWS = (
+    "grpo-pipeline",
+    "grpo-preset",
+    "grpo-retrain",
+    "grpo-watch-data",
+    "grpo-train",
+    "grpo-publish",
+    "grpo-evaluate",
+    "grpo-sweep",
+)
 """Flows whose end people want to know about."""
 SCHEDULED = ("retrain", "watch-data")
 """Deployments with schedules."""

@@ -151,7 +151,8 @@ def make_grid(source: str, overrides: Sequence[str], over: Sequence[str], *, see
 
 def _axes(over: Sequence[str], seeds: int) -> tuple[list[Axis], list[str]]:
     """The axes that can be read and vary something, and what is wrong with the others."""
-    axes, faults = [], []
+    axes: list[Axis] = []
+    faults: list[str] = []
     for text in over:
         try:
             axis = Axis.of(text)
