@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_tasks.rollout.vllm_server import ON_CPU
+from grpo_tasks.rollout.vllm_server import FLAGS_ON_CPU, ON_CPU
 from tests.flows.place import Place
 from tests.flows.test_demo import assert_learnt
 from tests.ports import free_ports
@@ -56,17 +56,7 @@ def test_a_vllm_server_on_the_downloaded_folder_answers_42_to_a_chat_without_a_s
     trained.grpo("download", "grpo-demo@champion", str(tmp_path / "model"))
     [port] = free_ports(1)
     # `vllm serve DIR` does the same; the CPU build, which has another package name, lacks that command.
-    command = [PYTHON, "-m", API_SERVER, "--model", tmp_path / "model", "--host", "127.0.0.1", "--port", str(port)]
-        PYTHON.parent / "vllm",
-        "serve",
-        tmp_path / "model",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-    ]
+    command = [PYTHON, "-m", API_SERVER, "--model", tmp_path / "model", "--host", "127.0.0.1", "--port", str(port), *FLAGS_ON_CPU]
     with (tmp_path / "log.txt").open("wb") as log:
         server = subprocess.Popen(command, env=os.environ | ON_CPU, stdout=log, stderr=log, start_new_session=True)
     try:
