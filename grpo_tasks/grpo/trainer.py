@@ -87,10 +87,10 @@ class Trainer:
             self.ranks.keeps_checkpoints,
         )
         self.checkpoints.restore()
+        # After the restore: an engine may copy the weights.
+        engine = rollout_engine(spec, directory, model, self.tokenizer, servers, device=self.device)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
-        # After the restore: an engine may copy the weights.
-        engine = rollout_engine(spec, directory, model, self.tokenizer, servers, device=self.device, ranks=ranks)
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks)
         self.rounds = Rounds(
             self.collector, updates=stage.updates_per_rollout, max_staleness=staleness, may_start=self._may_start_ahead

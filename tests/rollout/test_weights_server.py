@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from grpo_tasks.rollout.one_sender import OneSender
 
 from grpo_tasks.rollout import vllm_engine
-from grpo_tasks.rollout.one_sender import OneSender
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import existing_servers
 from schemas.config.rollout import VllmConfig
