@@ -217,8 +217,9 @@ def _limits() -> str:
     rows = []
     for name in QWEN:
         for what, model in (
-            ("1,024 completions", scale_model(name)),
-            ("8,192 completions", scale_model(name, completions=8192)),
+            ("as the engine is", scale_model(name)),
+            ("weights sent by one process", scale_model(name, sent_once=True)),
+            ("the same, 8,192 completions", scale_model(name, completions=8192, sent_once=True)),
         ):
             points = sweep(model)
             limit, last = saturated(points), points[-1].best

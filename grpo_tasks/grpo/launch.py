@@ -15,7 +15,6 @@ from threading import Thread
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer, pick_device, save_plain
 from grpo_tasks.processes.entry import ERROR
@@ -23,7 +22,6 @@ from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.one_sender import OneSender
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import ForeignServer, ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -35,7 +33,7 @@ POLL_S, JOIN_POLL_S = 0.1, 1.0
 
 
 def start_ranks(directory: Path, num_processes: int, package: str = "grpo_tasks.grpo") -> None:
-    """Start every rank of a stage as `python -m PACKAGE directory` and wait for all of them.
+    """Start every rank of a stage as `python -m MODULE directory` and wait for all of them.
 
     When one fails, the others are killed: they would wait for it forever.
 
@@ -114,12 +112,8 @@ def rollout_engine(
     servers: Sequence[VllmServer],
     *,
     device: torch.device,
-    ranks: Ranks,
 ) -> RolloutEngine:
-    """The engine that samples from `model`: through the servers, or in this process when there are none.
-
-    `ranks` are those of the thread that samples.
-    """
+    """The engine that samples from `model`: through the servers, or in this process when there are none."""
     if servers:
         config, cuda = spec.rollout.vllm, device.type == "cuda"
         merged = swaps_merged_weights(config, spec.model, cuda=cuda)
@@ -132,7 +126,6 @@ def rollout_engine(
             dtype=spec.model.dtype,
             merged=merged,
             untied=bool(spec.model.added_tokens) and not cuda,
-            sender=OneSender(ranks.rank, ranks.gather),
         )
         if config.base_urls:
             joining = partial(_let_servers_join, directory.servers, engine, adapters=not merged)

@@ -88,10 +88,10 @@ class Trainer:
             self.ranks.keeps_checkpoints,
         )
         self.checkpoints.restore()
+        # After the restore: an engine may copy the weights.
+        engine = self._engine(servers)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
-        # After the restore: an engine may copy the weights.
-        engine = self._engine(servers, ranks)
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks)
         self.rounds = Rounds(
             self.collector, updates=stage.updates_per_rollout, max_staleness=staleness, may_start=self._may_start_ahead
@@ -134,10 +134,9 @@ class Trainer:
         """What makes an update of microbatches."""
         return Learner(policies, stage, self.ranks, self.updates)
 
-    def _engine(self, servers: Sequence[VllmServer], ranks: Ranks) -> RolloutEngine:
-        """What samples from the policy; `ranks` are those of the thread that samples."""
-        model = self.learner.model
-        return rollout_engine(self.spec, self.dir, model, self.tokenizer, servers, device=self.device, ranks=ranks)
+    def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
+        """What samples from the policy."""
+        return rollout_engine(self.spec, self.dir, self.learner.model, self.tokenizer, servers, device=self.device)
 
     def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:

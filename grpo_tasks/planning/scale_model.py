@@ -84,7 +84,7 @@ DIVIDED = frozenset({Piece.PROMPTS, Piece.DECODE_CACHE, Piece.DECODE_ARITHMETIC,
 """Pieces that more cards share among themselves; the others stay or grow."""
 
 ADVICE: Mapping[Piece, str] = {
-    Piece.SYNC: "the adapter instead of all weights, a smaller rank, or fewer replicas: one process sends to each of them",
+    Piece.SYNC: "the adapter instead of all weights, a smaller rank, or fewer of both: each process sends to each replica",
     Piece.PROMPTS: "shorter prompts, or more completions for each prompt",
     Piece.DECODE_WEIGHTS: "a larger batch, or a higher tensor_parallel_size: each step reads all weights for its rows",
     Piece.DECODE_CACHE: "more replicas, or shorter completions",
@@ -167,6 +167,8 @@ class ScaleModel:
     cluster: Cluster
     assumed: Assumed = Assumed()
     measured: Measured = Measured()
+    sent_once: bool = False
+    """One process sends the weights for all. Off: each process that trains sends them to every replica, as the engine does."""
 
     def forecast(self, layout: Layout) -> Forecast:
         """The time of an update.
@@ -292,14 +294,15 @@ class ScaleModel:
         if not layout.replicas:
             # The copy with the adapter folded in: weights are read, added to, written.
             return 3 * self._weights_s(1)
+        senders = 1 if self.sent_once else layout.trainers
         saved = size / measured.save_rate + measured.sync_s
         if self.nodes(layout) == 1:
             # Replicas read the files that are there.
-            return saved + size / measured.receive_rate
+            return saved + senders * size / measured.receive_rate
         network = self.cluster.network.bytes_per_s * self.assumed.link_share
-        # One process sends for all (grpo_tasks/rollout/one_sender.py), to all replicas at once.
-        sending = size * max(1 / measured.send_rate, 1 / network) * layout.replicas
-        return saved + max(sending, size * max(1 / measured.receive_rate, 1 / network))
+        on_node = min(senders, self.cluster.cards_per_node)
+        sending = max(size / measured.send_rate, on_node * size / network) * layout.replicas
+        return saved + max(sending, senders * size * max(1 / measured.receive_rate, 1 / network))
 
     def _training(self, layout: Layout) -> dict[Piece, float]:
         """Seconds of the passes of an update, of the sum of its gradients, and of its share of a checkpoint."""

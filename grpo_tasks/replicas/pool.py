@@ -95,12 +95,6 @@ class Pool(Generic[ServerT]):
             self.replicas.append(Replica(number, server, Concurrency(self._limits.concurrency)))
             self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Wait until nothing runs any more: what was given to a second replica may still be running on the first one."""
-        with self._changed:
-            self._changed.wait_for(self._idle, self._limits.drain_s)
-            self._leave_out_the_late(self.replicas)
-
     def refresh(self) -> None:
         """Admit every replica again, because the policy has changed; those that are being restarted follow later.
 
@@ -108,8 +102,10 @@ class Pool(Generic[ServerT]):
             RolloutError: no replica is left.
         """
         with self._changed:
-            # An admission in progress loads the policy before this one, and a request needs the weights that it began with.
-            self.drain()
+            # An admission in progress loads the policy before this one. A request that was given to a second replica may still
+            # be running on the first one, which must not change its weights meanwhile.
+            self._changed.wait_for(self._idle, self._limits.drain_s)
+            self._leave_out_the_late(self.replicas)
             for replica in self.replicas:
                 if replica.state is State.SERVING:
                     replica.state = State.UP

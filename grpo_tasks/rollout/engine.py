@@ -122,26 +122,6 @@ class RolloutEngine(Protocol):
         """Release what the engine holds in other processes; it is not used afterwards."""
 
 
-def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call can serve: neighbours with equal prompts and consecutive seeds.
-
-    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
-    """
-    groups: list[list[Request]] = []
-    for request in requests:
-        last = groups[-1][-1] if groups else None
-        if last is not None and request.prompt_ids == last.prompt_ids and seed_of(request) == seed_of(last) + 1:
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-    return groups
-
-
-def seed_of(request: Request) -> int:
-    """The seed of a request as vLLM takes it."""
-    return request.seed % 2**31
-
-
 def completion_seed(*parts: int | str) -> int:
     """A 63-bit seed from parts such as (seed, stage, step, prompt id), the same in every process."""
     # Not hash(): Python salts the hash of a str differently in each process.

@@ -33,8 +33,7 @@ from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
 from grpo_tasks.replicas.delivery import deliver, withdraw
 from grpo_tasks.replicas.pool import Limits, Pool
-from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling, groups_of, seed_of
-from grpo_tasks.rollout.one_sender import OneSender
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config.rollout import VllmConfig
@@ -107,8 +106,7 @@ class VllmSampler:
             RolloutError: a server refuses a request, or each one failed more often than `max_restarts`.
         """
         stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-        groups = groups_of(requests)
-        answers = self.pool.run(groups, lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
+        answers = self.pool.run(_groups(requests), lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
         return [self._completion(answer, stop) for group in answers for answer in group]
 
     def sleep(self) -> None:
@@ -145,7 +143,7 @@ class VllmSampler:
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "seed": seed_of(group[0]),
+            "seed": _seed(group[0]),
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(sampling.stop),
@@ -184,7 +182,7 @@ class VllmSampler:
             server.asleep = False
         if server.stale:
             self._recall(server)
-        if self._name is None or self._has_policy(server):
+        if self._name is None or self._name in server.loaded:
             return
         if self._merged:
             where = self._place(server, self._name)
@@ -196,9 +194,6 @@ class VllmSampler:
             where = self._place(server, self._name)
             self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": where})
         server.loaded.add(self._name)
-
-    def _has_policy(self, server: VllmServer) -> bool:
-        return self._name in server.loaded
 
     def _place(self, server: VllmServer, name: str) -> str:
         """The folder of the present weights as the server sees it, after they were sent there if need be."""
@@ -246,7 +241,6 @@ class VllmEngine(VllmSampler):
         dtype: precision of the servers, for the probe.
         merged: hand over complete merged weights instead of the adapter.
         untied: the servers were started with an output layer of its own, where the policy's is tied to the embeddings.
-        sender: which rank hands over the weights; by default this one.
     """
 
     def __init__(
@@ -260,11 +254,10 @@ class VllmEngine(VllmSampler):
         dtype: str,
         merged: bool,
         untied: bool = False,
-        sender: OneSender | None = None,
     ) -> None:
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
-        self._weights, self._untied, self._sender = weights, untied, sender or OneSender()
+        self._weights, self._untied = weights, untied
         self._expected_logps = torch.empty(0)
         self._sync: dict[str, float] = {}
         trained = not untied and merged and _trains_embeddings(policy)
@@ -309,7 +302,7 @@ class VllmEngine(VllmSampler):
         self._name, self._folder, self._expected_logps = weights.name, weights.folder, weights.logps
         if any(server.asleep for server in self.pool.serving):
             self._make_room()
-        self._sender.hand_over(self.pool, weights.name)
+        self.pool.refresh()
         if before is not None:
             # An immutable folder for each policy: vLLM's engine dies when it reads an adapter whose files were deleted.
             shutil.rmtree(before)
@@ -349,17 +342,6 @@ class VllmEngine(VllmSampler):
         self._check(server)
         self._unload(server, keep=self._name)
 
-    def _has_policy(self, server: VllmServer) -> bool:
-        return self._sender.gave(server) or super()._has_policy(server)
-
-    def _model(self, server: VllmServer) -> str:
-        return self._sender.name if self._sender.gave(server) and not self._merged else super()._model(server)
-
-    def _recall(self, server: VllmServer) -> None:
-        super()._recall(server)
-        if self._merged or self._sender.name not in self._client.models(server.address):
-            self._sender.forget(server)
-
     @torch.no_grad()
     def _probe_logps(self) -> Float[torch.Tensor, " T"]:
         """Log-probabilities of a few fixed tokens under the current policy."""
@@ -396,3 +378,22 @@ def _num_tokens(answers: Sequence[dict[str, Any]]) -> int:
 def _trains_embeddings(policy: CausalLM) -> bool:
     embedding: Any = policy.get_input_embeddings()
     return any(parameter.requires_grad for parameter in embedding.parameters())
+
+
+def _groups(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one call can serve: neighbours with equal prompts and consecutive seeds.
+
+    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
+    """
+    groups: list[list[Request]] = []
+    for request in requests:
+        last = groups[-1][-1] if groups else None
+        if last is not None and request.prompt_ids == last.prompt_ids and _seed(request) == _seed(last) + 1:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def _seed(request: Request) -> int:
+    return request.seed % 2**31

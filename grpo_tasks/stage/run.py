@@ -57,7 +57,7 @@ def run_stage(
 
 
 def package_of(stage: StageConfig) -> str:
-    """Package that trains a stage, as `python -m PACKAGE STAGE_DIR`."""
+    """Package that trains a stage, as `python -m MODULE STAGE_DIR`."""
     return ENGINES[stage.engine] if stage.kind == "grpo" else SUPERVISED
 
 

@@ -19,7 +19,6 @@ from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
-from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Round
 from grpo_tasks.grpo.trainer import Batch, Trainer
 from grpo_tasks.rewards.suite import Scores
@@ -99,9 +98,9 @@ class DemonstrationTrainer(SupervisedTrainer):
         check_share(self.found, settings, stage=self.stage.name, listed=listed)
         return self.found.rows
 
-    def _engine(self, servers: Sequence[VllmServer], ranks: Ranks) -> RolloutEngine:
+    def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
         # Only held-out evaluations sample, and a copy of the weights for sampling takes memory.
-        return super()._engine(servers, ranks) if self.held_out else NoEngine()
+        return super()._engine(servers) if self.held_out else NoEngine()
 
     def _begin(self) -> Watch:
         watch = super()._begin()

@@ -36,7 +36,7 @@ class TrackingConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where stages train, and where evaluation and lab sample: on this machine, or on the nodes of a Ray cluster."""
+    """Where the processes of a stage run: on this machine, or on the nodes of a Ray cluster."""
 
     GROUPS: ClassVar = {"restarts": ("max_restarts", "replacement_wait_s", "placement")}
 
@@ -46,7 +46,7 @@ class ClusterConfig(Section):
     """Address of the cluster, HOST:PORT, or auto for the one that this machine belongs to. Empty: RAY_ADDRESS of the
     environment. No cluster is ever started. This machine has to be a member of the cluster, so ray:// is refused."""
     num_nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Nodes that train a stage together, or share the prompts of an evaluation."""
+    """Nodes that train a stage together."""
     processes_per_node: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes of each node, one per GPU."""
     cpus_per_process: float = Field(1.0, gt=0.0, le=MOST_PROCESSES)
@@ -54,8 +54,7 @@ class ClusterConfig(Section):
     gpus_per_process: int | None = Field(None, ge=0, le=MOST_PROCESSES)
     """GPUs that each process reserves. Empty: 1 if a node of the cluster has GPUs and resources.device is not cpu, else 0."""
     max_restarts: int = Field(3, ge=0, le=1_000)
-    """How often a stage resumes from its last checkpoint by itself after a node or a process died, and how many of these deaths
-    an evaluation survives."""
+    """How often a stage resumes from its last checkpoint by itself after a node or a process died."""
     replacement_wait_s: float = Field(60.0, ge=0.0, le=LONGEST_S)
     """Time in seconds that a restart waits for as many nodes as before. Then the stage continues with fewer nodes."""
     placement: Literal["STRICT_SPREAD", "PACK"] = "STRICT_SPREAD"

@@ -1,20 +1,15 @@
 """Weights that reach a server over HTTP: the server sees no file of the trainer."""
 
-import copy
 import hashlib
 import os
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from grpo_tasks.rollout import vllm_engine
-from grpo_tasks.rollout.one_sender import OneSender
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import existing_servers
 from schemas.config.rollout import VllmConfig
@@ -57,11 +52,10 @@ def elsewhere(small, tmp_path_factory):
         yield servers
 
 
-def engine_for(servers, receivers, policy, tokenizer, folder, *, merged=False, sender=None):
+def engine_for(servers, receivers, policy, tokenizer, folder, *, merged=False):
     config = small_config(base_urls=[server.address for server in servers], weights_urls=receivers, concurrency=2)
     found = existing_servers(config, adapters=not merged)
-    weights = folder / "weights"
-    return VllmEngine(policy, tokenizer, config, found, weights=weights, dtype="float32", merged=merged, sender=sender)
+    return VllmEngine(policy, tokenizer, config, found, weights=folder / "weights", dtype="float32", merged=merged)
 
 
 def names(address):
@@ -113,68 +107,6 @@ def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewh
             assert engine._name in names(second)
             assert generate(engine, prompts) == wanted
             engine.close()
-
-
-def test_one_rank_sends_the_weights_for_all(elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch):
-    sent, send = [], vllm_engine.deliver
-
-    def counted(client, where, name, folder):
-        sent.append((where, name))
-        return send(client, where, name, folder)
-
-    monkeypatch.setattr(vllm_engine, "deliver", counted)
-    policies, gather = [policy, copy.deepcopy(policy)], gathers(2)
-    with receiver(tmp_path / "a") as (first, _), receiver(tmp_path / "b") as (second, _), ThreadPoolExecutor(2) as threads:
-        engines = [
-            engine_for(elsewhere, [first, second], each, tokenizer, tmp_path / str(rank), sender=OneSender(rank, gather(rank)))
-            for rank, each in enumerate(policies)
-        ]
-
-        def both(work):
-            return list(threads.map(work, engines))
-
-        for change in (0.0, 0.2, 0.1):
-            for each in policies:
-                moved(each, change)
-            sent.clear()
-            both(lambda engine: engine.sync())
-            assert sorted(sent) == sorted((where, engines[0]._name) for where in (first, second))
-            assert names(first) == names(second) == [engines[0]._name]
-            wanted = local(policy, tokenizer, prompts)
-            assert both(lambda engine: generate(engine, prompts)) == [wanted, wanted]
-        # A server that was restarted gets them from whoever asks it, under names that do not collide.
-        httpx.post(f"{elsewhere[1].address}/v1/unload_lora_adapter", json={"lora_name": engines[0]._name}).raise_for_status()
-        deadline = time.monotonic() + 120
-        while (second, engines[1]._name) not in sent or len(engines[1].pool.serving) < 2:
-            assert time.monotonic() < deadline
-            assert generate(engines[1], prompts) == wanted
-        assert both(lambda engine: generate(engine, prompts)) == [wanted, wanted]
-        # The next policy comes from one rank again, and nothing of the repair stays.
-        sent.clear()
-        for each in policies:
-            moved(each, 0.1)
-        both(lambda engine: engine.sync())
-        assert {name for _, name in sent} == {engines[0]._name}
-        assert both(lambda engine: generate(engine, prompts)) == [local(policy, tokenizer, prompts)] * 2
-        both(lambda engine: engine.close())
-        assert names(first) == names(second) == []
-
-
-def gathers(count):
-    """What ranks use to tell each other something, for ranks that are threads."""
-    barrier, items = threading.Barrier(count, timeout=120), [None] * count
-
-    def of(rank):
-        def gather(mine):
-            items[rank] = mine
-            barrier.wait()
-            found = list(items)
-            barrier.wait()
-            return found
-
-        return gather
-
-    return of
 
 
 def test_what_does_not_arrive_whole_is_never_loaded(tmp_path):
