@@ -50,10 +50,13 @@ class WorkerProcess:
         module: module that is run in the child; its only argument is the descriptor of its socket.
         limit_bytes: memory in bytes that the child and everything that it starts may use.
         log: file that receives the beginning of what is printed during each exchange. None: the output is discarded.
+        environment: variables that the child has besides those of this process.
     """
 
-    def __init__(self, module: str, limit_bytes: float, *, log: Path | None = None) -> None:
-        self.module, self.log = module, log
+    def __init__(
+        self, module: str, limit_bytes: float, *, log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.module, self.log, self._environment = module, log, dict(environment or {})
         self.limit_bytes = int(min(limit_bytes, MEMORY_SHARE * psutil.virtual_memory().total))
         self._process: subprocess.Popen[bytes] | None = None
         self._link: WorkerLink | None = None
@@ -75,7 +78,7 @@ class WorkerProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=(data.fileno(), control.fileno()),
-                env=os.environ | {PARENT: str(os.getpid())},
+                env=os.environ | self._environment | {PARENT: str(os.getpid())},
                 # A session of its own, so that Ctrl-C in the terminal reaches the parent only.
                 start_new_session=True,
             )
