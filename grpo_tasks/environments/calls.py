@@ -113,6 +113,13 @@ def read_turn(
     return _tagged(text, start, reasoning)
 
 
+def write_call(name: str, arguments: Mapping[str, Any], call_format: ReadFormat) -> str:
+    """A call as an honest policy writes it."""
+    if call_format == "llama":
+        return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': dict(arguments)}, ensure_ascii=False)}\n{CLOSE}"
+
+
 def spoken(text: str) -> str:
     """The text of a turn without the special tokens that end it."""
     return text[: _end_of_text(text)]

@@ -2,7 +2,8 @@
 
     tools    functions; nothing is kept between two calls
     methods  a class with reset(**columns) and public methods, which are its tools (TRL's `environment_factory`)
-    steps    a class with reset(row, seed) and step(completion); further tools may stand in its attribute `tools`
+    steps    a class with reset(row, seed) and step(completion); further tools may stand in its attribute `tools`. One that has
+             an attribute `schemas` executes its calls itself: its step receives the turn as a message, with tool_calls
 
 Functions and methods may be async. They are called with the generators of `random`, numpy and torch seeded by conversation and
 turn, so that a conversation goes the same way in every worker.
@@ -33,7 +34,7 @@ from grpo_tasks.environments.texts import (
 )
 from grpo_tasks.environments.tool_schema import Schema, public_methods, tool_schemas
 from schemas.config.learning.interaction import InteractionConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, UserError
 
 # One loop for all calls: a client that a method opened in one call still works in the next.
 _LOOP = asyncio.Runner()
@@ -50,6 +51,8 @@ class Loaded:
     """Makes an environment."""
     steps: bool = False
     """Whether its form is steps."""
+    own_calls: bool = False
+    """Whether it executes the calls of a turn itself."""
     rewards_at_end: bool = False
     """Whether it has a method get_reward."""
 
@@ -88,10 +91,11 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
     if not steps and not tools:
         fix = "add def step(self, completion), or public methods with docstrings, which the policy may call"
         raise ConfigError(f"{config.environment} has no method besides reset", place=place, fix=fix)
-    schemas = tool_schemas(tools, place=place) if with_schemas else []
+    own = _has_schemas(instance) if steps else False
+    schemas = [] if not with_schemas else (list(instance.schemas) if own else tool_schemas(tools, place=place))
     rewards_at_end = callable(getattr(instance, "get_reward", None))
     _close(instance)
-    return Loaded(config, make=make, steps=steps, rewards_at_end=rewards_at_end), schemas
+    return Loaded(config, make=make, steps=steps, own_calls=own, rewards_at_end=rewards_at_end), schemas
 
 
 def begin(loaded: Loaded, row: dict[str, Any], seed: int) -> tuple[Played | None, dict[str, Any]]:
@@ -121,10 +125,10 @@ def call(played: Played, name: str, arguments: Mapping[str, Any], limit: int) ->
         return {"text": failure(error, limit), "failed": True, "state": _state(played)}
 
 
-def step(played: Played, text: str, limit: int) -> dict[str, Any]:
+def step(played: Played, text: str, turn: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """The environment's step: {"messages", "done", "reward", "info"} or {"error"}."""
     try:
-        return read_step(_finished(played.instance.step(text)), limit)
+        return read_step(_finished(played.instance.step(turn if _has_schemas(played.instance) else text)), limit)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"error": _blamed("step", error)}
 
@@ -176,10 +180,16 @@ def _probe(make: Callable[[], Any], maker: Callable[..., Any], config: Interacti
         pass  # some callables of C code have no signature
     try:
         return make()
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{config.environment} cannot be made: {describe(error)}"
         raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct it, or its settings") from error
+
+
+def _has_schemas(instance: Any) -> bool:
+    return isinstance(getattr(instance, "schemas", None), list | tuple)
 
 
 def _tools_of(instance: Any, steps: bool) -> list[Callable[..., Any]]:

@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -188,6 +188,9 @@ class EnvironmentPool:
         turn = self._read(text)
         if one.over:
             return Observation(turn.message(), done=True, error=one.error or OVER)
+        if one.worker.own_calls:
+            num = len(turn.calls) + turn.num_unread
+            return replace(self._step(one, self._within_limit(one, turn), spoken(text)), calls=num)
         if turn.calls:
             return self._execute(one, turn)
         if one.worker.form == "steps":
@@ -222,21 +225,27 @@ class EnvironmentPool:
             messages.append(_said(Call(), _as_error(refused)))
         return Observation(turn.message(), messages, calls=num, info=_info(one))
 
+    def _within_limit(self, one: _Conversation, turn: Turn) -> Turn:
+        """The turn with no more readable calls than are allowed, for an environment that executes them itself."""
+        allowed = max(0, self.config.max_tool_calls - one.calls)
+        one.calls += len(turn.calls) + turn.num_unread
+        return replace(turn, calls=turn.calls[:allowed])
+
     def _call(self, one: _Conversation, call: Call) -> replies.Answered | Lost:
         message = {"name": call.name, "arguments": dict(call.arguments)}
         return self._ask(one, "call", message, replies.Answered, replies.max_bytes(1, self.config.max_answer_chars))
 
     def _step(self, one: _Conversation, turn: Turn, text: str) -> Observation:
         size = replies.max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
-        reply = self._ask(one, "step", {"text": text}, replies.Stepped, size)
         said = turn.message()
+        reply = self._ask(one, "step", {"text": text, "turn": said}, replies.Stepped, size)
         if isinstance(reply, Lost):
             reason = reply.reason if reply.reason == NOT_REPEATED else f"step {reply.reason}"
             return self._fail(one, Observation(said), reason)
         if reply.error is not None:
             return self._fail(one, Observation(said), reply.error)
         messages = [message.model_dump() for message in reply.messages]
-        observed = Observation(said, messages, done=reply.done, reward=reply.reward, info=reply.info)
+        observed = Observation(said, messages, reply.done, reply.reward, reply.info)
         return self._finish(one, observed) if reply.done else observed
 
     def _finish(self, one: _Conversation, observed: Observation) -> Observation:

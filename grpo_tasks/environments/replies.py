@@ -32,6 +32,7 @@ class Loaded(_Reply):
 
     form: Literal["tools", "methods", "steps"] | None = None
     schemas: list[dict[str, JsonValue]] = Field(default_factory=list)
+    own_calls: bool = False
     rewards_at_end: bool = False
     error: str | None = None
 

@@ -43,7 +43,8 @@ def main() -> None:
             _reply(descriptor, request, {"error": error.to_json()})
             return
         form = "tools" if loaded.make is None else ("steps" if loaded.steps else "methods")
-        _reply(descriptor, request, {"form": form, "schemas": schemas, "rewards_at_end": loaded.rewards_at_end})
+        flags = {"own_calls": loaded.own_calls, "rewards_at_end": loaded.rewards_at_end}
+        _reply(descriptor, request, {"form": form, "schemas": schemas, **flags})
         table = _Table(loaded)
         while True:
             request = _loads(read_frame(descriptor))
@@ -77,7 +78,7 @@ class _Table:
         if what == "call":
             return forms.call(played, request["name"], request["arguments"], limit)
         if what == "step":
-            return forms.step(played, request["text"], limit)
+            return forms.step(played, request["text"], request["turn"], limit)
         if what == "perfect":
             return forms.perfect_turns(played, request["row"])
         return forms.final_reward(played)

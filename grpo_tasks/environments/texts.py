@@ -174,7 +174,7 @@ def _message(found: Any, roles: frozenset[str], limit: int) -> dict[str, Any]:
     role, content = found.get("role"), found.get("content")
     if role not in roles:
         raise ShapeError(f"returned a message of the role {str(role)[:40]}: the roles are {', '.join(sorted(roles))}")
-    if isinstance(content, list) and all(isinstance(one, Mapping) for one in content):
+    if isinstance(content, list) and content and all(isinstance(one, Mapping) and "type" in one for one in content):
         content = "".join(_block(one) for one in content)
     message = {"role": role, "content": "" if content is None else as_text(content, limit)}
     name = found.get("name")

@@ -47,6 +47,8 @@ class EnvironmentWorker(WorkerProcess):
         self.config, self.folders = config, list(folders)
         self.form = ""
         """tools, methods or steps; see forms.py."""
+        self.own_calls = False
+        """Whether the environment executes the calls of a turn itself."""
         self.rewards_at_end = False
         """Whether the environment rewards whole conversations."""
         self.generation = 0
@@ -80,7 +82,7 @@ class EnvironmentWorker(WorkerProcess):
         if loaded.error is not None or loaded.form is None:
             self.close()
             raise replies.error_of(loaded.error or "")
-        self.form, self.rewards_at_end = loaded.form, loaded.rewards_at_end
+        self.form, self.own_calls, self.rewards_at_end = loaded.form, loaded.own_calls, loaded.rewards_at_end
         return [dict(one) for one in loaded.schemas]
 
     def ask(self, what: str, message: Mapping[str, Any], shape: type[Reply], max_bytes: int) -> Reply | Lost:

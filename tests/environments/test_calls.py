@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.environments.calls import MOST_CALLS, Call, Checker, call_format_of, read_turn, spoken
+from grpo_tasks.environments.calls import MOST_CALLS, Call, Checker, call_format_of, read_turn, spoken, write_call
 from schemas.errors import ConfigError
 
 ADD = {
@@ -45,6 +45,9 @@ def hermes(name: str, arguments: dict) -> str:
 @given(NAMES, ARGUMENTS, st.booleans())
 def test_an_honest_call_is_read_as_it_was_written(name, arguments, escaped):
     """Whatever is in its arguments: markers of calls, of reasoning and of the chat."""
+    for call_format in ("hermes", "llama", "json"):
+        written = write_call(name, arguments, call_format)
+        assert read_turn(written, call_format, starts_inside=False).calls == (Call(name, arguments),)
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=escaped)
     llama = json.dumps({"name": name, "parameters": arguments}, ensure_ascii=escaped)
     call = Call(name, arguments)

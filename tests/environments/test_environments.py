@@ -363,3 +363,30 @@ def test_a_reward_that_is_no_number_is_a_fault(pool_of, row):
     pool.begin([(0, row(goal=3), 0)])
     (observed,) = pool.answer([(0, "Done.")])
     assert (observed.reward, observed.error) == (None, "get_reward returned the reward str: return a finite number, or None")
+
+
+OWN_CALLS = '''
+class Shop:
+    """Executes its calls itself, from the turn as a message."""
+
+    schemas = [{"type": "function", "function": {"name": "buy", "description": "Buys.", "parameters": {"type": "object"}}}]
+
+    def reset(self, row, seed):
+        return None
+
+    def step(self, turn):
+        names = [call["function"]["arguments"] for call in turn.get("tool_calls", [])]
+        return {"messages": [{"role": "tool", "name": "buy", "content": names}], "done": not names, "reward": len(names)}
+'''
+
+
+def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, call, row):
+    pool = pool_of(OWN_CALLS, environment="Shop", max_tool_calls=3)
+    assert [one["function"]["name"] for one in pool.schemas()] == ["buy"]
+    pool.begin([(0, row(), 0)])
+    (first,) = pool.answer([(0, call("buy", what=1) + call("buy", what=2))])
+    assert first.messages == [{"role": "tool", "name": "buy", "content": '[{"what": 1}, {"what": 2}]'}]
+    assert (first.calls, first.reward, first.done) == (2, 2.0, False)
+    (second,) = pool.answer([(0, call("buy", what=3) + call("buy", what=4))])
+    assert (second.calls, second.reward) == (2, 1.0)
+    assert pool.answer([(0, call("buy", what=5))])[0].done
