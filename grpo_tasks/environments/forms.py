@@ -99,9 +99,9 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
 
 
 def begin(loaded: Loaded, row: dict[str, Any], seed: int) -> tuple[Played | None, dict[str, Any]]:
-    """Start a conversation. Returns it, None after a fault, and the reply: {"messages"} or {"error"}."""
+    """Start a conversation. Returns it, None after a fault, and the reply: {"messages", "state"} or {"error"}."""
     if loaded.make is None:
-        return Played(loaded, tools=dict(loaded.tools)), {"messages": []}
+        return Played(loaded, tools=dict(loaded.tools)), {"messages": [], "state": {}}
     messages = [dict(one) for one in row.get("messages") or []]
     try:
         instance = loaded.make()
@@ -110,7 +110,8 @@ def begin(loaded: Loaded, row: dict[str, Any], seed: int) -> tuple[Played | None
         tools = {tool.__name__: tool for tool in _tools_of(instance, loaded.steps)}
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return None, {"error": _blamed("reset", error)}
-    return Played(loaded, instance, tools), {"messages": opening}
+    played = Played(loaded, instance, tools)
+    return played, {"messages": opening, "state": _state(played)}
 
 
 def call(played: Played, name: str, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:

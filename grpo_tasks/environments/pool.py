@@ -182,6 +182,7 @@ class EnvironmentPool:
         one.over = one.error is not None
         if isinstance(reply, Lost) or one.error is not None:
             return Opening(error=one.error)
+        one.state = reply.state
         return Opening([said.model_dump() for said in reply.messages])
 
     def _answer(self, one: _Conversation, text: str) -> Observation:

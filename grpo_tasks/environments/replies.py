@@ -50,6 +50,7 @@ class Opened(_Reply):
     """A conversation has begun."""
 
     messages: list[Said] = Field(default_factory=list)
+    state: dict[str, JsonValue] = Field(default_factory=dict)
     error: str | None = None
 
 

@@ -161,29 +161,28 @@ def test_a_result_may_be_any_object_with_the_names_of_an_observation(pool_of, ro
     assert observed.info == {"kept": ["Why?", 3], "nan": "NaN"}
 
 
-@pytest.mark.parametrize(
-    ("completion", "said"),
-    [
-        ("none", "step returned NoneType: return a dict with messages, done, reward and info"),
-        ("number", "step returned int: return a dict"),
-        ("nan", "step returned the reward nan: return a finite number, or None"),
-        ("text_reward", "step returned the reward str"),
-        ("assistant", "step returned a message of the role assistant: the roles are tool, user"),
-        ("silence", "step returned no messages, and the conversation goes on"),
-        ("key", "step returned the key observation"),
-        ("five", "step returned a tuple of 5: return (messages, done, reward, info)"),
-        ("image", "step returned content of the type image: only text"),
-        ("many", "step returned 1000 messages, and 64 are the limit"),
-        ("unknown", "step raised KeyError: 'unknown'"),
-    ],
-)
-def test_a_step_that_breaks_the_contract_ends_the_conversation_and_gains_nothing(pool_of, row, completion, said):
+BREACHES = {
+    "none": "step returned NoneType: return a dict with messages, done, reward and info",
+    "number": "step returned int: return a dict",
+    "nan": "step returned the reward nan: return a finite number, or None",
+    "text_reward": "step returned the reward str",
+    "assistant": "step returned a message of the role assistant: the roles are tool, user",
+    "silence": "step returned no messages, and the conversation goes on",
+    "key": "step returned the key observation",
+    "five": "step returned a tuple of 5: return (messages, done, reward, info)",
+    "image": "step returned content of the type image: only text",
+    "many": "step returned 1000 messages, and 64 are the limit",
+    "unknown": "step raised KeyError: 'unknown'",
+}
+
+
+def test_a_step_that_breaks_the_contract_ends_the_conversation_and_gains_nothing(pool_of, row):
     pool = pool_of(STEPS, environment="Strange")
-    pool.begin([(0, row(puzzle="Why?"), 3)])
-    (observed,) = pool.answer([(0, completion)])
-    assert (observed.done, observed.reward) == (True, None)
-    assert observed.error is not None
-    assert observed.error.startswith(said)
+    pool.begin([(number, row(puzzle="Why?"), 3) for number in range(len(BREACHES))])
+    for observed, said in zip(pool.answer(list(enumerate(BREACHES))), BREACHES.values(), strict=True):
+        assert (observed.done, observed.reward) == (True, None)
+        assert observed.error is not None
+        assert observed.error.startswith(said)
 
 
 def test_long_messages_are_cut_and_markers_stay_text(pool_of, row):
@@ -249,23 +248,21 @@ def test_a_step_environment_may_offer_tools(pool_of, call, row):
     assert (left.done, left.reward, left.messages) == (True, 1.0, [{"role": "user", "content": "you leave"}])
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raise", "reset raised RuntimeError: no board"),
-        ("crash", "reset ended its worker process (exit code 3)"),
-        ("number", "reset returned int instead of messages"),
-        ("empty", "reset returned no messages"),
-        ("role", "reset returned a message of the role judge"),
-    ],
-)
-def test_a_conversation_that_cannot_begin_says_why(pool_of, row, how, said):
+def test_a_conversation_that_cannot_begin_says_why(pool_of, row):
+    reasons = {
+        "raise": "reset raised RuntimeError: no board",
+        "crash": "reset ended its worker process (exit code 3)",
+        "number": "reset returned int instead of messages",
+        "empty": "reset returned no messages",
+        "role": "reset returned a message of the role judge",
+    }
     pool = pool_of(STEPS, environment="BadReset")
-    (opening,) = pool.begin([(0, row(how=how), 0)])
-    assert opening.error is not None
-    assert opening.error.startswith(said)
-    (observed,) = pool.answer([(0, "x")])
-    assert (observed.done, observed.reward, observed.error) == (True, None, opening.error)
+    openings = pool.begin([(number, row(how=how), 0) for number, how in enumerate(reasons)])
+    observed = pool.answer([(number, "x") for number in range(len(reasons))])
+    for opening, refused, said in zip(openings, observed, reasons.values(), strict=True):
+        assert opening.error is not None
+        assert opening.error.startswith(said)
+        assert (refused.done, refused.reward, refused.error) == (True, None, opening.error)
 
 
 def test_a_number_that_begins_again_has_a_new_environment(pool_of, row):
@@ -344,6 +341,8 @@ def test_an_environment_written_for_trl_runs_unchanged(pool_of, call, row):
     assert second.info == {"environment": {"counter": 5, "goal": 4}}
     (last,) = pool.answer([(0, "Done.")])
     assert (last.done, last.reward, last.info) == (True, None, {"environment": {"counter": 3, "goal": 3}})
+    pool.begin([(2, row(goal=5), 0)])
+    assert pool.answer([(2, "I do nothing.")])[0].info == {"environment": {"counter": 0, "goal": 5}}
 
 
 def test_the_reward_that_a_trl_environment_owns_is_asked_once_however_the_conversation_ends(pool_of, call, row):

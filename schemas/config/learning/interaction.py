@@ -35,8 +35,9 @@ class InteractionConfig(Section):
     """Characters kept of one answer of a tool or environment."""
     timeout_s: float = Field(10.0, gt=0.0, le=3600.0)
     """Seconds that one call, one reset or one step may take. Then its worker is ended."""
-    memory_mb: int = Field(1024, ge=64)
-    """Memory that a worker process may take, in MiB."""
+    memory_mb: int = Field(1024, ge=256)
+    """Memory in MiB that a worker process may take, with everything that it starts. Resident memory is measured every 0.05 s; the
+    conversations of a worker share it. Python and what makes the schemas of tools take about 130 MiB."""
     workers: int = Field(2, ge=1, le=256)
     """Worker processes."""
 
