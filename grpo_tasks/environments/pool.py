@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from grpo_tasks.environments import replies
 from grpo_tasks.environments.calls import Call, Checker, Turn, call_format_of, read_turn, spoken
 from grpo_tasks.environments.contract import Message, Observation, Opening
+from grpo_tasks.environments.replies import Reply, Shape
 from grpo_tasks.environments.texts import MAX_MESSAGES
 from grpo_tasks.environments.worker import EnvironmentWorker, Lost
 from schemas.config.learning.interaction import InteractionConfig
@@ -41,7 +42,7 @@ class _Event:
 
     what: str
     message: Mapping[str, Any]
-    shape: Any
+    shape: type[Reply]
     max_bytes: int
     reply: Mapping[str, Any]
 
@@ -276,7 +277,7 @@ class EnvironmentPool:
             return reply.reason if reply.reason == NOT_REPEATED else f"get_reward {reply.reason}"
         return reply.error or reply.reward
 
-    def _ask(self, one: _Conversation, what: str, message: Mapping[str, Any], shape: type[Result], size: int) -> Result | Lost:
+    def _ask(self, one: _Conversation, what: str, message: Mapping[str, Any], shape: type[Shape], size: int) -> Shape | Lost:
         """Send a request of a conversation; in a new process its environment is played up to here first."""
         seed = hashlib.sha256(f"{one.seed}:{one.num_requests}".encode()).digest()
         one.num_requests += 1
@@ -284,7 +285,7 @@ class EnvironmentPool:
         lost = self._restore(one)
         if lost is not None:
             return lost
-        reply: Any = one.worker.ask(what, message, shape, size)
+        reply = one.worker.ask(what, message, shape, size)
         if not isinstance(reply, Lost):
             one.events.append(_Event(what, message, shape, size, reply.model_dump(exclude={"request"})))
         return reply
@@ -296,7 +297,7 @@ class EnvironmentPool:
         # A tool keeps nothing between two calls, so there is nothing to play again but the beginning.
         events = one.events[:1] if one.worker.form == "tools" else one.events
         for event in events:
-            reply: Any = one.worker.ask(event.what, event.message, event.shape, event.max_bytes)
+            reply = one.worker.ask(event.what, event.message, event.shape, event.max_bytes)
             if isinstance(reply, Lost) or reply.model_dump(exclude={"request"}) != event.reply:
                 return Lost(NOT_REPEATED)
         one.generation = one.worker.generation

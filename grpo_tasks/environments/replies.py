@@ -21,13 +21,15 @@ _MARK_CHARS = 200
 """More than the mark of a cut answer takes."""
 
 
-class _Reply(BaseModel):
+class Reply(BaseModel):
+    """What every reply has."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     request: str
 
 
-class Loaded(_Reply):
+class Loaded(Reply):
     """The worker has imported what the configuration names."""
 
     form: Literal["tools", "methods", "steps"] | None = None
@@ -46,7 +48,7 @@ class Said(BaseModel):
     content: JsonValue = ""
 
 
-class Opened(_Reply):
+class Opened(Reply):
     """A conversation has begun."""
 
     messages: list[Said] = Field(default_factory=list)
@@ -54,7 +56,7 @@ class Opened(_Reply):
     error: str | None = None
 
 
-class Answered(_Reply):
+class Answered(Reply):
     """A tool has answered."""
 
     text: str
@@ -62,7 +64,7 @@ class Answered(_Reply):
     state: dict[str, JsonValue]
 
 
-class Stepped(_Reply):
+class Stepped(Reply):
     """An environment has answered."""
 
     messages: Annotated[list[Said], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
@@ -72,25 +74,25 @@ class Stepped(_Reply):
     error: str | None = None
 
 
-class Final(_Reply):
+class Final(Reply):
     """The reward of a whole conversation."""
 
     reward: FiniteFloat | None = None
     error: str | None = None
 
 
-class Perfect(_Reply):
+class Perfect(Reply):
     """The turns of a perfect player."""
 
     turns: list[str] | None = None
     error: str | None = None
 
 
-class Ended(_Reply):
+class Ended(Reply):
     """Conversations are over."""
 
 
-Shape = TypeVar("Shape", bound=_Reply)
+Shape = TypeVar("Shape", bound=Reply)
 
 
 def reader(shape: type[Shape]) -> Callable[[bytes, str], Shape]:
@@ -119,13 +121,10 @@ def max_bytes(num_texts: int, max_chars: int) -> int:
     return BASE_BYTES + num_texts * 12 * (max_chars + _MARK_CHARS)
 
 
-def error_of(text: str) -> UserError:
-    """The error that a worker reports.
-
-    Raises:
-        MalformedReplyError: it is none.
-    """
+def error_of(text: str, place: str) -> UserError:
+    """The error that a worker reports; one about the report when it is none."""
     try:
         return UserError.from_json(text)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise MalformedReplyError("sent a reply of the wrong shape (error)") from None
+        fix = "import its module in a Python session, and see what it does to the modules json and os"
+        return UserError("the worker process sent an error that cannot be read", place=place, fix=fix)

@@ -9,9 +9,10 @@ go into conversations and rewards: they hold no times, pids or measurements, so 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_tasks.environments import replies
+from grpo_tasks.environments.replies import Shape
 from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import UserError
@@ -19,8 +20,6 @@ from schemas.errors import UserError
 LOAD_LIMIT_S = 300.0
 """Time limit for importing everything. A user's environment may load data."""
 MIB = 2**20
-
-Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,8 @@ class EnvironmentWorker(WorkerProcess):
         Raises:
             UserError: something cannot be imported, or ends the process.
         """
-        if self.running and not self.has_unread_bytes():
+        # What ended it between two calls, such as a thread, is not the fault of the next conversation.
+        if self.running and not self.has_ended() and not self.has_unread_bytes():
             return []
         self.close()
         self.start()
@@ -81,11 +81,11 @@ class EnvironmentWorker(WorkerProcess):
             raise UserError(f"importing the tools or the environment {reason}", place=place, fix=fix)
         if loaded.error is not None or loaded.form is None:
             self.close()
-            raise replies.error_of(loaded.error or "")
+            raise replies.error_of(loaded.error or "", place)
         self.form, self.own_calls, self.rewards_at_end = loaded.form, loaded.own_calls, loaded.rewards_at_end
         return [dict(one) for one in loaded.schemas]
 
-    def ask(self, what: str, message: Mapping[str, Any], shape: type[Reply], max_bytes: int) -> Reply | Lost:
+    def ask(self, what: str, message: Mapping[str, Any], shape: type[Shape], max_bytes: int) -> Shape | Lost:
         """Send a request to the process and wait for its reply.
 
         Args:
@@ -95,9 +95,8 @@ class EnvironmentWorker(WorkerProcess):
             max_bytes: maximum size of the reply.
         """
         label = f"{message.get('name', what)} in conversation {message.get('conversation', '')}".strip()
-        read: Any = replies.reader(shape)  # type: ignore[type-var]
-        limit_s = self.config.timeout_s
-        reply = self.exchange({"what": what, **message}, label.replace("\n", " ")[:200], limit_s, max_bytes, read)
+        label, limit_s = label.replace("\n", " ")[:200], self.config.timeout_s
+        reply = self.exchange({"what": what, **message}, label, limit_s, max_bytes, replies.reader(shape))
         return Lost(_reason(reply, limit_s, self.config.memory_mb)) if isinstance(reply, WorkerFault) else reply
 
 

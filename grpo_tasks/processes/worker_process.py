@@ -96,6 +96,11 @@ class WorkerProcess:
         assert self._link is not None
         return self._link.has_unread_bytes()
 
+    def has_ended(self) -> bool:
+        """Whether the child has ended between two exchanges."""
+        assert self._link is not None
+        return self._link.has_ended()
+
     def exchange(
         self, message: Mapping[str, Any], label: str, limit_s: float, max_bytes: int, read: Callable[[bytes, str], Reply]
     ) -> Reply | WorkerFault:

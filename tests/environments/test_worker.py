@@ -10,7 +10,7 @@ from grpo_tasks.environments import replies
 from grpo_tasks.processes.link import MalformedReplyError
 
 TOOLS = '''
-import os, subprocess, sys
+import os, subprocess, sys, threading
 
 def sockets():
     for name in os.listdir("/proc/self/fd"):
@@ -36,6 +36,11 @@ def start() -> int:
     """Starts a process that detaches itself."""
     source = "import os, time; os.setsid(); time.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", source]).pid
+
+def end_later() -> int:
+    """Starts a thread that ends the process."""
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return os.getpid()
 
 def add(a: int, b: int) -> int:
     """Adds.
@@ -93,6 +98,22 @@ def test_a_reply_of_any_other_shape_is_refused(shape, payload):
         replies.reader(shape)(payload.encode(), "a")
 
 
-def test_a_report_that_is_no_error_of_ours_is_refused():
-    with pytest.raises(MalformedReplyError):
-        replies.error_of("[]")
+def test_a_report_that_is_no_error_of_ours_is_an_error_with_a_place():
+    for text in ("[]", "", "{}", "5"):
+        error = replies.error_of(text, "interaction.tools")
+        assert (error.message, error.place) == ("the worker process sent an error that cannot be read", "interaction.tools")
+        assert error.fix
+
+
+def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(pool_of, call, row):
+    pool = pool_of(TOOLS, tools=["end_later", "add"])
+    pool.begin([(0, row(), 0), (1, row(), 1)])
+    (observed,) = pool.answer([(0, call("end_later"))])
+    pid = int(observed.messages[0]["content"])
+    deadline = time.monotonic() + 20.0
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    # The supervisor reports after it has collected the process.
+    time.sleep(0.2)
+    assert pool.answer([(1, call("add", a=1, b=2))])[0].messages[0]["content"] == "3"
