@@ -5,7 +5,8 @@ entry.py              run_child: the other end of it, with the file names in DIR
 lifetime.py           a child dies with its parent, however the parent ends
 identity.py           a pid with its start time, which together name one process for ever
 server_supervisor.py  a server (vLLM) with everything it starts, as one process group
-framing.py, link.py   requests and replies between a trainer and its reward worker, every wait with a deadline
+worker_process.py     a process that runs a user's functions, under worker_supervisor.py, which limits and cleans up
+framing.py, link.py   requests and replies between a trainer and such a process, every wait with a deadline
 lock.py               one process at a time in a folder
 ports.py              free ports
 

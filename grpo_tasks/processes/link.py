@@ -113,6 +113,10 @@ class WorkerLink:
         except OSError:
             return False
 
+    def has_ended(self) -> bool:
+        """Whether the worker or its supervisor has ended, although nothing was asked of it."""
+        return self._ended()
+
     def read_exit_report(self) -> dict[str, Any]:
         """How the worker ended, as its supervisor reports; empty when no report comes within REPORT_LIMIT_S."""
         self.send_order(EXIT_QUERY)

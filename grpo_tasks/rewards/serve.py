@@ -1,4 +1,4 @@
-"""`python -P -m grpo_tasks.rewards.serve FD`: the process that reward functions run in. supervisor.py starts it.
+"""`python -P -m grpo_tasks.rewards.serve FD`: the process that reward functions run in. worker.py starts it.
 
 It loads the functions, then answers one call after another. Requests and replies are JSON in frames on a socket of their own, so
 nothing that a function prints can be taken for a reply. Functions run in the main thread, because the time limit of mathematical

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import contains_special, special_tokens
+from grpo_tasks.content.user_objects import import_object
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.rewards.registry import import_object
 from grpo_tasks.supervised.turns import Demonstration, Turn, UnusableError, encode_turns
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError

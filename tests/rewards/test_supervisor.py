@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.rewards.contract import Fault, FunctionScores
-from grpo_tasks.rewards.supervisor import MAX_BYTES, MAX_LINES, Output
+from grpo_tasks.processes.worker_supervisor import MAX_BYTES, MAX_LINES, Output
 from grpo_tasks.rewards.worker import RewardWorker
 from tests.rewards.processes import is_gone, server_process, wait_until
 
@@ -123,7 +123,7 @@ def test_a_worker_never_gets_all_of_the_memory_of_the_machine(rewards_config):
 
 
 def test_a_supervisor_that_does_not_end_is_killed_with_everything_below_it(worker_of, make_batch, monkeypatch):
-    monkeypatch.setattr("grpo_tasks.rewards.worker.CLOSE_S", 0.2)
+    monkeypatch.setattr("grpo_tasks.processes.worker_process.CLOSE_S", 0.2)
     worker = worker_of("detaches")
     left = _left_by(worker, make_batch)
     outer = psutil.Process(worker._process.pid)

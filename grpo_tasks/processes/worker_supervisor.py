@@ -1,11 +1,12 @@
-"""`python -P -m grpo_tasks.rewards.supervisor DATA CONTROL MEMORY`: starts the reward worker and cleans up everything it starts.
+"""`python -P -m grpo_tasks.processes.worker_supervisor MODULE DATA CONTROL MEMORY`: starts a worker that runs a user's functions,
+and cleans up everything it starts.
 
-    RewardWorker --control--> supervisor --starts--> serve.py --starts--> whatever a reward function starts
-                                  |   ^------- one pipe: all their output ------|
-                                  v
-                                 log (stderr), the first lines of each call
+    WorkerProcess --control--> supervisor --starts--> MODULE --starts--> whatever a function of the user starts
+                                   |   ^------ one pipe: all their output -----|
+                                   v
+                                  log (stderr), the first lines of each call
 
-DATA and CONTROL are file descriptors, MEMORY is a limit in bytes. Whatever a reward function leaves running becomes a child of
+DATA and CONTROL are file descriptors, MEMORY is a limit in bytes. Whatever a function leaves running becomes a child of
 the supervisor, however it detaches itself (Linux). The supervisor kills all of it when the worker ends, when the parent closes
 the control socket or ends, or when the memory of all of them together exceeds the limit. A second process does the same if the
 supervisor itself is killed. This module imports little because a stage waits for its start.
@@ -105,7 +106,7 @@ class Output:
 class Supervisor:
     """Starts the worker, watches its end, output and memory, and obeys the parent."""
 
-    def __init__(self, data: int, control: socket.socket, limit_bytes: int) -> None:
+    def __init__(self, module: str, data: int, control: socket.socket, limit_bytes: int) -> None:
         self.control, self.limit_bytes = control, limit_bytes
         self.outer, self.parent = os.getppid(), int(os.environ[PARENT])
         self.log = Output(2)
@@ -115,7 +116,7 @@ class Supervisor:
         self._orders = b""
         self.output, printed = os.pipe()
         self.worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tasks.rewards.serve", str(data)],
+            [sys.executable, "-P", "-m", module, str(data)],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -269,7 +270,8 @@ def _child_end_descriptor() -> int:
 
 def main() -> NoReturn:
     """Fork: the inner process supervises, the outer one waits for its end and then kills whatever is left."""
-    data, control, limit_bytes = map(int, sys.argv[1:4])
+    module = sys.argv[1]
+    data, control, limit_bytes = map(int, sys.argv[2:5])
     adopt_orphans()
     inner = os.fork()
     if inner:
@@ -279,7 +281,7 @@ def main() -> NoReturn:
         end_descendants()
         os._exit(0)
     adopt_orphans()
-    supervisor = Supervisor(data, socket.socket(fileno=control), limit_bytes)
+    supervisor = Supervisor(module, data, socket.socket(fileno=control), limit_bytes)
     supervisor.end(supervisor.run())
     os._exit(0)
 

@@ -1,0 +1,363 @@
+"""Reads the calls of a turn, by the format of the model family. A turn is hostile text: nothing here raises, and time is bounded.
+
+    hermes  any text <tool_call>{"name": ..., "arguments": {...}}</tool_call> any text, several times (Qwen, Hermes, SmolLM)
+    llama   nothing but {"name": ..., "parameters": {...}}, several after `;`, with or without <|python_tag|> before it
+    json    as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
+
+Calls inside a reasoning block do not count. A block that opens another of its name ends with the outer one, and one that is never
+closed reaches to the end. Markers inside the JSON of a call are text. A call that cannot be read is a call with an error: the
+policy is told, and it counts.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from schemas.config.learning.interaction import CallFormat
+from schemas.errors import ConfigError
+
+ReadFormat = Literal["hermes", "llama", "json"]
+Message = dict[str, Any]
+
+OPEN, CLOSE, PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
+END_MARKS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+"""Special tokens that end a turn. They are not part of its text."""
+MOST_CALLS = 1024
+"""Calls read in one turn. Later ones are counted only."""
+MAX_CALL_CHARS = 262_144
+"""Characters of the JSON of one call."""
+MAX_ERROR_CHARS = 300
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call."""
+
+    name: str = ""
+    """Empty when the call could not be read."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    """Why it cannot be executed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy, as it was understood."""
+
+    content: str
+    """The text outside the calls, reasoning included."""
+    calls: tuple[Call, ...] = ()
+    num_unread: int = 0
+    """Further calls, beyond MOST_CALLS."""
+
+    def message(self) -> Message:
+        """The turn as a message of a chat."""
+        made: Message = {"role": "assistant", "content": self.content}
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in self.calls
+            if call.name
+        ]
+        return made | {"tool_calls": calls} if calls else made
+
+
+def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
+    """The format that the configuration names, or that a chat template asks the model for.
+
+    Raises:
+        ConfigError: auto, and the template shows no tools or asks for a format that is not read here.
+    """
+    if call_format != "auto":
+        return call_format
+    place = "interaction.call_format"
+    fix = "call_format: json, and say in the system prompt that a call is <tool_call>{JSON with name and arguments}</tool_call>"
+    for mark in _FOREIGN:
+        if mark in chat_template:
+            raise ConfigError(f"the chat template of the model writes calls with {mark}, which is not read", place=place, fix=fix)
+    if OPEN in chat_template:
+        return "hermes"
+    if PYTHON in chat_template or '"parameters"' in chat_template:
+        return "llama"
+    if not re.search(r"\btools\b", chat_template):
+        fix = "use a model whose chat template shows tools, or describe them in the system prompt and set call_format: json"
+        raise ConfigError("the chat template of the model does not show tools", place=place, fix=fix)
+    return "json"
+
+
+_FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
+
+
+def read_turn(
+    text: str, call_format: ReadFormat, *, reasoning: Sequence[str] = ("think",), starts_inside: bool | None = None
+) -> Turn:
+    """The calls of a turn, in their order.
+
+    Args:
+        text: what the policy wrote, special tokens included.
+        call_format: how it writes calls.
+        reasoning: names of the tags around reasoning.
+        starts_inside: True if the prompt ends inside a reasoning block, which the template opened. None: it is so when the first
+            of the tags is a closing one.
+    """
+    text = text[: _end_of_text(text)]
+    start = _first_outside(text, reasoning, starts_inside)
+    if call_format != "hermes":
+        turn = _alone(text, start, reasoning)
+        if turn.calls or call_format == "llama":
+            return turn
+    return _tagged(text, start, reasoning)
+
+
+def write_call(name: str, arguments: Mapping[str, Any], call_format: ReadFormat) -> str:
+    """A call as an honest policy writes it."""
+    if call_format == "llama":
+        return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': dict(arguments)}, ensure_ascii=False)}\n{CLOSE}"
+
+
+def spoken(text: str) -> str:
+    """The text of a turn without the special tokens that end it."""
+    return text[: _end_of_text(text)]
+
+
+def _end_of_text(text: str) -> int:
+    end = len(text)
+    while True:
+        last = end
+        # By position: a slice for each of a million marks would take quadratic time.
+        while end and text[end - 1] in _SPACE:
+            end -= 1
+        for mark in END_MARKS:
+            if text.endswith(mark, 0, end):
+                end -= len(mark)
+                break
+        else:
+            return last
+
+
+def _first_outside(text: str, reasoning: Sequence[str], starts_inside: bool | None) -> int:
+    """Where the reasoning ends that the prompt has opened; 0 if it has not."""
+    if starts_inside is False or not reasoning:
+        return 0
+    first = _markers(tuple(reasoning), False).search(text)
+    if starts_inside is None:
+        return first.end() if first and first[0].startswith("</") else 0
+    tag = first[0].strip("</>") if first else reasoning[0]
+    return _after_block(text, 0, tag)
+
+
+@lru_cache(maxsize=64)
+def _markers(tags: tuple[str, ...], calls: bool) -> re.Pattern[str]:
+    """Finds literal markers, in linear time."""
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")] + ([OPEN] if calls else [])
+    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+
+
+def _after_block(text: str, start: int, tag: str) -> int:
+    """The end of the reasoning block whose content begins at `start`."""
+    depth = 1
+    for mark in _markers((tag,), False).finditer(text, start):
+        depth += -1 if mark[0].startswith("</") else 1
+        if depth == 0:
+            return mark.end()
+    return len(text)
+
+
+def _tagged(text: str, start: int, reasoning: Sequence[str]) -> Turn:
+    calls: list[Call] = []
+    pieces, kept, at = [], 0, start
+    markers = _markers(tuple(reasoning), True)
+    while found := markers.search(text, at):
+        if found[0] != OPEN:
+            at = found.end() if found[0].startswith("</") else _after_block(text, found.end(), found[0][1:-1])
+            continue
+        if len(calls) == MOST_CALLS:
+            break
+        call, at = _tagged_call(text, found.end())
+        calls.append(call)
+        pieces.append(text[kept : found.start()])
+        kept = at
+    unread = text.count(OPEN, at) if len(calls) == MOST_CALLS else 0
+    content = "".join([*pieces, text[kept:]])
+    return Turn(content.rstrip() if calls else content, tuple(calls), unread)
+
+
+def _tagged_call(text: str, start: int) -> tuple[Call, int]:
+    """The call after an opening tag, and where the text goes on."""
+    found, end, error = _decode(text, start)
+    if error is None:
+        after = _skip(text, end)
+        if text.startswith(CLOSE, after):
+            return _call_of(found), after + len(CLOSE)
+        # A stop token may have taken the place of the closing tag.
+        if after == len(text):
+            return _call_of(found), after
+        error = f"expected {CLOSE} after the JSON object"
+    ends = [at for mark in (OPEN, CLOSE) if (at := text.find(mark, start)) >= 0]
+    end = min(ends, default=len(text))
+    return Call(error=error), end + len(CLOSE) if text.startswith(CLOSE, end) else end
+
+
+def _alone(text: str, start: int, reasoning: Sequence[str]) -> Turn:
+    at = _skip(text, start)
+    openings = {f"<{tag}>": tag for tag in reasoning}
+    while opening := next((mark for mark in openings if text.startswith(mark, at)), None):
+        at = _skip(text, _after_block(text, at + len(opening), openings[opening]))
+    tagged = text.startswith(PYTHON, at)
+    here = _skip(text, at + len(PYTHON)) if tagged else at
+    meant = _begins_like_a_call(text, here)
+    calls: list[Call] = []
+    while here < len(text) and len(calls) < MOST_CALLS:
+        found, here, error = _decode(text, here)
+        some = found if isinstance(found, list) else [found]
+        if error is not None:
+            calls.append(Call(error=error))
+            here, meant = len(text), meant or tagged
+        # Only what looks like a call is one: an answer may be a JSON object too, or begin with one.
+        elif tagged or all(map(_is_call, some)):
+            calls += map(_call_of, some)
+            meant = True
+            here = _skip(text, here, ";,")
+        else:
+            return Turn(text)
+    if not calls or not meant:
+        return Turn(text)
+    unread = text.count('"name"', here) + max(0, len(calls) - MOST_CALLS)
+    return Turn(text[:at].rstrip(), tuple(calls[:MOST_CALLS]), unread)
+
+
+def _is_call(found: Any) -> bool:
+    if not isinstance(found, dict) or not found.keys() <= {"name", "arguments", "parameters", "type", "function", "id"}:
+        return False
+    return isinstance(found.get("function", found), dict) and "name" in (found.get("function") or found)
+
+
+def _begins_like_a_call(text: str, at: int) -> bool:
+    head = "".join(text[at : at + 64].split())
+    return head.startswith(('{"name":"', '[{"name":"', '{"type":"function"'))
+
+
+def _skip(text: str, at: int, more: str = "") -> int:
+    skipped = _SPACE + more
+    while at < len(text) and text[at] in skipped:
+        at += 1
+    return at
+
+
+def _call_of(found: Any) -> Call:
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict):
+        return Call(error="a call is a JSON object with name and arguments")
+    name = found.get("name")
+    if not isinstance(name, str) or not name:
+        return Call(error="the call has no name")
+    name = _printable(name)[:MAX_ERROR_CHARS]
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        inner, end, error = _decode(arguments, 0)
+        if error is not None or _skip(arguments, end) < len(arguments):
+            return Call(name, error="the arguments are not a JSON object")
+        arguments = inner
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        return Call(name, error="the arguments are not a JSON object")
+    return Call(name, arguments)
+
+
+def _decode(text: str, start: int) -> tuple[Any, int, str | None]:
+    """The JSON value at `start`, where it ends, and what is wrong with it."""
+    start = _skip(text, start)
+    try:
+        found, end = _DECODER.raw_decode(text, start)
+    except RecursionError:
+        return None, start, "the JSON is nested too deeply"
+    except json.JSONDecodeError as error:
+        # Not the position: it would depend on text before the call.
+        return None, start, f"not valid JSON: {error.msg}"
+    except ValueError as error:
+        return None, start, f"not valid JSON: {_printable(str(error))[:MAX_ERROR_CHARS]}"
+    if end - start > MAX_CALL_CHARS:
+        return None, end, f"the call has {end - start:,} characters, and {MAX_CALL_CHARS:,} are the limit"
+    return found, end, None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is not finite")
+    return number
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+
+
+def _printable(text: str) -> str:
+    """The text without lone surrogates, for which UTF-8 has no form."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+class Checker:
+    """Checks calls against the schemas of the tools.
+
+    Args:
+        schemas: as `apply_chat_template(tools=...)` takes them.
+    """
+
+    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        from jsonschema import Draft202012Validator
+        from referencing import Registry
+
+        self._parameters = {one["function"]["name"]: one["function"]["parameters"] for one in schemas}
+        # An empty registry fetches nothing.
+        registry: Any = Registry()
+        self._validators = {
+            name: Draft202012Validator(_with_null(parameters), registry=registry) for name, parameters in self._parameters.items()
+        }
+
+    def check(self, call: Call) -> Call:
+        """The call, with an error if there is no such tool or its arguments do not fit."""
+        if call.error is not None:
+            return call
+        if call.name not in self._validators:
+            return replace(call, error=f"there is no tool {call.name}; tools: {', '.join(self._validators)}"[:MAX_ERROR_CHARS])
+        known = self._parameters[call.name].get("properties", {})
+        unknown = next((name for name in call.arguments if name not in known), None)
+        if unknown is not None:
+            error = f"{call.name} has no argument {_printable(unknown)[:100]}; arguments: {', '.join(known) or 'none'}"
+            return replace(call, error=error[:MAX_ERROR_CHARS])
+        try:
+            wrong = next(self._validators[call.name].iter_errors(call.arguments), None)
+        except (RecursionError, ArithmeticError):
+            return replace(call, error="the arguments are nested too deeply")
+        if wrong is None:
+            return call
+        # The message repeats the value, which may be long.
+        where = ".".join(map(str, wrong.absolute_path))[:100]
+        message = _printable(wrong.message)
+        message = message if len(message) <= MAX_ERROR_CHARS else f"{message[:100]} ... {message[-150:]}"
+        return replace(call, error=f"{call.name}: {where + ': ' if where else ''}{message}")
+
+
+def _with_null(schema: Any) -> Any:
+    """The schema as JSON Schema has it: transformers writes `nullable` for `| None`."""
+    if isinstance(schema, list):
+        return [_with_null(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: _with_null(value) for key, value in schema.items() if key not in ("nullable", "enum", "properties")}
+    made |= {"enum": schema["enum"]} if "enum" in schema else {}
+    # The keys below are names of arguments, whatever they are.
+    made |= (
+        {"properties": {name: _with_null(one) for name, one in schema["properties"].items()}} if "properties" in schema else {}
+    )
+    return {"anyOf": [made, {"type": "null"}]} if schema.get("nullable") is True else made

@@ -1,0 +1,77 @@
+"""What a conversation asks of its environment, in messages. Tokens are the business of the rollout.
+
+    opening = environments.begin([(conversation, row, seed), ...])      messages of the prompt, one list a conversation
+    observed = environments.answer([(conversation, text), ...])         what follows the policy's turn
+    rewards = environments.end([conversation, ...])                     it is over; what is rewarded only now
+
+Tools are an environment too: its step executes the calls of a turn and answers each as a message of the role `tool`. A turn
+without a call ends the conversation. A fault of a tool is an answer of the tool. A fault of an environment ends the conversation
+with `error`, and the conversation never gains by it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""A chat message: role and content, and what else a template knows, such as tool_calls and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a conversation begins."""
+
+    messages: Sequence[Message] = ()
+    """The prompt. Empty: the messages of the row as they stand."""
+    error: str | None = None
+    """Why it cannot begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What follows a turn of the policy."""
+
+    turn: Message
+    """The policy's turn as a message: role assistant, its text, and its calls as they were understood. For rewards and tables:
+    the tokens that go on are those that were sampled."""
+    messages: Sequence[Message] = ()
+    """What is said before the policy's next turn: roles tool and user."""
+    done: bool = False
+    """True: the conversation is over, and `messages` are its last words."""
+    reward: float | None = None
+    """What the environment gives for this turn. None: nothing."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What else it tells, as JSON values; for tables."""
+    calls: int = 0
+    """Calls of tools in this turn, refused ones included."""
+    error: str | None = None
+    """A fault of the environment, or a limit that ended the conversation."""
+
+
+class Environments(Protocol):
+    """The environments of a rollout's conversations, each conversation with one of its own."""
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools, as `apply_chat_template(tools=...)` takes them. Empty: there are none."""
+        ...
+
+    def begin(self, conversations: Sequence[tuple[int, Mapping[str, Any], int]]) -> list[Opening]:
+        """Start these conversations: number, columns of the row, seed. `messages` are among the columns."""
+        ...
+
+    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation]:
+        """Answer the policy's turn in each of these conversations; the text includes special tokens of the tool calls."""
+        ...
+
+    def end(self, conversations: Sequence[int]) -> list[float | None]:
+        """These conversations are over, by whatever cause.
+
+        Returns:
+            One reward each that an environment gives for the whole conversation, of those that a limit of the rollout has ended;
+            it comes on top of the rewards of the turns. None: there is none, or the last observation had it already.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all worker processes."""
+        ...

@@ -1,0 +1,55 @@
+"""Section `interaction`: tools and environments that answer the policy between two turns of a conversation."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from schemas.config.section import Section
+from schemas.config.types import MOST_TOKENS, FreeSettings
+
+Reference = Annotated[str, StringConstraints(pattern=r"^[\w.]+:[\w.]+$", max_length=200)]
+"""module:function or module:Class."""
+CallFormat = Literal["auto", "hermes", "llama", "json"]
+
+
+class InteractionConfig(Section):
+    """What answers the policy between two turns. Without tools and without an environment a completion is one turn."""
+
+    tools: list[Reference] = Field(default_factory=list, max_length=64)
+    """Typed Python functions with docstrings that the policy may call, as module:function. Their signatures become the schemas
+    that the chat template shows."""
+    environment: Reference | None = None
+    """Class or factory with reset and step, as module:Class; one instance a conversation."""
+    settings: FreeSettings = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    call_format: CallFormat = "auto"
+    """How the model writes a call. auto: as its chat template does. hermes: JSON in <tool_call> tags (Qwen). llama: a JSON object
+    with name and parameters, and nothing else. json: a JSON object in <tool_call> tags, or alone."""
+    max_turns: int = Field(8, ge=1, le=256)
+    """Turns of the policy in one conversation. One that runs out of them is truncated."""
+    max_tool_calls: int = Field(16, ge=0, le=1024)
+    """Calls in one conversation. Further ones are answered with an error."""
+    max_tokens: int = Field(4096, ge=16, le=MOST_TOKENS)
+    """Tokens of a conversation after its prompt, answers of tools included. rollout.max_completion_length limits each turn."""
+    max_answer_chars: int = Field(4_000, ge=16, le=1_000_000)
+    """Characters kept of one answer of a tool or environment."""
+    timeout_s: float = Field(10.0, gt=0.0, le=3600.0)
+    """Seconds that one call, one reset or one step may take. Then its worker is ended."""
+    memory_mb: int = Field(1024, ge=256)
+    """Memory in MiB that a worker process may take, with everything that it starts. Resident memory is measured every 0.05 s; the
+    conversations of a worker share it. Python and what makes the schemas of tools take about 130 MiB."""
+    workers: int = Field(2, ge=1, le=256)
+    """Worker processes."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.tools and self.environment:
+            raise ValueError("tools and environment are both given; fix: offer the tools from the environment, or remove one")
+        if self.settings and not self.environment:
+            raise ValueError("settings belong to an environment; fix: environment: module:Class, or leave settings out")
+        return self
+
+    @property
+    def active(self) -> bool:
+        """True if conversations have turns of somebody else."""
+        return bool(self.tools) or self.environment is not None

@@ -1,0 +1,188 @@
+"""The checks of an environment before any training, each with one that passes and one that is found out."""
+
+import pytest
+
+from grpo_tasks.environments.trial import IDLE, ODD, PERFECT, check_environment, percentile, perfect_turns, scripts_of
+
+ENVIRONMENTS = '''
+import itertools, os, random, time
+
+class Good:
+    def reset(self, row, seed):
+        self.random = random.Random(seed)
+        self.left = 3
+        return f" Say {row['word']}."
+
+    def step(self, completion):
+        self.left -= 1
+        if completion == "up":
+            return {"messages": [], "done": True, "reward": 1.0}
+        return {"messages": f"{self.random.random()}", "done": self.left == 0, "reward": 0.0}
+
+    def perfect(self, row):
+        return ["wait", row["word"]]
+
+class Global(Good):
+    """Draws from the shared generator, which is seeded for it."""
+
+    def step(self, completion):
+        self.left -= 1
+        up = completion == "up"
+        return {"messages": f"{random.random()}", "done": up or self.left == 0, "reward": float(up)}
+
+class Clock(Good):
+    def step(self, completion):
+        return {"messages": str(time.time_ns()), "done": completion == "up"}
+
+class Leaks(Good):
+    talked = {}
+
+    def reset(self, row, seed):
+        Leaks.talked = {"turns": 0}
+        return super().reset(row, seed)
+
+    def step(self, completion):
+        Leaks.talked["turns"] += 1
+        return {"messages": str(Leaks.talked["turns"]), "done": Leaks.talked["turns"] == 2}
+
+class PaysSilence(Good):
+    def step(self, completion):
+        return {"messages": [], "done": True, "reward": 1.0 if completion == "" else -1.0}
+
+class PaysAll(Good):
+    def step(self, completion):
+        return {"messages": [], "done": True, "reward": 1.0}
+
+class Endless(Good):
+    def step(self, completion):
+        return "go on"
+
+class Hangs(Good):
+    def step(self, completion):
+        if completion == "1":
+            time.sleep(600)
+        return super().step(completion)
+
+class Crashes(Good):
+    def step(self, completion):
+        if completion == "":
+            os._exit(5)
+        return super().step(completion)
+
+class Picky(Good):
+    def step(self, completion):
+        if completion not in ("", "up", "wait"):
+            raise ValueError("what?")
+        return super().step(completion)
+
+class NotForAll(Good):
+    def reset(self, row, seed):
+        if seed == 1:
+            raise ValueError("no board")
+        return super().reset(row, seed)
+
+class Slow(Good):
+    def step(self, completion):
+        time.sleep(0.2)
+        return {"messages": [], "done": True, "reward": float(completion != "")}
+
+class BadPlayer(Good):
+    def perfect(self, row):
+        return 5
+
+class Tools:
+    def reset(self):
+        self.total = 0
+
+    def add(self, number: float, how: str | None = None) -> float:
+        """Adds.
+
+        Args:
+            number: What to add.
+            how: How.
+        """
+        self.total += number
+        return self.total
+
+    def get_reward(self):
+        return self.total
+'''
+
+
+@pytest.fixture
+def outcomes(pool_of, row):
+    def trial(environment, **fields):
+        pool = pool_of(ENVIRONMENTS, environment=environment, **{"max_turns": 4, "workers": 2} | fields)
+        rows = [row("Play.", word="up"), row("Play.", word="up")]
+        perfect = [one if isinstance(one, list) else None for one in perfect_turns(pool, rows)]
+        scripts = scripts_of(rows, pool.schemas(), perfect=perfect, max_turns=pool.config.max_turns)
+        checks, plays = check_environment(pool, scripts, name=environment, timeout_s=pool.config.timeout_s)
+        return {one.check: one for one in checks}, plays
+
+    return trial
+
+
+def test_a_good_environment_passes_every_check(outcomes):
+    for environment in ("Good", "Global"):
+        found, plays = outcomes(environment)
+        assert {name: one.outcome for name, one in found.items()} == dict.fromkeys(
+            ("begins", "faults", "determinism", "leak", "speed", "ranking", "length"), "passed"
+        )
+        assert [play.script.kind for play in plays] == [PERFECT, IDLE, ODD] * 2
+        assert found["ranking"].detail == "the perfect player earns 1 where the silent one earns 0"
+        assert found["length"].detail == "the perfect player needs at most 2 turns"
+        assert "ms (median)" in found["speed"].detail
+
+
+@pytest.mark.parametrize(
+    ("environment", "check", "outcome", "said"),
+    [
+        ("Clock", "determinism", "warned", "turn 1 is answered by"),
+        ("Leaks", "leak", "failed", "a conversation goes another way while others run"),
+        ("PaysSilence", "ranking", "failed", "the perfect player earns -1 where the silent one earns 1"),
+        ("PaysAll", "ranking", "warned", "earns 1 where the silent one earns 1"),
+        ("Endless", "length", "warned", "2 of 2 perfect conversations were not over"),
+        ("Crashes", "faults", "failed", "step ended its worker process (exit code 5)"),
+        ("Picky", "faults", "warned", "step raised ValueError: what?"),
+        ("NotForAll", "begins", "failed", "2 of 5 conversations did not begin: reset raised ValueError: no board"),
+    ],
+)
+def test_a_check_finds_what_it_is_for(outcomes, environment, check, outcome, said):
+    found, _ = outcomes(environment)
+    assert found[check].outcome == outcome
+    assert said in found[check].detail
+    assert found[check].fix
+
+
+def test_an_environment_that_differs_by_itself_is_not_accused_of_a_leak(outcomes):
+    assert "leak" not in outcomes("Clock")[0]
+
+
+def test_a_hang_is_found_and_named(outcomes):
+    found, _ = outcomes("Hangs", timeout_s=1.0, workers=1)
+    assert (found["faults"].outcome, found["faults"].probe) == ("failed", ODD)
+    assert "step did not return within 1 s" in found["faults"].detail
+
+
+def test_a_slow_environment_is_warned_about(outcomes):
+    found, _ = outcomes("Slow", timeout_s=0.35)
+    assert found["speed"].outcome == "warned"
+
+
+def test_a_player_that_fails_is_a_text(pool_of, row):
+    pool = pool_of(ENVIRONMENTS, environment="BadPlayer")
+    assert perfect_turns(pool, [row(word="up")]) == ["perfect raised TypeError: 'int' object is not iterable"]
+    assert perfect_turns(pool_of(ENVIRONMENTS, environment="Tools"), [row()]) == [None]
+
+
+def test_every_tool_is_called_with_arguments_that_fit(outcomes):
+    found, plays = outcomes("Tools")
+    assert {one.outcome for one in found.values()} == {"passed"}
+    odd = next(play for play in plays if play.script.kind == ODD)
+    assert odd.observed[0].messages == [{"role": "tool", "name": "add", "content": "1.5"}]
+    assert odd.reward == 1.5
+
+
+def test_percentiles_are_values_that_occurred():
+    assert [percentile(range(1, 101), share) for share in (0.5, 0.95, 1.0)] == [50, 95, 100]
+    assert (percentile([7.0], 0.5), percentile([], 0.5)) == (7.0, 0.0)

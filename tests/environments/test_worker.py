@@ -1,0 +1,119 @@
+"""What the parent accepts from a process that runs a user's code, and that nothing of it is left."""
+
+import json
+import time
+
+import psutil
+import pytest
+
+from grpo_tasks.environments import replies
+from grpo_tasks.processes.link import MalformedReplyError
+
+TOOLS = '''
+import os, subprocess, sys, threading
+
+def sockets():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield int(name)
+        except OSError:
+            pass
+
+def forge() -> str:
+    """Writes to the socket of the worker."""
+    for descriptor in sockets():
+        os.write(descriptor, b'GRPO' + (20).to_bytes(8, "big") + b'{"request": "00000"}')
+    return "done"
+
+def announce() -> str:
+    """Announces a reply without end."""
+    for descriptor in sockets():
+        os.write(descriptor, b'GRPO' + (2**60).to_bytes(8, "big"))
+    return "done"
+
+def start() -> int:
+    """Starts a process that detaches itself."""
+    source = "import os, time; os.setsid(); time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-c", source]).pid
+
+def end_later() -> int:
+    """Starts a thread that ends the process."""
+    threading.Timer(0.2, os._exit, (3,)).start()
+    return os.getpid()
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+'''
+
+
+@pytest.mark.parametrize("tool", ["forge", "announce"])
+def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, call, row, tool):
+    pool = pool_of(TOOLS, tools=[tool, "add"], timeout_s=20.0)
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call(tool) + call("add", a=1, b=2))])
+    refused, answered = [message["content"] for message in observed.messages]
+    assert "on the socket of its worker process" in json.loads(refused)["error"]
+    assert answered == "3"
+
+
+def test_nothing_that_a_tool_has_started_is_left(pool_of, call, row):
+    pool = pool_of(TOOLS, tools=["start"])
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("start"))])
+    pid = int(observed.messages[0]["content"])
+    assert psutil.pid_exists(pid)
+    pool.close()
+    deadline = time.monotonic() + 20.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "payload"),
+    [
+        (replies.Answered, "no JSON"),
+        (replies.Answered, '{"request": "a", "text": 5, "failed": false, "state": {}}'),
+        (replies.Answered, '{"request": "a", "text": "x", "failed": false, "state": {}, "more": 1}'),
+        (replies.Answered, '{"request": "b", "text": "x", "failed": false, "state": {}}'),
+        (replies.Stepped, '{"request": "a", "reward": NaN}'),
+        (replies.Stepped, '{"request": "a", "reward": "1"}'),
+        (replies.Stepped, '{"request": "a", "messages": [{"content": "x"}]}'),
+        (replies.Stepped, json.dumps({"request": "a", "messages": [{"role": "user", "content": "x"}] * 65})),
+        (replies.Final, '{"request": "a", "reward": 1e999}'),
+        (replies.Loaded, '{"request": "a", "form": "other"}'),
+        (replies.Perfect, '{"request": "a", "turns": [1]}'),
+        (replies.Opened, "[" * 100_000),
+    ],
+)
+def test_a_reply_of_any_other_shape_is_refused(shape, payload):
+    with pytest.raises(MalformedReplyError):
+        replies.reader(shape)(payload.encode(), "a")
+
+
+def test_a_report_that_is_no_error_of_ours_is_an_error_with_a_place():
+    for text in ("[]", "", "{}", "5"):
+        error = replies.error_of(text, "interaction.tools")
+        assert (error.message, error.place) == ("the worker process sent an error that cannot be read", "interaction.tools")
+        assert error.fix
+
+
+def test_a_process_that_ends_between_two_calls_is_not_the_fault_of_the_next_one(pool_of, call, row):
+    pool = pool_of(TOOLS, tools=["end_later", "add"])
+    pool.begin([(0, row(), 0), (1, row(), 1)])
+    (observed,) = pool.answer([(0, call("end_later"))])
+    pid = int(observed.messages[0]["content"])
+    deadline = time.monotonic() + 20.0
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    # The supervisor reports after it has collected the process.
+    time.sleep(0.2)
+    assert pool.answer([(1, call("add", a=1, b=2))])[0].messages[0]["content"] == "3"
