@@ -128,6 +128,14 @@ GREEDY_REWARD = "greedy_reward"
 TASK_ACCURACY = "accuracy/task/*"
 TASK_FORMAT_RATE = "format_rate/task/*"
 
+# Of the guards of a promotion.
+CONTAINS = "contains"
+LACKS = "lacks"
+SCRIPT_SHARE = "script_share"
+EVALUATOR = "evaluator"
+GUARD_CHANGE = "guard/*/change"
+GUARD_PASSED = "guard/*/passed"
+
 TRAINING: tuple[Metric, ...] = (
     Metric(
         REWARD,
@@ -313,6 +321,8 @@ EVALUATION: tuple[Metric, ...] = (
     Metric(TASK_ACCURACY, "accuracy on the prompts of one task", "share", "higher", column="correct"),
     Metric(TASK_FORMAT_RATE, "format rate on the prompts of one task", "share", "higher", column="strict_format"),
     Metric(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD),
+    Metric(GUARD_CHANGE, "change of the metric of one guard of the promotion against the champion or the base"),
+    Metric(GUARD_PASSED, "whether one guard of the promotion passed: 1 or 0", better="higher"),
 )
 
 HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metric.headline)
@@ -324,6 +334,18 @@ PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if 
 
 PROMOTING: tuple[str, ...] = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY, PASS_AT_K, REWARD, REWARD_MEAN)
 """Evaluation metrics that can decide about the alias `champion`; the last one for any function of the evaluation."""
+GUARDING: tuple[str, ...] = (
+    ACCURACY,
+    LENIENT_ACCURACY,
+    FORMAT_RATE,
+    TRUNCATED_RATE,
+    COMPLETION_LENGTH,
+    CONTAINS,
+    LACKS,
+    SCRIPT_SHARE,
+    EVALUATOR,
+)
+"""What a guard of a promotion can measure."""
 TASK_FAMILIES: dict[str, str] = {ACCURACY: TASK_ACCURACY, FORMAT_RATE: TASK_FORMAT_RATE, REWARD: TASK_REWARD}
 """Evaluation metrics that are also measured for each task, with their families."""
 

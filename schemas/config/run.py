@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
-from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig, PromotionGuard
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
@@ -39,6 +39,8 @@ from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
+GUARD = "guard-"
+"""Beginning of the label of an evaluation on the prompts of a guard."""
 RESERVED_NAMES = ("base", "merged", "champion")
 """Labels of evaluations, which no stage may take."""
 
@@ -91,7 +93,7 @@ class RunConfig(Section):
     def _check_names(self) -> Self:
         names = [stage.name for stage in self.stages]
         for name in names:
-            if names.count(name) > 1 or name in RESERVED_NAMES:
+            if names.count(name) > 1 or name in RESERVED_NAMES or (name.startswith(GUARD) and self.promotion.guards):
                 raise ValueError(f"stage name {name} is taken; fix: give each stage a unique name")
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
@@ -154,6 +156,11 @@ class RunConfig(Section):
             )
         if metric == REWARD and not self._evaluation_rewards:
             raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
+        for index, guard in enumerate(self.promotion.guards):
+            if guard.needs_truth and not self.completion.has_answer:
+                raise ValueError(
+                    f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
+                )
         if self.promotion.needs_truth and not self.completion.has_answer:
             fix = "set completion.answer_key: KEY" if self.completion.format == "json" else "set promotion.metric: reward"
             raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")
@@ -175,6 +182,19 @@ class RunConfig(Section):
         return ScoringInputs(
             rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
         )
+
+    def guard_data(self, guard: PromotionGuard) -> DataConfig:
+        """The settings by which the prompts of a guard are read: those of the data, all rows held out, without tasks."""
+        answers = self.data.answer_column if guard.needs_truth else None
+        update = {"train": [], "eval": guard.data, "tasks": {}, "task_column": None, "answer_column": answers}
+        return self.data.model_copy(update=update)
+
+    def guard_scoring(self, guard: PromotionGuard) -> "ScoringInputs | None":
+        """The function of a guard that has one."""
+        if guard.evaluator is None:
+            return None
+        functions = {guard.name: RewardConfig(function=guard.evaluator, weight=0.0)}
+        return ScoringInputs(rewards=self.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
 
     def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False) -> "DifficultyInputs":
         """What the pass rates by the rewards of these stages depend on, and nothing that only training uses.
