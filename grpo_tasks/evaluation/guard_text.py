@@ -28,7 +28,8 @@ def guards_markdown(guards: Sequence[GuardCheck]) -> str:
         if not guard.passed:
             sections.append(f"## Worse: {guard.name} ({guard.metric})")
         sections += [
-            f"Question:\n\n{_block(one.question)}\n\nBefore:\n\n{_block(one.before)}\n\nAfter ({one.change:+.4g}):\n\n{_block(one.after)}"
+            f"Question:\n\n{_block(one.question)}\n\nBefore:\n\n{_block(one.before)}\n\n"
+            f"After ({one.change:+.4g}):\n\n{_block(one.after)}"
             for one in guard.worse
         ]
     return "\n\n".join(sections) + "\n"

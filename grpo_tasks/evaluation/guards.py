@@ -35,7 +35,7 @@ def check_guard_pattern(guard: PromotionGuard) -> None:
 
 
 def sample_values(samples: pl.DataFrame, guard: PromotionGuard) -> pl.DataFrame:
-    """Columns prompt_id, completion and value (float, null where there is none), one row per sampled completion, no greedy ones."""
+    """Columns prompt_id, completion and value (float, null where there is none), one row per sampled completion."""
     return samples.filter(pl.col("sample") >= 0).select("prompt_id", "completion", _value(guard).cast(pl.Float64).alias("value"))
 
 

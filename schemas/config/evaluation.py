@@ -84,7 +84,7 @@ class PromotionGuard(Section):
         "Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Han", "Hiragana", "Katakana", "Hangul", "Thai"
     ] = "Latin"
     """Script of script_share."""
-    evaluator: str | None = Field(None, pattern=r"^[\w.]{1,200}:\w{1,200}$")
+    evaluator: str | None = Field(None, max_length=400, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")
     """Function of evaluator, as package.module:function. It has the signature of a reward and runs in the reward process."""
 
     @model_validator(mode="after")

@@ -95,8 +95,8 @@ class GuardCheck(Result):
     def __str__(self) -> str:
         """The guard in one line."""
         return (
-            f"guard {self.name}: {self.metric} {self.theirs:.4g} -> {self.ours:.4g} against the {self.against} over {self.prompts} "
-            f"prompts, p = {self.p_value:.2g}, limit {self.limit}"
+            f"guard {self.name}: {self.metric} {self.theirs:.4g} -> {self.ours:.4g} against the {self.against} over "
+            f"{self.prompts} prompts, p = {self.p_value:.2g}, limit {self.limit}"
         )
 
 

@@ -1,7 +1,6 @@
 """Guards of a promotion in whole runs: one refuses what the task's test would promote, and without it the version is promoted."""
 
 import json
-import time
 
 import pytest
 import yaml
@@ -50,7 +49,6 @@ def test_a_guard_refuses_a_promotion_that_goes_through_without_it(place):
     run = place.parent("style")
     assert (run.data.metrics["guard/chatty/passed"], run.data.metrics["guard/polite/passed"]) == (0.0, 1.0)
     assert run.data.metrics["guard/chatty/change"] < 0
-    folder = run.info.artifact_uri.removeprefix("file://")
     [report] = place.root.glob("**/write_report/*/report.html")
     assert "Worse in chatty: Tell me about" in report.read_text()
     assert {item.path for item in place.client.list_artifacts(run.info.run_id, "guards")} >= {
@@ -71,10 +69,7 @@ def test_a_guard_refuses_a_promotion_that_goes_through_without_it(place):
 
 def test_the_rows_of_a_guard_are_checked_before_anything_is_trained(place):
     place.write("guard.jsonl", '{"wrong": 1}\n')
-    began = time.monotonic()
     said = place.grpo("run", "refused.yaml", expect=1)
     assert "guard.jsonl" in said
     assert "fix:" in said
     assert not list(place.root.glob("**/train_stage/*"))
-    assert time.monotonic() > began
-    assert "guard chatty" in place.grpo("run", "passed.yaml", "--dry-run", expect=1) or True
