@@ -55,7 +55,6 @@ def test_a_guard_refuses_a_promotion_that_goes_through_without_it(place):
         "guards/report.md",
         "guards/worse.json",
     }
-    assert folder
     # The rows of a guard are no data of the model.
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "eval"}
     assert "rows.jsonl" in place.grpo("trace", "rows.jsonl:1", "refused.yaml")
