@@ -6,6 +6,7 @@
 A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
 """
 
+import time
 from contextlib import suppress
 from typing import Any, Literal
 from uuid import UUID
@@ -20,6 +21,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
 from flows.flow_run import CHAMPION_CHANGED
+from grpo_tasks.operating.automations import SUSPENDED
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from schemas.config.run import RunConfig
@@ -29,6 +31,7 @@ from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 """Events of the version grpo.model.NAME.VERSION."""
+_SIGNS, _BETWEEN_SIGNS_S = 5, 0.5
 
 
 class Verdict(RunInput):
@@ -71,6 +74,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, headline: str,
         verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
     except Pause as suspended:
         _say_in_lists(suspended.state, headline)
+        _say_that_silence_is_rest()
         raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
@@ -91,6 +95,17 @@ def _say_in_lists(state: State[Any] | None, message: str) -> None:
     with suppress(Exception), get_client(sync_client=True) as client:
         if state is not None:
             client.set_flow_run_state(UUID(str(flow_run.id)), state.model_copy(update={"message": message}), force=True)
+
+
+def _say_that_silence_is_rest() -> None:
+    """Tell the automation that finds vanished runs to expect nothing more of this one.
+
+    Prefect's own event is not enough: on SQLite its server may fail to count an event while the database is locked, tries again
+    for less than 0.1 s and gives up. A suspended run would then be taken for a crashed one.
+    """
+    for _ in range(_SIGNS):
+        send_event(SUSPENDED, f"prefect.flow-run.{flow_run.id}", {})
+        time.sleep(_BETWEEN_SIGNS_S)
 
 
 def _questions() -> set[str]:

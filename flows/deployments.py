@@ -126,6 +126,12 @@ def deployments() -> list[Deployment]:
             demo | {"model": "models:/grpo-demo@champion"},
         ),
         Deployment(
+            "sweep",
+            "flows.sweeps.flow.sweep_flow",
+            "Train every combination of the values of some settings, prune what lags behind, and compare.",
+            {"source": "demo", "over": ["stages.0.learning_rate=1e-3,3e-4"], "seeds": 1, "overrides": []},
+        ),
+        Deployment(
             "retrain",
             "flows.retrain.retrain_flow",
             "Train again if data, code or config have changed since the last version, then decide on the champion.",

@@ -12,14 +12,19 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_name, send_event
 from grpo_tasks.running.step import LOCKS
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.pruning import curve_of, publish_curve
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.runs import TrackedRun, open_run
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
-from schemas.errors import TrackingError, UserError, disk_full, hidden_errors
+from schemas.errors import PrunedError, TrackingError, UserError, disk_full, hidden_errors
 from schemas.results.base import StepResult
+from schemas.results.model import StageResult
 from schemas.results.publication import Publication
+from schemas.results.sweep import Pruning, VariantSpec
 from schemas.secret import hide
 
 ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "replicas", "stage", "grpo", "evaluation")
@@ -37,6 +42,7 @@ class FlowRun:
     output: Path
     fresh: bool
     flow_run_id: str | None
+    pruning: Pruning | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -59,11 +65,18 @@ class FlowRun:
         return hashes | self.tracked.origin
 
     def record(self, result: StepResult) -> None:
-        """Send a result to MLflow, once."""
+        """Send a result to MLflow, once; in a sweep, show the evaluations of a stage to the other runs."""
         self.tracked.record(result)
+        if self.pruning is not None and isinstance(result, StageResult):
+            # A stage that was trained before has had no chance to do it itself.
+            journal = Journal(StageDir(result.directory).journal, writes=False)
+            curve = curve_of(journal, self.pruning, key=result.key, seed=self.config.seed)
+            publish_curve(curve, self.pruning, result.stage)
 
     def record_failure(self, step: str, directory: Path, error: UserError) -> None:
-        """Send the error of a failed step and the files that it has left."""
+        """Send the error of a failed step and the files that it has left. Being pruned is no failure."""
+        if isinstance(error, PrunedError):
+            return
         handle = self.tracked.handle
         # The step's own error must reach the user, even if MLflow cannot record it.
         with suppress(TrackingError):
@@ -100,10 +113,16 @@ class FlowRun:
 
 
 @contextmanager
-def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Iterator[FlowRun]:
+def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False, variant: VariantSpec | None = None) -> Iterator[FlowRun]:
     """Check the config against this machine, then open the MLflow run of this config, these inputs and this code.
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
+
+    Args:
+        config: the configuration.
+        flow: name of the flow; each flow has MLflow runs of its own.
+        fresh: run every step again.
+        variant: the place of the run in a sweep.
     """
     check_working_directory()
     check_installed(config)
@@ -111,29 +130,34 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False) -> Itera
     check_output(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
+    if variant is not None:
+        name = variant.label
     run_id = flow_run_id()
     with (
         _report_disk_full(config.resources.output_dir),
         hidden_errors(),
         _folder_lock(config, fresh),
-        _state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
+        state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
         open_run(
             config,
             key=key,
             fresh=fresh,
             flow_run_id=run_id,
             flow_run_url=flow_run_url(),
-            flow_run_name=flow_run_name(),
+            # The flow run of a variant has the same name.
+            flow_run_name=flow_run_name() if variant is None else None,
             name=name,
+            parent_run_id=variant.parent_run_id if variant else None,
         ) as tracked,
     ):
-        run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id)
+        pruning = variant.pruning if variant else None
+        run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id, pruning)
         run.show_links()
         yield run
 
 
 @contextmanager
-def _state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
+def state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
     """Let Prefect cancel the run, and show how earlier runs of this folder ended. Without a flow run there is nothing to do."""
     if run_id is None:
         yield
@@ -171,6 +195,12 @@ def _report_disk_full(folder: Path) -> Iterator[None]:
 def pipeline_key(config: RunConfig, start_from: str) -> str:
     """Hash of everything a trained model depends on: settings, contents of data and models, code of the rooms."""
     return content_key(f"retrain from {start_from}", ROOMS, _sections(config))
+
+
+def inputs_key(config: RunConfig) -> str:
+    """Hash of everything but the stages and the seed that a run depends on: settings, contents of files, code of the rooms."""
+    kept = {name: section for name, section in _sections(config).items() if name not in ("stages", "seed")}
+    return content_key("inputs", ROOMS, kept)
 
 
 def _sections(config: RunConfig) -> dict[str, object]:

@@ -49,7 +49,8 @@ def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
         raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="--set difficulty.samples=8")
     config = with_local_model(config)
     # Every stage, also one that would measure from its own start, which only a run has.
-    stages = [stage.model_copy(update={"measure_difficulty": False, "keep_pass_rate": None}) for stage in config.stages]
+    neutral = {"measure_difficulty": False, "keep_pass_rate": None, "min_pass_at_group": None}
+    stages = [stage.model_copy(update=neutral) for stage in config.stages]
     config = config.model_copy(update={"stages": stages})
     with open_flow_run(config, flow="difficulty", fresh=fresh) as run:
         report = measured_difficulty(run, base_model(config), validated_data(run))

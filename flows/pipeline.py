@@ -55,7 +55,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
     config = with_local_model(config)
     with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
         check_champion(config.registered_model, config.tracking)
-        trained = _trained(run)
+        trained = train_and_evaluate(run)
         made = _published(run, trained, tags or {})
     # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
     while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.headline(), made.comparison()):
@@ -65,7 +65,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class Trained:
     """Everything before the decision."""
 
     data: DataReport
@@ -79,7 +79,8 @@ class _Trained:
     """Prompts of the guards of the promotion."""
 
 
-def _trained(run: FlowRun) -> _Trained:
+def train_and_evaluate(run: FlowRun) -> Trained:
+    """Every step before the decision, in order."""
     config = run.config
     data = validated_data(run)
     guards = checked_guards(run)
@@ -97,10 +98,10 @@ def _trained(run: FlowRun) -> _Trained:
             evaluations.append(evaluation_of(run, stage.name, model, data))
     merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
-    return _Trained(data, lab, difficulty, stages, evaluations, merged, guards)
+    return Trained(data, lab, difficulty, stages, evaluations, merged, guards)
 
 
-def _published(run: FlowRun, trained: _Trained, tags: Mapping[str, str]) -> PipelineResult:
+def _published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> PipelineResult:
     config, base, final = run.config, trained.evaluations[0], trained.evaluations[-1]
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     guards = guard_checks(run, final, rivals[-1], trained.guards)

@@ -12,6 +12,7 @@ from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
+from grpo_tasks.stage.gate import require_pass_at_group
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
@@ -46,7 +47,7 @@ def validated_data(run: FlowRun) -> DataReport:
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
     """Test every reward of every stage before any training."""
     config = run.config
-    stages = [_reward_settings(stage) for stage in config.stages]
+    stages = [_reward_settings(stage) for stage in config.stages if stage.rewards]
     tasks = config.task_rewards()
     inputs = LabInputs(
         completion=config.completion,
@@ -54,6 +55,7 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
         stages=stages,
         lab=config.lab,
         success=config.difficulty.success,
+        supervised_first=config.supervised_first,
         tasks=tasks,
     )
     return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
@@ -70,7 +72,8 @@ def measured_difficulty(run: FlowRun, start: ModelRef, data: DataReport) -> Diff
 
     Stops when `keep_pass_rate` of one of these stages leaves too few prompts.
     """
-    difficulty, stages = run.config.difficulty, [stage for stage in run.config.stages if not stage.measure_difficulty]
+    difficulty = run.config.difficulty
+    stages = [stage for stage in run.config.stages if stage.kind != "sft" and not stage.measure_difficulty]
     if not stages or (difficulty.samples == 0 and difficulty.pass_rate_column is None):
         return None
     return _difficulty(run, "start", start, data, stages)
@@ -88,10 +91,10 @@ def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, sta
         rollout=config.rollout,
         seed=config.seed if config.model.added_tokens else MEASURING_SEED,
     )
+    rates = read_table(report.pass_rates)
     for stage in stages:
-        require_prompts(
-            choose_prompts(data.train, read_table(report.pass_rates), stage).counts, stage, config.difficulty.min_prompts
-        )
+        require_pass_at_group(rates, stage)
+        require_prompts(choose_prompts(data.train, rates, stage).counts, stage, config.difficulty.min_prompts)
     return report
 
 
@@ -124,7 +127,7 @@ def trained_stage(
         stage,
         start,
         data,
-        difficulty,
+        None if stage.kind == "sft" else difficulty,
         model=config.model,
         completion=config.completion,
         rewards=config.rewards,

@@ -1,6 +1,6 @@
 """Step: evaluate one model on the held-out prompts.
 
-sample (child process) -> samples.parquet -> rewards, in their own process -> columns -> verdicts, metrics, report
+sample (child process or cluster) -> samples.parquet -> rewards, in their own process -> columns -> verdicts, metrics, report
 """
 
 import time
@@ -8,10 +8,8 @@ import time
 import polars as pl
 
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rewards.held_out import reward_columns
-from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
@@ -23,7 +21,12 @@ from schemas.results.evaluation import EvalReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards"), retries=1, device=True)
+@step(
+    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    retries=1,
+    device=True,
+    on_cluster=True,
+)
 def evaluate_model(
     work: Work,
     label: str,
@@ -42,8 +45,7 @@ def evaluate_model(
     spec = SampleSpec.of(
         evaluation, model=model, ref=ref, prompts=data.eval, rollout=rollout, resources=work.run.resources, seed=seed
     )
-    spec.save(work.directory / SPEC)
-    run_module("grpo_tasks.rollout", work.directory)
+    run_sampling(spec, work.directory)
     rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None
     if scoring is not None:
         samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"

@@ -20,10 +20,8 @@ import polars as pl
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import REPORT, SAMPLES
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rewards.screening import solved_samples
-from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -33,7 +31,12 @@ from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef
 
 
-@step(rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards"), retries=1, device=True)
+@step(
+    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    retries=1,
+    device=True,
+    on_cluster=True,
+)
 def measure_difficulty(
     work: Work,
     label: str,
@@ -62,8 +65,7 @@ def measure_difficulty(
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
-            spec.part(only, numbers).save(work.directory / SPEC)
-            run_module("grpo_tasks.rollout", work.directory)
+            run_sampling(spec.part(only, numbers), work.directory)
             return pl.read_parquet(work.directory / SAMPLES)
 
         samples = solved_samples(draw, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")

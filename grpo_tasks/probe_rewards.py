@@ -9,9 +9,8 @@ from grpo_tasks.data.table import read_prompts
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.report import report_markdown
 from grpo_tasks.lab.run import lab_error, run_lab
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import LOG, SPEC
-from grpo_tasks.rollout.spec import SampleSpec
+from grpo_tasks.processes.entry import LOG
+from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -20,8 +19,15 @@ from schemas.results.data import DataReport
 from schemas.results.lab import LabReport
 from schemas.results.model import ModelRef
 
+NO_REWARDS = "no stage has rewards"
+"""Why a run of demonstrations alone has nothing to check."""
 
-@step(rooms=("lab", "rewards", "answers", "rollout", "replicas", "policy", "attention", "data"), device=True)
+
+@step(
+    rooms=("lab", "rewards", "judging", "answers", "rollout", "replicas", "policy", "attention", "data"),
+    device=True,
+    on_cluster=True,
+)
 def probe_rewards(
     work: Work,
     data: DataReport,
@@ -34,6 +40,8 @@ def probe_rewards(
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
     finding when `lab.strict` is set."""
     began = time.perf_counter()
+    if not inputs.stages:
+        return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
     spec = SampleSpec(
         model=model,
         ref=ModelRef(path=model.path, revision=model.revision),
@@ -46,9 +54,8 @@ def probe_rewards(
         resources=work.run.resources,
         seed=seed,
     )
-    spec.save(work.directory / SPEC)
-    run_module("grpo_tasks.rollout", work.directory)
-    groups = _groups(work.directory / "samples.parquet")
+    run_sampling(spec, work.directory)
+    groups = _groups(work.directory / SAMPLES)
     findings = run_lab(
         inputs,
         read_prompts(data.train),

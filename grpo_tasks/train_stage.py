@@ -1,4 +1,4 @@
-"""Step: one GRPO stage in a process of its own, followed live."""
+"""Step: one stage in a process of its own, followed live."""
 
 from grpo_tasks.data.table import read_table
 from grpo_tasks.running.progress import StageProgress
@@ -19,7 +19,21 @@ from schemas.results.model import ModelRef, StageResult
 
 
 @step(
-    rooms=("grpo", "trl_engine", "stage", "rollout", "replicas", "planning", "policy", "attention", "rewards", "answers", "data"),
+    rooms=(
+        "grpo",
+        "supervised",
+        "trl_engine",
+        "stage",
+        "rollout",
+        "replicas",
+        "planning",
+        "policy",
+        "attention",
+        "rewards",
+        "judging",
+        "answers",
+        "data",
+    ),
     retries=1,
     resumable=True,
     device=True,
@@ -56,6 +70,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
         train=data.train if choice is None else choice.write(directory),
         eval=data.eval,
         tasks=tasks,
+        pruning=work.run.pruning,
     )
     # The shipper reads the spec before the stage starts.
     spec.save(directory.spec)

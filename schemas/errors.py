@@ -115,6 +115,12 @@ class RewardError(UserError):
     title = "A reward function failed"
 
 
+class JudgeUnavailableError(RewardError):
+    """A judge that does not answer, or may not be asked any more. The stage can be resumed."""
+
+    title = "The judge is not available"
+
+
 class LabError(UserError):
     """A check of the reward lab failed; nothing was trained."""
 
@@ -135,6 +141,12 @@ class TrainingError(UserError):
 
 class NotFiniteError(TrainingError):
     """A loss or gradient that is not finite. The weights are those before the update."""
+
+
+class PrunedError(TrainingError):
+    """A run of a sweep that ends early, because others do better. Its stage has a checkpoint to resume from."""
+
+    title = "The run was pruned"
 
 
 class RolloutError(UserError):

@@ -59,6 +59,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot("learning_rate", "Learning rate"),
     Plot("tokens_per_s", "Tokens per second"),
     Plot("loss", "Loss (may rise while the model gets better)"),
+    Plot("token_accuracy", "Token accuracy"),
     Plot("entropy", "Entropy"),
     Plot("grad_norm", "Gradient norm"),
 )
@@ -74,6 +75,10 @@ EVAL_REWARD = "eval_reward"
 EVAL_REWARD_MEAN = "eval_rewards/*/mean"
 EVAL_REWARD_SUCCESS = "eval_rewards/*/success"
 LOSS = "loss"
+TOKEN_ACCURACY = "token_accuracy"  # noqa: S105 - no password
+TRAINED_TOKENS = "trained_tokens"
+KEPT_COMPLETIONS = "kept_completions"
+KEPT_REWARD = "kept_reward"
 ENTROPY = "entropy"
 GRAD_NORM = "grad_norm"
 LOSS_SCALE = "loss_scale"
@@ -180,7 +185,28 @@ TRAINING: tuple[Metric, ...] = (
     Metric(EVAL_REWARD, "mean weighted reward of completions of held-out prompts", better="higher", plot="reward"),
     Metric(EVAL_REWARD_MEAN, "mean raw score of one reward function on held-out prompts", better="higher"),
     Metric(EVAL_REWARD_SUCCESS, "share of held-out completions that earn the function's full score", "share", "higher"),
-    Metric(LOSS, "policy loss; it starts near 0 and may rise while the model improves, so watch the reward", plot="loss"),
+    Metric(
+        LOSS,
+        "policy loss; it starts near 0 and may rise while the model improves, so watch the reward. In a stage of kind sft or "
+        "rejection the mean cross entropy of the trained tokens, which falls",
+        plot="loss",
+    ),
+    Metric(
+        TOKEN_ACCURACY,
+        "share of trained tokens that the policy itself ranks first; kinds sft and rejection only",
+        "share",
+        "higher",
+        plot="token_accuracy",
+        short="token_acc",
+    ),
+    Metric(TRAINED_TOKENS, "tokens with a loss in the update: those of the assistant; kinds sft and rejection only", "tokens"),
+    Metric(KEPT_COMPLETIONS, "share of the sampled completions that the update trained on; kind rejection only", "share"),
+    Metric(
+        KEPT_REWARD,
+        "mean weighted reward of the completions that the update trained on; kind rejection only",
+        better="higher",
+        plot="reward",
+    ),
     Metric(ENTROPY, "mean entropy of the distributions that tokens were sampled from", "nats/token", plot="entropy"),
     Metric(GRAD_NORM, "norm of the gradient before clipping", plot="grad_norm"),
     Metric(LOSS_SCALE, "loss scale in float16; it halves when a gradient overflows and doubles after 2,000 updates"),

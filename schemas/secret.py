@@ -35,8 +35,8 @@ _SAYS_SECRET = ("PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "SECRETS", "CREDEN
 """Endings of words that mark the name of a secret (PGPASSWORD; not TOKENIZERS)."""
 _SAYS_SECRET_LAST = ("KEY", "PASS", "PWD", "AUTH", "JWT", "PAT", "SIG", "SIGNATURE")
 _KINDS_OF_KEY = ("API", "ACCESS", "SECRET", "PRIVATE", "SIGNING", "ENCRYPTION", "MASTER", "AUTH")
-_SAYS_WHERE = ("FILE", "PATH", "DIR", "FOLDER", "SOCK", "SOCKET", "TTL", "EXPIRY")
-"""Last words of names that describe where or how long a secret is kept."""
+_SAYS_WHERE = ("FILE", "PATH", "DIR", "FOLDER", "SOCK", "SOCKET", "TTL", "EXPIRY", "VARIABLE")
+"""Last words of names that describe where or how long a secret is kept, not the secret."""
 
 _ADDRESS = re.compile(r"(?<=://)[^\s\"'<>`]+")
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")

@@ -1,7 +1,7 @@
 """The command line, `grpo`: every command and the panel of `grpo --help` that lists it.
 
     init.py        a config for a data file                 inspection.py  presets, fields, trace, plan, doctor
-    run.py         the pipeline and its single steps
+    run.py         the pipeline and its single steps        ../sweeps/command.py  many runs of it
     lists.py       runs, models, completions
     models.py      registered models                        operate.py     servers, workers, deployments
     environment.py what a command prepares                  errors.py      how it fails        show.py  what it prints
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import typer
 
 from flows.cli import init, inspection, lists, models, operate, run
+from flows.sweeps import command as sweeps
 
 
 def _collect_less_garbage() -> None:
@@ -35,6 +36,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run the pipeline": (
         init.init,
         run.run,
+        sweeps.sweep,
         run.validate,
         run.rewards,
         run.difficulty,

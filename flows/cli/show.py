@@ -76,8 +76,12 @@ def describe_difficulty(config: RunConfig) -> str:
 def describe_stage(stage: StageConfig) -> str:
     """A stage in one line."""
     length = f"{stage.max_steps} updates" if stage.max_steps else f"{stage.num_train_epochs:g} epochs"
+    if stage.kind == "sft":
+        return f"sft: {length} of {stage.completions_per_update} demonstrations; learning rate {stage.learning_rate:g}"
     prompts = stage.completions_per_update // stage.num_generations
     sizes = f"{prompts} prompts x {stage.num_generations} completions"
+    if stage.kind == "rejection":
+        length = f"rejection sampling: {length}"
     band = "" if stage.keep_pass_rate is None else f"; pass rates {stage.keep_pass_rate[0]:g} to {stage.keep_pass_rate[1]:g}"
     return f"{length} of {sizes}{band}; rewards {', '.join(stage.rewards)}; learning rate {stage.learning_rate:g}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from grpo_tasks.cluster.versions import own_versions
+from grpo_tasks.cluster.versions import Versions, own_versions
 from schemas.errors import ClusterError, ConfigError
 
 ADDRESS = "RAY_ADDRESS"
@@ -112,6 +112,11 @@ def overview() -> Overview:
     return Overview(nodes, tuple(sorted((group["name"], group["state"]) for group in groups())))
 
 
+def _versions_there() -> Versions:
+    """What a node answers. Ray takes plain functions only, not one whose result is kept."""
+    return own_versions()
+
+
 def _faults(node_id: str) -> tuple[str, ...]:
     import ray
     from ray.exceptions import RayError
@@ -119,7 +124,7 @@ def _faults(node_id: str) -> tuple[str, ...]:
 
     # Without a CPU of its own it runs beside whatever the node does.
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    asked = ray.remote(own_versions).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    asked = ray.remote(_versions_there).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
     try:
         return tuple(own_versions().differences(ray.get(asked, timeout=ANSWER_S)))
     except RayError as error:

@@ -17,10 +17,11 @@ from pathlib import Path
 from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.content.modules import own_modules
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.model import ModelConfig
 from schemas.config.operations import ClusterConfig
-from schemas.config.rewards import RewardsConfig
 from schemas.errors import ClusterError
 from schemas.paths import EMBEDDED, is_local
+from schemas.results.model import ModelRef
 
 INPUTS = "inputs"
 TRAIN, EVAL, BASE, ADAPTER, MODULES = (
@@ -44,6 +45,10 @@ class ParcelFile:
     def is_input(self) -> bool:
         """Whether it is an input of the stage, which never changes, and not something the stage made."""
         return self.target.startswith(f"{INPUTS}/")
+
+
+REPLACED_S = 1_800.0
+"""Longest wait for a rollout server that replaces one: a node may have to be waited for, and vLLM takes a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +75,24 @@ class Parcel:
 
     def spec_at(self, root: Path, *, ranks: int, servers: Sequence[ServerAddress] = ()) -> StageSpec:
         """The specification with the paths of a node, for as many ranks and with these rollout servers."""
-        start, rewards = self.spec.start, self.spec.rewards
-        sent = {file.target.split("/")[1] for file in self.files if file.is_input}
-        if "base" in sent:
-            start = start.model_copy(update={"path": str(root / BASE)})
-        if start.adapter is not None:
-            start = start.model_copy(update={"adapter": root / ADAPTER})
+        start, rewards = model_at(self.spec.start, self.files, root), self.spec.rewards
         resources = self.spec.resources.model_copy(update={"num_processes": ranks, "cluster": ClusterConfig()})
         changes: dict[str, object] = {
             "train": root / TRAIN,
             "eval": None if self.spec.eval is None else root / EVAL,
+            "model": config_at(self.spec.model, self.spec.start, start),
             "start": start,
             "rewards": rewards.model_copy(update={"module_dir": root / MODULES}),
             "resources": resources,
         }
+        demonstrations = self.spec.stage.demonstrations
+        if demonstrations is not None:
+            here = demonstrations.model_copy(update={"module_dir": root / MODULES})
+            changes["stage"] = self.spec.stage.model_copy(update={"demonstrations": here})
         if servers:
-            urls = {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
+            # The driver replaces a server that is lost, so the trainers wait for it.
+            urls: dict[str, object] = {"patience_s": max(self.spec.rollout.vllm.patience_s, REPLACED_S)}
+            urls |= {"base_urls": [each.url for each in servers], "weights_urls": [each.weights_url for each in servers]}
             vllm = self.spec.rollout.vllm.model_copy(update=urls)
             changes["rollout"] = self.spec.rollout.model_copy(update={"vllm": vllm})
         return self.spec.model_copy(update=changes)
@@ -93,20 +100,39 @@ class Parcel:
 
 def pack(spec: StageSpec, directory: StageDir) -> Parcel:
     """List the inputs of the stage and everything it has made so far, with hashes."""
-    files = [_file(TRAIN, spec.train)]
+    files = [file_at(TRAIN, spec.train)]
     if spec.eval is not None:
-        files.append(_file(EVAL, spec.eval))
-    if is_local(spec.start.path) and not spec.start.path.startswith(EMBEDDED):
-        files += _folder(BASE, Path(spec.start.path))
-    if spec.start.adapter is not None:
-        files += _folder(ADAPTER, spec.start.adapter)
-    files += _modules(spec.rewards)
+        files.append(file_at(EVAL, spec.eval))
+    files += model_files(spec.start)
+    files += _modules(spec)
     for path in (directory.journal, directory.events, directory.token_budget):
         if path.exists():
-            files.append(_file(path.name, path))
+            files.append(file_at(path.name, path))
     for folder in (directory.checkpoints, directory.best):
         files += _folder(folder.name, folder)
     return Parcel(spec, tuple(files))
+
+
+def model_files(model: ModelRef) -> list[ParcelFile]:
+    """The files of a model: its base if it is a folder, and its adapter."""
+    files: list[ParcelFile] = []
+    if is_local(model.path) and not model.path.startswith(EMBEDDED):
+        files += _folder(BASE, Path(model.path))
+    if model.adapter is not None:
+        files += _folder(ADAPTER, model.adapter)
+    return files
+
+
+def model_at(model: ModelRef, files: Sequence[ParcelFile], root: Path) -> ModelRef:
+    """The model with the paths of a node where `files` were laid out below `root`."""
+    if any(file.target.startswith(f"{BASE}/") for file in files):
+        model = model.model_copy(update={"path": str(root / BASE)})
+    return model if model.adapter is None else model.model_copy(update={"adapter": root / ADAPTER})
+
+
+def config_at(config: ModelConfig, model: ModelRef, there: ModelRef) -> ModelConfig:
+    """The config of a node. Added tokens belong to the base of the config, which is known by its path."""
+    return config.model_copy(update={"path": there.path}) if config.path == model.path else config
 
 
 class Store:
@@ -185,19 +211,23 @@ def _has_content(path: Path, file: ParcelFile) -> bool:
         return False
 
 
-def _file(target: str, source: Path) -> ParcelFile:
+def file_at(target: str, source: Path) -> ParcelFile:
+    """A file of the driver with its hash, and its place on a node."""
     return ParcelFile(target, source.resolve(), file_sha256(source), source.stat().st_size)
 
 
 def _folder(target: str, source: Path) -> list[ParcelFile]:
     inside = [(path, path.relative_to(source)) for path in files_below(source)]
     unfinished = ".part-"
-    return [_file(f"{target}/{name.as_posix()}", path) for path, name in inside if not name.parts[0].startswith(unfinished)]
+    return [file_at(f"{target}/{name.as_posix()}", path) for path, name in inside if not name.parts[0].startswith(unfinished)]
 
 
-def _modules(rewards: RewardsConfig) -> list[ParcelFile]:
-    """The user's own modules with reward functions, and those that they import."""
+def _modules(spec: StageSpec) -> list[ParcelFile]:
+    """The user's own modules with reward functions and demonstrations, and those that they import."""
     found: dict[str, Path] = {}
+    rewards, demonstrations = spec.rewards, spec.stage.demonstrations
+    if demonstrations is not None and demonstrations.function:
+        found |= own_modules(demonstrations.function.partition(":")[0], demonstrations.module_dirs())
     for name, settings in rewards.functions.items():
         module, colon, _ = (settings.function or name).partition(":")
         if colon:
@@ -206,6 +236,6 @@ def _modules(rewards: RewardsConfig) -> list[ParcelFile]:
     for module, path in found.items():
         parts = module.replace(".", "/")
         files.append(
-            _file(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path)
+            file_at(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path)
         )
     return files

@@ -23,7 +23,7 @@ from grpo_tasks.cluster.servers import Servers, rollout_servers
 from grpo_tasks.cluster.versions import require_equal
 from grpo_tasks.processes.entry import DISK_FULL
 from grpo_tasks.stage.journal import Events, Journal
-from grpo_tasks.stage.run import ENGINES
+from grpo_tasks.stage.run import package_of
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import TrainingError, UserError
 
@@ -131,7 +131,7 @@ class Attempt:
         port = ask(first.actor.free_port.remote(), first.facts.name)
         ranks = self.local * len(members)
         gangs = [Gang(first.facts.address, port, index * self.local, self.local, ranks) for index in range(len(members))]
-        engine = ENGINES[self.spec.stage.engine]
+        engine = package_of(self.spec.stage)
         servers = () if self.servers is None else tuple(self.servers.addresses)
         started = [member.actor.start.remote(parcel, engine, gang, servers) for member, gang in zip(members, gangs, strict=True)]
         bases = [ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)]

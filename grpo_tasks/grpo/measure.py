@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,12 +54,14 @@ from schemas.metrics import (
     SAMPLER_KL,
     SKIPPED_STEP,
     TASK_REWARD,
+    TOKEN_ACCURACY,
+    TRAINED_TOKENS,
     member,
 )
 
 MAX_LOG_RATIO = 50.0
 """Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
-SUMMED = ("loss", "tokens", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction")
+SUMMED = ("loss", "tokens", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction", "hits")
 """Figures that add up over microbatches and ranks."""
 
 
@@ -84,6 +86,8 @@ class UpdateFigures:
     """None: the sampler is not corrected for."""
     loss_scale: float | None = None
     """Factor of the loss in float16; None: it is not scaled."""
+    hits: float | None = None
+    """Trained tokens that the policy ranks first; None: the update was no supervised one."""
     skipped: bool = False
     """The scaled gradient overflowed and no step was made."""
     _unread: list[tuple[tuple[str, ...], Float[Tensor, " _"]]] = field(default_factory=list, repr=False)
@@ -124,6 +128,15 @@ class UpdateFigures:
             found["kl"] = _k3_sum((ref_logps - inputs.logps.detach()).masked_fill(~mask, 0.0))
         if inputs.correction is not None:
             found["correction"] = (inputs.correction * mask).sum()
+        self._keep(found)
+
+    def add_supervised(
+        self, loss: Float[Tensor, ""], trained: Bool[Tensor, "N T"], entropies: Float[Tensor, "N T"], hits: Float[Tensor, "N T"]
+    ) -> None:
+        """Add the trained tokens of a microbatch, which were not weighted by advantages."""
+        self._keep({"loss": loss, "tokens": trained.sum(), "entropy": entropies[trained].sum(), "hits": hits[trained].sum()})
+
+    def _keep(self, found: Mapping[str, Tensor]) -> None:
         self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))
 
     def _read(self) -> None:
@@ -160,6 +173,9 @@ class UpdateFigures:
             del known[GRAD_NORM]  # it is not finite
         if self.tokens == 0:
             return known
+        if self.hits is not None:
+            supervised = {ENTROPY: self.entropy / self.tokens, TOKEN_ACCURACY: self.hits / self.tokens}
+            return known | supervised | {TRAINED_TOKENS: float(self.tokens)}
         per_token = {
             ENTROPY: self.entropy,
             CLIP_LOW: self.clipped_low,

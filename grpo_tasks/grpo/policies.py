@@ -72,9 +72,9 @@ class Policies:
         """True where there is a reference policy even at beta 0: with an adapter."""
         return isinstance(self.model, PeftModel)
 
-    def scores(self, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
-        """log-probabilities and entropies [N, T] under the policy that is trained."""
-        return self._forward(self.model, tokens, entropy_gradients=entropy_gradients)
+    def scores(self, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False) -> TokenScores:
+        """log-probabilities and entropies [N, T] under the policy that is trained, and on request which tokens it ranks first."""
+        return self._forward(self.model, tokens, entropy_gradients=entropy_gradients, count_hits=count_hits)
 
     @torch.no_grad()
     def ref_logps(self, tokens: TokenBatch) -> Float[Tensor, "N T"]:
@@ -82,12 +82,19 @@ class Policies:
         with self._as_reference() as model:
             return self._forward(model, tokens).logps
 
-    def _forward(self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False) -> TokenScores:
+    def _forward(
+        self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False
+    ) -> TokenScores:
         if self._layout is None:
             self._layout = self._fitting_layout(tokens)
         with self.ranks.accelerator.autocast():
             return completion_logprobs(
-                model, tokens, temperature=self.temperature, layout=self._layout, entropy_gradients=entropy_gradients
+                model,
+                tokens,
+                temperature=self.temperature,
+                layout=self._layout,
+                entropy_gradients=entropy_gradients,
+                count_hits=count_hits,
             )
 
     def _fitting_layout(self, tokens: TokenBatch) -> Layout:

@@ -24,7 +24,7 @@ from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
-from grpo_tasks.rollout.engine import completion_seed
+from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.checkpoint import TrainingState
 from grpo_tasks.stage.finish import Ending, best_step, finished, restore_best, save_best, save_final, write_completions
@@ -33,7 +33,8 @@ from grpo_tasks.stage.journal import Events, Journal
 from grpo_tasks.stage.save_restore import Checkpoints, Counters
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
-from schemas.errors import NotFiniteError
+from schemas.config.stage import StageConfig
+from schemas.errors import JudgeUnavailableError, NotFiniteError
 from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
 from schemas.results.model import StageResult
 
@@ -59,17 +60,17 @@ class Trainer:
         self.device, writes = self.ranks.accelerator.device, self.ranks.writes
         self.seed = completion_seed(spec.seed, stage.name)
         torch.manual_seed(self.seed)
-        self.rows: list[PromptRow] = read_prompts(spec.train)
+        self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
+        self.rows = self._training_rows()
         self.held_out = _held_out_rows(spec)
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(stage), self.seed, mixture)
         self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
-        self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
         longest = max(row.prompt_tokens for row in self.rows)
         stage = with_token_budget(spec, model, longest)
         policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
-        self.learner = Learner(policies, stage, self.ranks, self.updates)
+        self.learner = self._learner(policies, stage)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
         self.stage = with_measured_budget(stage, policies, directory, self.events, longest)
@@ -88,7 +89,7 @@ class Trainer:
         )
         self.checkpoints.restore()
         # After the restore: an engine may copy the weights.
-        engine = rollout_engine(spec, directory, model, self.tokenizer, servers, device=self.device)
+        engine = self._engine(servers)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks)
@@ -125,6 +126,18 @@ class Trainer:
             self.rounds.close()
         return self._finish(verdict)
 
+    def _training_rows(self) -> list[PromptRow]:
+        """The rows that the stage trains on, in reading order."""
+        return read_prompts(self.spec.train)
+
+    def _learner(self, policies: Policies, stage: StageConfig) -> Learner:
+        """What makes an update of microbatches."""
+        return Learner(policies, stage, self.ranks, self.updates)
+
+    def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
+        """What samples from the policy."""
+        return rollout_engine(self.spec, self.dir, self.learner.model, self.tokenizer, servers, device=self.device)
+
     def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:
             # The first trouble may come before the first checkpoint is due.
@@ -138,7 +151,14 @@ class Trainer:
 
     def _collect(self) -> Round:
         """The next round: rollout, score, advantages (rounds.py)."""
-        current = self.rounds.take(self.step // self.stage.updates_per_rollout)
+        try:
+            current = self.rounds.take(self.step // self.stage.updates_per_rollout)
+        except JudgeUnavailableError:
+            # Nothing is half done here. Rounds ahead were sampled by older weights, which a resumed stage could not repeat.
+            # Several ranks save together, and the others wait elsewhere.
+            if not self.rounds.ahead and self.ranks.count == 1:
+                self.checkpoints.save()
+            raise
         self.counters.tokens += current.tokens
         for note in current.scored.scores.notes:
             self.events.report(self.step + 1, "reward_error", str(note))
@@ -213,7 +233,7 @@ class Trainer:
         """Append the update to the journal; write its completions where they are due, and its weights if they are the best."""
         seconds, self.counters.seconds = clock.update_s, clock.total_s
         sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
-        metrics |= rollout_metrics(current.scored, current.advantages) | current.report.figures
+        metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
             metrics[DROPPED_GROUPS] = float(current.dropped)
         metrics |= self.meter.read()
@@ -234,6 +254,9 @@ class Trainer:
         # Before any roll back: the evaluation is that of these weights.
         if self._evaluation_due(self.step) and best_step(self.journal, self.step) == self.step:
             save_best(self.dir, self.learner.model, self.tokenizer, writes=self.ranks.writes)
+
+    def _rollout_metrics(self, current: Round) -> dict[str, float]:
+        return rollout_metrics(current.scored, current.advantages)
 
     def _judge(self, watch: Watch, fault: NotFiniteError | None) -> Verdict:
         """The watch's verdict; a roll back is carried out, after which the stage may still be complete."""

@@ -14,10 +14,11 @@ Only faults stop a run by default (run.py). stage_checks.py checks the sum of a 
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_tasks.answers.tags import Tags
 from grpo_tasks.content.modules import own_modules
+from grpo_tasks.lab.judge_checks import JUDGED_ROWS
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
 from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, shorten
@@ -64,6 +65,8 @@ def check_function(
         max_completion_length: tokens of the longest completion in training.
     """
     function = TriedFunction(name, config, worker)
+    if config.judge is not None:
+        return _check_judge(function, probe_set)
     outcome = function.score(probe_set.batch, probe_set.sizes)
     if isinstance(outcome, Fault):
         return FunctionFindings([_fault_at(function, outcome, probe_set)])
@@ -79,6 +82,24 @@ def check_function(
     checks = [function.passed("contract", f"{len(outcome.scores)} completions{_not_scored(outcome.scores)}")]
     checks += _opinions(function, config, probe_set, outcome, [*outcome.scores, *base.scores, *long.scores])
     return FunctionFindings(checks, outcome.scores, base.scores if probe_set.base is not None else None)
+
+
+def _check_judge(function: TriedFunction, probe_set: ProbeSet) -> FunctionFindings:
+    """The contract of a judge, on the probes of a few rows and on the samples; judge_checks.py checks its opinions."""
+    few = probe_set.groups[:JUDGED_ROWS]
+    indices = [index for group in few for index in group]
+    outcome = function.score(probe_set.batch.take(indices), [len(group) for group in few])
+    if isinstance(outcome, Fault):
+        return FunctionFindings([_fault_at(function, replace(outcome, index=indices[outcome.index or 0]), probe_set)])
+    base: FunctionScores | Fault = FunctionScores([], 0.0)
+    if probe_set.base is not None:
+        base = function.score(probe_set.base, probe_set.base_sizes)
+    if isinstance(base, Fault):
+        return FunctionFindings([_fault_at_sample(function, base, probe_set)])
+    known = dict(zip(indices, outcome.scores, strict=True))
+    scores = [known.get(index) for index in range(len(probe_set.probes))]
+    checks = [function.passed("contract", f"{len(outcome.scores) + len(base.scores)} completions")]
+    return FunctionFindings(checks, scores, base.scores if probe_set.base is not None else None)
 
 
 def _opinions(

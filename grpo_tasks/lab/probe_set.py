@@ -16,7 +16,7 @@ from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
 from schemas.config.run import LabInputs, RunConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, JudgeUnavailableError
 from schemas.prompts import PLAIN
 from schemas.results.lab import LabCheck
 
@@ -85,7 +85,7 @@ class TriedFunction:
             sizes: number of completions of each call; they add up to the batch.
             limit_s: time limit of a call. None: the one of the function.
         """
-        limit_s = limit_s or self.config.time_limit_s
+        limit_s = limit_s or self.config.call_limit_s
         scores: list[float | None] = []
         seconds = 0.0
         for size in sizes:
@@ -94,7 +94,9 @@ class TriedFunction:
             outcome = self.worker.call(self.name, chunk, limit_s)
             if isinstance(outcome, Fault):
                 index = outcome.index
-                if index is None:
+                if outcome.kind == "unavailable":
+                    raise JudgeUnavailableError(f"reward {self.name}: {outcome.detail}", place=outcome.source, fix=outcome.fix)
+                if index is None and self.config.judge is None:
                     index = self.worker.find_failing_completion(self.name, chunk, limit_s)
                 return replace(outcome, index=start + (index or 0))
             scores += outcome.scores

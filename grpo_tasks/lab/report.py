@@ -19,6 +19,10 @@ FIXES = {
     "gold": "set completion.equality to the kind of your answers, or correct the row",
     "order": "raise the weights of functions that only the perfect completion satisfies (format, correctness), lower the others",
     "empty": "return 0 for a completion without an answer",
+    "agreement": "make the criteria more precise, take a stronger model, or add votes",
+    "order_bias": "take a stronger model, or add votes; scores use both orders, so the bias costs signal only",
+    "length_bias": "say in a criterion that empty talk earns nothing, or add a length reward",
+    "verdicts": "take a model or a server that keeps to a JSON schema, or raise judge.max_tokens",
     "signal": "add an incremental reward, or raise num_generations or rollout.temperature",
 }
 """What to do about a failed check or a warning."""

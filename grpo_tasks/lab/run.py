@@ -16,6 +16,7 @@ import polars as pl
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
+from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_solved, stage_totals
@@ -68,7 +69,8 @@ def run_lab(
         ConfigError: a function cannot be loaded.
         RewardError: loading the functions ends the worker process.
     """
-    names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
+    stages = [stage for stage in config.stages if stage.rewards]
+    names = list(dict.fromkeys(name for stage in stages for name in stage.rewards))
     chosen = choose_rows(rows, config.lab.num_rows)
     with RewardWorker(config.rewards, names, completion=config.completion, tasks=tasks, log=log) as worker:
         golds = own_golds(config.lab.gold, chosen, worker)
@@ -78,11 +80,14 @@ def run_lab(
             for name in names
         }
     forecasts = _forecasts(config, base_samples or [], functions)
-    checks = [*_columns(rows), *(check for function in functions.values() for check in function.checks)]
-    checks += [check for stage in config.stages for check in check_stage(stage, probe_set, functions)]
-    checks += check_signal(config.stages, forecasts, config.lab.min_signal)
+    judged, not_judged = check_judges(names, config.rewards)
+    checks = [*_columns(rows), *judged, *(check for function in functions.values() for check in function.checks)]
+    checks += [check for stage in stages for check in check_stage(stage, probe_set, functions)]
+    checks += check_signal(stages, forecasts, config.lab.min_signal, supervised_first=config.supervised_first)
     checks = [_weighed(check, config.lab) for check in checks]
-    return LabFindings(checks, forecasts, _table(config, probe_set, functions), _left_out(probe_set, base_samples))
+    return LabFindings(
+        checks, forecasts, _table(config, probe_set, functions), [*_left_out(probe_set, base_samples), *not_judged]
+    )
 
 
 def lab_error(report: LabReport) -> LabError:
@@ -164,7 +169,7 @@ def _forecasts(
             stage_solved(stage, config.rewards, scores, share),
         )
         for stage in config.stages
-        if samples and all(name in scores for name in stage.rewards)
+        if stage.rewards and samples and all(name in scores for name in stage.rewards)
     ]
 
 
@@ -176,7 +181,7 @@ def _table(config: LabInputs | RunConfig, probe_set: ProbeSet, functions: dict[s
     totals = {
         f"total_{stage.name}": pl.Series(stage_totals(stage, config.rewards, known), nan_to_null=True)
         for stage in config.stages
-        if all(name in known for name in stage.rewards)
+        if stage.rewards and all(name in known for name in stage.rewards)
     }
     return pl.DataFrame(
         {

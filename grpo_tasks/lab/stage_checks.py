@@ -121,15 +121,20 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
     return [*checks[:1], _empty(name, probe_set, rows), *checks[1:]]
 
 
-def check_signal(stages: Sequence[StageConfig], forecasts: Sequence[SignalForecast], min_signal: float) -> Iterator[LabCheck]:
-    """Whether enough groups of each stage carry signal. Too few fail the first stage and are a warning for the others."""
+def check_signal(
+    stages: Sequence[StageConfig], forecasts: Sequence[SignalForecast], min_signal: float, *, supervised_first: bool = False
+) -> Iterator[LabCheck]:
+    """Whether enough groups of each stage carry signal. Too few fail the first stage and are a warning for the others.
+
+    With `supervised_first` they are a warning everywhere: demonstrations change the policy before its groups matter.
+    """
     for one in forecasts:
         name = f"stage:{one.stage}"
         detail = f"the completions of {one.share_with_signal:.0%} of {one.groups} groups of the base model differ in reward"
         if one.share_with_signal >= min_signal:
             yield passed(name, "signal", detail)
             continue
-        first = one.stage == stages[0].name
+        first = one.stage == stages[0].name and not supervised_first
         too_few = f"{detail}, less than lab.min_signal ({min_signal:.0%})"
         yield LabCheck(function=name, check="signal", outcome="failed" if first else "warned", detail=too_few)
 

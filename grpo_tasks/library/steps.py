@@ -41,11 +41,9 @@ from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
-from grpo_tasks.processes.child import run_module
-from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rewards.screening import solved_samples
-from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
+from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -125,8 +123,7 @@ def measure_difficulty(
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
-            spec.part(only, numbers).save(folder / SPEC)
-            run_module("grpo_tasks.rollout", folder)
+            run_sampling(spec.part(only, numbers), folder)
             return pl.read_parquet(folder / SAMPLES)
 
         samples = solved_samples(draw, chosen_rows(data.train, None), inputs)
@@ -147,7 +144,7 @@ def train_stage(
     difficulty: DifficultyReport | None = None,
     in_process: bool = False,
 ) -> StageResult:
-    """Train one GRPO stage. Calling it again resumes an interrupted stage, and only reads a finished one.
+    """Train one stage. Calling it again resumes an interrupted stage, and only reads a finished one.
 
     Args:
         config: its sections model, rewards, rollout, resources and the seed.
@@ -254,8 +251,7 @@ def evaluate(
         resources=config.resources,
         seed=config.seed,
     )
-    spec.save(folder / SPEC)
-    run_module("grpo_tasks.rollout", folder)
+    run_sampling(spec, folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
     scoring, scores = _scoring(config, rewards or {}, folder), None
     if scoring is not None:

@@ -22,7 +22,16 @@ from schemas.config.guards import GuardsConfig
 
 NOTIFY = "grpo-notify"
 """Name of the notification block (of any type: Slack, mail, webhook ...) that a user creates to be notified."""
-FLOWS = ("grpo-pipeline", "grpo-preset", "grpo-retrain", "grpo-watch-data", "grpo-train", "grpo-publish", "grpo-evaluate")
+FLOWS = (
+    "grpo-pipeline",
+    "grpo-preset",
+    "grpo-retrain",
+    "grpo-watch-data",
+    "grpo-train",
+    "grpo-publish",
+    "grpo-evaluate",
+    "grpo-sweep",
+)
 """Flows whose end people want to know about."""
 SCHEDULED = ("retrain", "watch-data")
 """Deployments with schedules."""
@@ -33,6 +42,8 @@ SILENCE = timedelta(minutes=10)
 REMINDER = timedelta(days=1)
 ALARMS = (*GuardsConfig.model_fields, "rolled_back", "reward_error")
 """Events of a stage that a person wants to know about, without the prefix `grpo.`."""
+SUSPENDED = "grpo.run.suspended"
+"""Sent several times by a run that waits for approval: a lost event would make it Crashed."""
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry")
 
 
@@ -85,7 +96,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             description="A run sends no sign of life any more: its worker or its machine has gone. It becomes Crashed.",
             trigger=EventTrigger(
                 after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in _ENDS)},
+                expect={"prefect.flow-run.heartbeat", SUSPENDED, *(f"prefect.flow-run.{state}" for state in _ENDS)},
                 match_related=ours,
                 for_each={"prefect.resource.id"},
                 posture=Posture.Proactive,

@@ -47,6 +47,8 @@ class TokenScores:
     """Log-probability (nats) at the sampling temperature, with gradients."""
     entropies: Float[Tensor, "N T"]
     """Entropy (nats) of the distribution the token was drawn from, with gradients only on request."""
+    hits: Float[Tensor, "N T"] | None = None
+    """1 where the model ranks the token first, else 0; only on request."""
 
 
 def completion_logprobs(
@@ -56,6 +58,7 @@ def completion_logprobs(
     temperature: float,
     layout: Layout = "packed",
     entropy_gradients: bool = False,
+    count_hits: bool = False,
 ) -> TokenScores:
     """Score every token of every completion.
 
@@ -65,22 +68,35 @@ def completion_logprobs(
         temperature: the sampling temperature of the completions.
         layout: how prompts and completions pass through the model.
         entropy_gradients: let gradients flow through the entropies too.
+        count_hits: find out which tokens the model ranks first, too.
 
     Raises:
         UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
+    hits = torch.zeros(len(batch.packed.targets), device=batch.packed.targets.device) if count_hits else None
     logps, entropies = forward_pass(
-        model, lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients)
+        model,
+        lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients, hits=hits),
     )
     # The [M] scores of real tokens return to their cells of [N, T], row by row. Padding becomes exactly 0, so that sums over T
     # need no mask.
     mask = batch.completion_mask
     blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return TokenScores(logps=blank.masked_scatter(mask, logps), entropies=blank.masked_scatter(mask, entropies))
+    return TokenScores(
+        logps=blank.masked_scatter(mask, logps),
+        entropies=blank.masked_scatter(mask, entropies),
+        hits=None if hits is None else blank.masked_scatter(mask, hits),
+    )
 
 
 def _scored(
-    model: CausalLM, batch: TokenBatch, *, temperature: float, layout: Layout, entropy_gradients: bool
+    model: CausalLM,
+    batch: TokenBatch,
+    *,
+    temperature: float,
+    layout: Layout,
+    entropy_gradients: bool,
+    hits: Float[Tensor, " M"] | None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     # Only the M tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
     hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
@@ -92,6 +108,7 @@ def _scored(
         temperature=temperature,
         softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
+        hits=hits,
         chunk_elements=CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU,
     )
 
@@ -150,6 +167,7 @@ def score_tokens(
     temperature: float,
     softcap: float | None = None,
     entropy_gradients: bool = False,
+    hits: Float[Tensor, " M"] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-probabilities of M tokens and entropies of their distributions (nats, float32), from the hidden states before them.
@@ -161,17 +179,22 @@ def score_tokens(
         temperature: divides the logits.
         softcap: c of Gemma's c tanh(logits / c) (arXiv:2408.00118); None applies none.
         entropy_gradients: let gradients flow through the entropies.
+        hits: gets 1 for each token that the head ranks first, and 0 for the others.
         chunk_elements: largest number of logits that exist at once, in the backward pass too.
     """
     rows = max(1, chunk_elements // cast(nn.Linear, plain_layer(head)).weight.shape[0])  # the weight is [V, H]
     # A wrapper, such as that of an adapter, has parameters of its own.
     frozen = type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
     if frozen and not entropy_gradients:
-        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, softcap, rows)
+        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, softcap, rows, hits)
         return logps, entropies
 
-    def score(chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"]) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+    def score(
+        chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"], found: Float[Tensor, " m"] | None
+    ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
         logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)
+        if found is not None:
+            found.copy_(logp.detach().argmax(-1) == wanted)
         if entropy_gradients:
             entropy = -(logp.exp() * logp).sum(-1)
         else:
@@ -181,11 +204,17 @@ def score_tokens(
         return logp.gather(-1, wanted[:, None]).squeeze(-1), entropy
 
     if len(targets) <= rows:
-        return score(hidden, targets)
+        return score(hidden, targets, hits)
     # A checkpointed chunk keeps its hidden states only, and computes its logits a second time in the backward pass.
-    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    scored = [checkpoint(score, chunk, wanted, use_reentrant=False) for chunk, wanted in chunks]
+    chunks = zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True)
+    # A second run of a chunk writes the same hits again.
+    scored = [checkpoint(score, chunk, wanted, found, use_reentrant=False) for chunk, wanted, found in chunks]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+
+def _split(hits: Float[Tensor, " M"] | None, targets: Int[Tensor, " M"], rows: int) -> "list[Tensor] | list[None]":
+    """Views of the hits, chunk by chunk; None for each chunk where nobody asked for them."""
+    return list(hits.split(rows)) if hits is not None else [None for _ in targets.split(rows)]
 
 
 def _log_softmax(
@@ -214,15 +243,24 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Linear, temperature: float, softcap: float | None, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        head: nn.Linear,
+        temperature: float,
+        softcap: float | None,
+        rows: int,
+        hits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         kept: list[Tensor] = []
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
         one = torch.ones(1, 1, dtype=torch.float32, device=hidden.device)
-        for chunk, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        for chunk, wanted, found in zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True):
             logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
             logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
+            if found is not None:
+                found.copy_(logp.argmax(-1) == wanted)
             probabilities = logp.exp()
             # sum p log p as [m, 1, V] x [m, V, 1]: a product and a sum would make one more [m, V].
             entropies.append(torch.bmm(probabilities[:, None], logp[:, :, None]).flatten())
@@ -244,4 +282,4 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:
         (slope,) = ctx.saved_tensors
-        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None, None

@@ -38,7 +38,7 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
     finally:
         child.end()
     if child.exit_code != 0:
-        raise _error_of(child.exit_code, module, directory)
+        raise error_of(child.exit_code, module, directory)
 
 
 class Child:
@@ -119,7 +119,8 @@ def _start_server(log: Path) -> Connection:
     return Connection(ours.detach())
 
 
-def _error_of(exit_code: int, module: str, directory: Path) -> UserError:
+def error_of(exit_code: int, module: str, directory: Path) -> UserError:
+    """Why a child that ended with this code has no result."""
     if exit_code == DISK_FULL:
         return no_room(directory)
     if (directory / ERROR).exists():

@@ -48,6 +48,8 @@ class Limits:
     """Longest wait (s) for a request whose answer is not needed any more, before new weights are loaded."""
     retry_s: float = 10.0
     """Time between two attempts to reach a server that was not started here."""
+    patience_s: float = 0.0
+    """How long (s) to wait for a server to come back or to join when none is left; 0 gives up at once."""
 
 
 class Pool(Generic[ServerT]):
@@ -75,6 +77,7 @@ class Pool(Generic[ServerT]):
         self._events: list[str] = []
         self._seconds = self._waited = 0.0
         self._fewest: int | None = None
+        self._alone_since: float | None = None
         self.replicas: list[Replica[ServerT]] = []
         for server in servers:
             self.add(server)
@@ -193,7 +196,12 @@ class Pool(Generic[ServerT]):
         serving = self._count(State.SERVING)
         if batch is not None and batch.running:
             self._fewest = serving if self._fewest is None else min(self._fewest, serving)
-        if self._count(State.GONE) == len(self.replicas) or self._only_retries():
+        if not self._only_retries():
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since >= self._limits.patience_s:
             faults = [replica.fault for replica in self.replicas if replica.fault is not None]
             raise faults[-1] if faults else RolloutError("the pool has no servers", place="rollout.vllm")
 

@@ -6,6 +6,8 @@
     length              1 inside a range of lengths, falling to 0 outside it
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, the mean of four signs of tidiness
+    judge               0 .. 1, by a language model behind an endpoint (judging/)
+    judge               0 .. 1, by a language model behind an endpoint (judging/)
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
 Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
@@ -15,12 +17,14 @@ a format. A worthless completion (its answer is empty or a tag is repeated) earn
 # ruff: noqa: ARG001 - by TRL's contract every function receives more arguments than it uses
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.answers.extraction import Extraction
+from grpo_tasks.judging.judge import Case, Judge
 from schemas.config.completion import CompletionConfig
+from schemas.errors import RewardError
 
 Completion = str | Sequence[Mapping[str, str]]
 """Plain text, or chat messages; the last one is the assistant's."""
@@ -153,11 +157,44 @@ def soft_overlong(
     return [max(-1.0, min(0.0, (free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
 
 
+def judge(
+    prompts: Sequence[Completion], completions: Sequence[Completion], *, judge: Judge, **columns: Any
+) -> list[float | None]:
+    """0 .. 1, what a language model thinks of the completion by the rubric; None where there is nothing to compare it with."""
+    column = judge.settings.reference_column
+    if column is not None and column not in columns:
+        raise RewardError(f"the data have no column {column}", place="judge.reference_column", fix="name a column of the data")
+    references = columns[column] if column is not None else [None] * len(completions)
+    found = judge.score(
+        [
+            Case(_conversation(prompt), completion_text(completion), _reference(reference))
+            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+        ]
+    )
+    tally = found.tally
+    for name in ("asked", "cached", "malformed", "manipulations", "unjudged", "cost"):
+        columns["log_metric"](name, float(getattr(tally, name)))
+    columns["log_extra"]("note", found.notes)
+    return found.scores
+
+
+def _conversation(prompt: Completion) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    # The judge sees what was asked, not how the policy was told to reply.
+    return "\n\n".join(message.get("content") or "" for message in prompt if message.get("role") != "system")
+
+
+def _reference(given: object) -> str | None:
+    given = given[0] if isinstance(given, list) and given else given
+    return None if given is None else str(given)
+
+
 BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     function.__name__: function
     for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
 }
-"""The functions by their name in the configuration."""
+"""The functions of the text by their name in the configuration; a judge needs settings of its own."""
 
 
 def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:

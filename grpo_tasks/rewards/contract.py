@@ -203,7 +203,7 @@ class FunctionScores:
 class Fault:
     """One failed call of a function."""
 
-    kind: Literal["raised", "hung", "died", "broken"]
+    kind: Literal["raised", "hung", "died", "broken", "unavailable"]
     detail: str
     """What happened. It completes a sentence that begins with the name of the function."""
     source: str = ""

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.rewards.builtin import BUILTIN, completion_text
+from grpo_tasks.judging.judge import Judge
+from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
 from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
@@ -57,6 +58,9 @@ def load_function(name: str, reward: RewardConfig, rewards: RewardsConfig, compl
         ConfigError: the function cannot be imported, is not callable, or has no such parameter.
     """
     place = f"rewards.functions.{name}"
+    if reward.judge is not None:
+        _refuse_unknown(reward.params, [], place=place)
+        return RewardFunction(_bind(judge, {"judge": Judge(reward.judge)}, {"judge"}))
     if reward.function in BUILTIN:
         function = BUILTIN[reward.function]
         known = inspect.signature(function).parameters.keys()

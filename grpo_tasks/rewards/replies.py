@@ -50,7 +50,7 @@ class _Scores(_Strict):
 
 
 class _Fault(_Strict):
-    kind: Literal["raised", "broken"]
+    kind: Literal["raised", "broken", "unavailable"]
     detail: Text
     source: Text
     index: int | None

@@ -24,7 +24,7 @@ from grpo_tasks.rewards.explain import raised
 from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.errors import UserError
+from schemas.errors import JudgeUnavailableError, RewardError, UserError
 
 # Kept here because a function may replace them in the module json.
 _dumps, _loads = json.dumps, json.loads
@@ -85,6 +85,10 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
         found = FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
     except ContractError as error:
         return {"fault": _fault_as_json(error.fault)}
+    except JudgeUnavailableError as error:
+        return {"fault": _fault_as_json(Fault("unavailable", error.message, source=error.place, fix=error.fix))}
+    except RewardError as error:
+        return {"fault": _fault_as_json(Fault("raised", error.message, source=error.place, fix=error.fix))}
     # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"fault": _fault_as_json(raised(error, arguments, columns, function.module))}

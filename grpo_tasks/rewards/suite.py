@@ -22,7 +22,7 @@ from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
-from schemas.errors import RewardError
+from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.metrics import logged
 
 __all__ = ["FaultNote", "RewardSuite", "ScoreBatch", "Scores"]
@@ -164,7 +164,7 @@ class RewardSuite:
         raw, notes = np.full((len(batch), len(self.names)), np.nan), []
         tokens, metrics, extra = {}, {}, {}
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
-            outcome = self.worker.call(name, batch, config.time_limit_s)
+            outcome = self.worker.call(name, batch, config.call_limit_s)
             if isinstance(outcome, FunctionScores):
                 raw[:, index] = [np.nan if score is None else score for score in outcome.scores]
                 if outcome.tokens:
@@ -174,6 +174,9 @@ class RewardSuite:
                 if outcome.extra:
                     extra[name] = outcome.extra
                 continue
+            if outcome.kind == "unavailable":
+                # Whatever on_error says: an outage is no property of a completion.
+                raise JudgeUnavailableError(f"reward {name}: {outcome.detail}", place=outcome.source, fix=outcome.fix)
             error = self._error(name, outcome, batch, config)
             if config.on_error == "raise":
                 raise error
@@ -200,7 +203,7 @@ class RewardSuite:
 
     def _error(self, name: str, fault: Fault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
         # The search repeats calls, and a hang may take the time limit again: worth it only when the run stops.
-        if fault.index is None and config.on_error == "raise":
+        if fault.index is None and config.on_error == "raise" and config.judge is None:
             fault = replace(fault, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))
         return reward_error(name, fault, batch)
 

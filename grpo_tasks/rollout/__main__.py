@@ -4,12 +4,12 @@ from pathlib import Path
 
 from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.rollout.sample_table import sample_table
-from grpo_tasks.rollout.spec import SampleSpec
+from grpo_tasks.rollout.spec import SAMPLES, SampleSpec
 
 
 def main(directory: Path) -> None:
     """Sample the completions and write the table."""
-    sample_table(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / "samples.parquet")
+    sample_table(SampleSpec.load(directory / SPEC), directory).write_parquet(directory / SAMPLES)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
-"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light."""
+"""Which completions to sample, and for which rows. Imports no torch, so the step that writes the spec stays light.
+
+SampleSpec -> spec.json -> grpo_tasks.rollout | grpo_tasks.cluster.sampling -> samples.parquet
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.processes.child import run_module
+from grpo_tasks.processes.entry import SPEC
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
+
+SAMPLES = "samples.parquet"
+"""The table that the process leaves."""
+
+CLUSTER = "grpo_tasks.cluster.sampling"
+"""Package that samples on the nodes of a cluster. Named, not imported, as in grpo_tasks/stage/run.py."""
 
 
 class SampleSpec(Result):
@@ -91,6 +102,23 @@ class SampleSpec(Result):
         """The same with these sample numbers, for the rows with these ids or for all."""
         update = {"only": None if only is None else list(only), "first_sample": numbers.start, "num_samples": len(numbers)}
         return self.model_copy(update=update)
+
+
+def run_sampling(spec: SampleSpec, directory: Path) -> None:
+    """Sample in a child process, on this machine or on a cluster, into `directory`/samples.parquet; both give the same rows.
+
+    Args:
+        spec: what to sample; written to `directory`/spec.json.
+        directory: of the step.
+
+    Raises:
+        UserError: the model cannot be loaded, a server fails, or the cluster cannot be used.
+    """
+    spec.save(directory / SPEC)
+    # Servers that run somewhere already answer this machine as well as any node.
+    served = spec.rollout.engine == "vllm" and spec.rollout.vllm.base_urls and spec.ref.path == spec.model.path
+    on_cluster = spec.resources.cluster.engine == "ray" and not served
+    run_module(CLUSTER if on_cluster else "grpo_tasks.rollout", directory)
 
 
 def chosen_rows(prompts: Path, limit: int | None, only: Sequence[str] | None = None) -> list[PromptRow]:

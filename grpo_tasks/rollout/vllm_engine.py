@@ -88,7 +88,7 @@ class VllmSampler:
         self._run = f"policy-{uuid4().hex[:8]}"
         self._name: str | None = None if adapter is None else self._run
         self._folder = adapter
-        limits = Limits(config.concurrency, config.max_restarts)
+        limits = Limits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
         self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
 
     def sync(self) -> None:

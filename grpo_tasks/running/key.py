@@ -25,6 +25,8 @@ from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config.data import DataSource
+from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
+from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import DamagedError
@@ -109,6 +111,9 @@ def _model_json(value: BaseModel) -> Any:
     fields = {name: _json_value(getattr(value, name)) for name in type(value).model_fields}
     # The folder in which a module was found does not matter, only its code (see _contents).
     fields.pop("module_dir", None)
+    if isinstance(value, JudgeConfig):
+        # Another address, limit or cache is no other judge: a stage that an outage or a limit has stopped goes on.
+        fields = {name: given for name, given in fields.items() if name in JUDGES_BY}
     return fields | {"contents": _contents(value)}
 
 
@@ -121,9 +126,18 @@ def _contents(value: BaseModel) -> str:
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
+    if isinstance(value, JudgeConfig | DemonstrationsConfig):
+        return _supervision(value)
     if isinstance(value, RewardsConfig):
         return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
+
+
+def _supervision(value: JudgeConfig | DemonstrationsConfig) -> str:
+    """Digest of what people have judged, or of the code that writes demonstrations."""
+    if isinstance(value, JudgeConfig):
+        return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""
+    return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""
 
 
 def _reward_code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import show_artifact
+from schemas.results.publication import DECISIONS_VIEW
 from schemas.secret import hide
 
 PUBLIC = "GRPO_MLFLOW_URL"
@@ -29,6 +30,12 @@ class MlflowPages:
     def run(self) -> str:
         """The page of the run."""
         return f"{self.base}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    @property
+    def decisions(self) -> str:
+        """All runs of the experiment, with what came out of each."""
+        view = f"workflowType=machine_learning&viewStateShareKey={DECISIONS_VIEW}"
+        return f"{self.base}/#/experiments/{self.experiment_id}/runs?{view}"
 
     def artifact(self, path: str) -> str:
         """The page that shows a file of the run."""
@@ -55,7 +62,10 @@ def show_links(pages: MlflowPages | None, *, report: bool = False, version: tupl
     """
     if pages is None:
         return
-    rows = [["MLflow run", f"[metrics, parameters, files]({pages.run})"]]
+    rows = [
+        ["MLflow run", f"[metrics, parameters, files]({pages.run})"],
+        ["all runs", f"[what came out of each]({pages.decisions})"],
+    ]
     if report:
         rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])
     if version is not None:

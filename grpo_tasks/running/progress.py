@@ -25,6 +25,8 @@ from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
 from schemas.metrics import PROGRESS, REWARD
 
+ADVICE = "The loss starts near 0 and may rise while the model improves: watch the reward."
+SUPERVISED_ADVICE = "The loss is the cross entropy of the trained tokens: it should fall, and more slowly with every pass."
 POLL_S = 0.5
 """Metrics in the bar, the log lines and the summary, with the short names that they have there."""
 
@@ -82,7 +84,12 @@ class StageProgress:
         steps = sorted({1, *(round(journal.last_step * eighth / 8) for eighth in range(1, 9))} & journal.steps.keys())
         rows = [[str(step), *(_number(_latest(journal, name, step)) for name in names)] for step in steps]
         updates = table(["update", *names], rows, right=["update", *names])
-        advice = "The loss starts near 0 and may rise while the model improves: watch the reward."
+        supervised = "The loss is the cross entropy of the trained tokens: it should fall, and more slowly with every pass."
+        advice = (
+            supervised
+            if self._stage.kind != "grpo"
+            else "The loss starts near 0 and may rise while the model improves: watch the reward."
+        )
         return "\n\n".join([f"# Stage {self._stage.name}", updates, advice])
 
     def _poll(self, *, final: bool) -> None:

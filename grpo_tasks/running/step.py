@@ -35,6 +35,7 @@ from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
 from schemas.results.base import StepResult
+from schemas.results.sweep import Pruning
 from schemas.secret import hide
 
 LOCKS = ".locks"
@@ -53,6 +54,8 @@ class Run(Protocol):
     """Folder that holds the folders of all steps."""
     fresh: bool
     """Run every step again, finished or not."""
+    pruning: Pruning | None
+    """Only in a sweep: how a stage compares itself with the other runs."""
 
     @property
     def resources(self) -> ResourcesConfig:

@@ -11,11 +11,15 @@ from pathlib import Path
 
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 from schemas.results.model import StageResult
 
 ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 """Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
+
+SUPERVISED = "grpo_tasks.supervised"
+"""Package of the stages that train by cross entropy (kind sft and rejection)."""
 
 CLUSTER = "grpo_tasks.cluster"
 """Package that runs one of these on the nodes of a cluster."""
@@ -44,12 +48,17 @@ def run_stage(
             "the directory holds another stage", place=str(stage_dir.root), fix="choose another directory, or remove this one"
         )
     spec.save(stage_dir.spec)
-    engine = CLUSTER if spec.resources.cluster.engine == "ray" else ENGINES[spec.stage.engine]
+    engine = CLUSTER if spec.resources.cluster.engine == "ray" else package_of(spec.stage)
     if in_process:
         import_module(f"{engine}.__main__").main(stage_dir.root)
     else:
         run_module(engine, stage_dir.root, tick=tick)
     return StageResult.load(stage_dir.result)
+
+
+def package_of(stage: StageConfig) -> str:
+    """Package that trains a stage, as `python -m MODULE STAGE_DIR`."""
+    return ENGINES[stage.engine] if stage.kind == "grpo" else SUPERVISED
 
 
 def _key_of(stage_dir: StageDir) -> str | None:

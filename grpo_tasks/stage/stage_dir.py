@@ -29,6 +29,7 @@ from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
+from schemas.results.sweep import Pruning
 
 OWN_DISK = "GRPO_OWN_DISK"
 """Environment variable of ranks whose stage directory is not on a disk that all nodes share."""
@@ -53,6 +54,8 @@ class StageSpec(Result):
     """Accepted held-out rows."""
     tasks: dict[str, TaskConfig] = Field(default_factory=dict)
     """data.tasks of the config: mixing weights, and the reward functions of each task."""
+    pruning: Pruning | None = None
+    """Only in a sweep: where the other runs are, and when this one ends early. No part of the key."""
 
     @property
     def task_rewards(self) -> dict[str, list[str] | None]:

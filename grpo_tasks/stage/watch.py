@@ -2,9 +2,9 @@
 
     journal, fault -> Watch.decide(step) -> Continue | Stop(why) | RollBack(to)
 
-In this order: a fault of the update, guards, the target, the plateau, the last update, the deadline. Everything but the
-deadline is a pure function of the journal, so a resumed stage makes the same decisions. This module decides only; the trainer
-acts.
+In this order: a fault of the update, guards, the target, the plateau, the last update, the other runs of a sweep, the deadline.
+Everything but the last two is a pure function of the journal, so a resumed stage makes the same decisions. This module decides
+only; the trainer acts.
 """
 
 import time
@@ -15,8 +15,9 @@ from typing import Literal
 from grpo_tasks.stage.finish import best_step
 from grpo_tasks.stage.guards import WINDOW, Firing, Guards
 from grpo_tasks.stage.journal import Events, Journal
+from grpo_tasks.stage.pruning import curve_of, find_lag, other_curves, publish_curve
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.errors import NotFiniteError, TrainingError
+from schemas.errors import NotFiniteError, PrunedError, TrainingError
 from schemas.metrics import EVAL_REWARD, describe
 
 SECONDS_PER_HOUR = 3600
@@ -69,6 +70,8 @@ class Watch:
     agree: Callable[[bool], bool] = lambda late: late
     """Returns what the first rank passes: clocks differ, and all ranks have to stop at the same update."""
     _began: float = field(default_factory=time.perf_counter)
+    _compared: int = 0
+    """The last update whose evaluation was compared with the other runs of a sweep."""
 
     def decide(self, step: int, fault: NotFiniteError | None = None, *, resumable: bool = True) -> Verdict:
         """The verdict after update `step`.
@@ -90,8 +93,12 @@ class Watch:
         return Stop("max_steps") if step >= self.updates else Continue()
 
     def ending(self, step: int, *, resumable: bool) -> Continue | Stop | Fail:
-        """Whether the stage is complete or out of time."""
+        """Whether the stage is complete, lags behind the other runs of its sweep, or is out of time."""
+        self._publish(step)
         verdict = self.goal(step)
+        pruned = None if isinstance(verdict, Stop) or not resumable else self._pruned(step)
+        if pruned is not None:
+            return pruned
         if isinstance(verdict, Stop) or not self._out_of_time() or not resumable:
             return verdict
         error = TrainingError(
@@ -99,6 +106,38 @@ class Watch:
             "a checkpoint is written",
             place=f"stage {self.spec.stage.name}",
             fix="start the same command again: the stage resumes from this checkpoint",
+        )
+        return Fail(error, save=True)
+
+    def _publish(self, step: int) -> None:
+        """Show a new held-out evaluation to the other runs of the sweep."""
+        pruning = self.spec.pruning
+        if pruning is not None and self.journal.writes and EVAL_REWARD in self.journal.steps.get(step, {}):
+            curve = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
+            publish_curve(curve, pruning, self.spec.stage.name)
+
+    def _pruned(self, step: int) -> Fail | None:
+        """The end of a stage whose last held-out evaluation lags behind those of the other runs of its sweep."""
+        pruning = self.spec.pruning
+        evaluated = max((at for at, metrics in self.journal.steps.items() if EVAL_REWARD in metrics and at <= step), default=0)
+        if pruning is None or pruning.min_siblings is None or evaluated <= self._compared:
+            return None
+        self._compared, stage = evaluated, self.spec.stage.name
+        own = curve_of(self.journal, pruning, key=self.spec.key, seed=self.spec.seed)
+        lag = find_lag(
+            own,
+            other_curves(pruning, stage),
+            evaluated,
+            min_siblings=pruning.min_siblings,
+            same_seed=pruning.same_seed,
+        )
+        # The files of the other runs may have changed between two ranks that read them.
+        if not self.agree(lag is not None):
+            return None
+        error = PrunedError(
+            f"pruned at update {step} of {self.updates}: {lag or 'the other runs of the sweep do better'}",
+            place=f"stage {stage}",
+            fix="a checkpoint is written: the same config continues from it with grpo run, or with grpo sweep --no-prune",
         )
         return Fail(error, save=True)
 

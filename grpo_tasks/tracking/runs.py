@@ -9,6 +9,7 @@ this module does not do: run steps, or know who orchestrates them.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,12 +29,13 @@ from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_TAG
 from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.datasets import record_held_out
-from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, origin_tags, run_title
+from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
 from grpo_tasks.tracking.shown.prompts import record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
+from grpo_tasks.tracking.shown.view import view_tags
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
-from schemas.errors import TrackingError
+from schemas.errors import PrunedError, TrackingError
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -43,6 +45,7 @@ from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import Publication, ReportResult
 
 KEY_TAG = "grpo.key"
+PARENT_TAG = "mlflow.parentRunId"
 _KEY_CHARS = 8
 
 
@@ -56,8 +59,10 @@ def open_run(
     flow_run_url: str | None = None,
     flow_run_name: str | None = None,
     name: str | None = None,
+    parent_run_id: str | None = None,
 ) -> Iterator["TrackedRun"]:
-    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt).
+    """The MLflow run of this configuration, found or created. It ends FINISHED, FAILED (an error) or KILLED (an interrupt, or
+    pruned in a sweep).
 
     Args:
         config: the configuration; each of its fields becomes a parameter.
@@ -67,12 +72,13 @@ def open_run(
         flow_run_url: address of its page, recorded as tag prefect.flow_run_url.
         flow_run_name: its name, which becomes part of the name of a new MLflow run, as does the time.
         name: beginning of the name of a new MLflow run; the configuration's name otherwise.
+        parent_run_id: the MLflow run of the sweep that the run belongs to.
 
     Raises:
         TrackingError: the store cannot be reached or refuses.
     """
-    flow = {"prefect.flow_run_id": flow_run_id, "prefect.flow_run_url": flow_run_url}
-    known = {tag: value for tag, value in flow.items() if value}
+    flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
+    known = {tag: value for tag, value in (flow | {PARENT_TAG: parent_run_id}).items() if value}
     title = run_title(name or config.name, flow_run_name, datetime.now())
     run = TrackedRun(config, key=key, fresh=fresh, flow=known, title=title)
     try:
@@ -80,7 +86,8 @@ def open_run(
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
-            run.end("FAILED" if isinstance(fault, Exception) else "KILLED")
+            failed = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
+            run.end("FAILED" if failed else "KILLED")
         raise
     run.end("FINISHED")
 
@@ -97,14 +104,11 @@ class TrackedRun:
         self._stages: list[StageResult] = []
         self.data: DataReport | None = None
         """The data of the run, once it is recorded."""
-        experiment_id = _experiment(self.store, config.experiment)
-        tags = {KEY_TAG: key, "grpo.name": config.name} | origin_tags(config)
-        # Without the lock, two processes could both find no run and create two runs with one key.
-        with self.store.lock("open-run", who=f"the run {config.name}"):
-            found = None if fresh else _find(self.store, experiment_id, {KEY_TAG: key})
-            run = found or self.store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title))
+        parent = {PARENT_TAG: flow[PARENT_TAG]} if PARENT_TAG in flow else {}
+        tags = {"grpo.name": config.name} | origin_tags(config, flow.get(FLOW_RUN_URL)) | parent
+        run, is_new = find_or_create(self.store, config, key=key, title=title, tags=tags, fresh=fresh)
         self.handle = RunHandle(self.store, run, on_wake=self._describe)
-        if not found:
+        if is_new:
             self.handle.wake()
         self._record_config()
         # The calls above have a short patience, so that a wrong address fails soon. A store that was reachable when the run began
@@ -174,7 +178,7 @@ class TrackedRun:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
         name = f"{stage}.{key}"
         if name not in self._children:
-            tags = {"mlflow.parentRunId": self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
+            tags = {PARENT_TAG: self.run_id, "grpo.stage": stage, "grpo.stage_key": key}
             with self.store.lock("open-run", who=f"the run {self.config.name}"):
                 run = _find(self.store, self.experiment_id, tags)
                 if run is None:
@@ -251,6 +255,24 @@ class TrackedRun:
         handle.text(environment.to_json(), ENVIRONMENT)
 
 
+def find_or_create(
+    store: Store, config: RunConfig, *, key: str, title: str, tags: dict[str, str], fresh: bool = False
+) -> tuple[Run, bool]:
+    """The newest run with this key in the experiment of a config, and whether it was created now: if there is none, or `fresh`.
+
+    Raises:
+        TrackingError: the store cannot be reached, or the experiment was deleted.
+    """
+    experiment_id = _experiment(store, config.experiment)
+    # Without the lock, two processes could both find no run and create two runs with one key.
+    with store.lock("open-run", who=f"the run {config.name}"):
+        found = None if fresh else _find(store, experiment_id, {KEY_TAG: key})
+        if found is not None:
+            return found, False
+        tags = {KEY_TAG: key} | tags
+        return store.ask(lambda client: client.create_run(experiment_id, tags=tags, run_name=title)), True
+
+
 def _mark(result: StepResult) -> str:
     """Identify a recorded result by key and contents. A GPU may produce other bytes for the same key; they are recorded too."""
     contents = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
@@ -271,7 +293,7 @@ def _experiment(store: Store, name: str) -> str:
     def work() -> str:
         found = store.client.get_experiment_by_name(name)
         if found is None:
-            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
+            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS | view_tags(round(time.time() * 1000)))
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",

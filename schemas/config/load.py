@@ -86,10 +86,11 @@ def _merge_layers(layers: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
-    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its reward modules."""
+    """The config with `rewards.module_dir` set to the first folder of its files that holds one of its own modules."""
     if config.rewards.module_dir is not None:
-        return config
+        return _with_module_dir(config, config.rewards.module_dir)
     functions = [reward.function or "" for reward in config.rewards.functions.values()]
+    functions += [stage.demonstrations.function or "" for stage in config.stages if stage.demonstrations is not None]
     modules = sorted({function.partition(":")[0] for function in functions if ":" in function})
     here = Path.cwd()
     for file in files:
@@ -97,8 +98,20 @@ def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
         if folder == here or not _own_modules(modules, folder, place=f"{file}: rewards.functions"):
             continue
         relative = folder.relative_to(here) if folder.is_relative_to(here) else folder
-        return config.model_copy(update={"rewards": config.rewards.model_copy(update={"module_dir": relative})})
+        return _with_module_dir(config, relative)
     return config
+
+
+def _with_module_dir(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with the folder of own modules in every section that names functions."""
+    stages = [
+        stage
+        if stage.demonstrations is None or stage.demonstrations.module_dir is not None
+        else stage.model_copy(update={"demonstrations": stage.demonstrations.model_copy(update={"module_dir": folder})})
+        for stage in config.stages
+    ]
+    rewards = config.rewards.model_copy(update={"module_dir": folder})
+    return config.model_copy(update={"rewards": rewards, "stages": stages})
 
 
 def _own_modules(modules: list[str], folder: Path, *, place: str) -> list[str]:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from schemas.config.learning.judge import JudgeConfig
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
 
@@ -18,6 +19,10 @@ BUILTIN_REWARDS: dict[str, float] = {
     "soft_overlong": 1.0,
 }
 """Built-in reward functions and their default weights; a test keeps it equal to `grpo_tasks.rewards.builtin`."""
+
+
+JUDGE = "judge"
+"""The built-in function that asks a language model. It needs settings of its own, so it is not in that table."""
 
 
 class AdaptiveWeightConfig(Section):
@@ -57,6 +62,8 @@ class RewardConfig(Section):
     entry's own name."""
     weight: float | None = None
     """Factor of its score in the sum. Empty: the default of the built-in function, or 1."""
+    judge: JudgeConfig | None = None
+    """function judge: the language model that scores, its rubric and its limits."""
     params: FreeSettings = Field(default_factory=dict)
     """Additional keyword arguments of the function; for a class or a factory, the arguments that it is called with once."""
     as_text: bool = False
@@ -72,6 +79,28 @@ class RewardConfig(Section):
     repetition and soft_overlong."""
     adaptive: AdaptiveWeightConfig | None = None
     """Adaptive weight. Empty: the weight is fixed."""
+
+    def missing(self, name: str, *, max_completion_length: int) -> str | None:
+        """What the function cannot do without, with the fix; None when nothing is missing.
+
+        Args:
+            name: name of the entry.
+            max_completion_length: that of the rollout, in tokens.
+        """
+        if self.function == JUDGE and self.judge is None:
+            return f"{name} needs a judge; fix: rewards.functions.{name}.judge: {{base_url: ..., model: ..., rubric: [...]}}"
+        if self.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= self.params.keys():
+            limit = max_completion_length
+            return (
+                f"{name} needs two params; fix: rewards.functions.{name}.params: "
+                f"{{max_completion_length: {limit}, soft_punish_cache: {max(1, limit // 5)}}}"
+            )
+        return None
+
+    @property
+    def call_limit_s(self) -> float:
+        """Time limit in seconds of one call; a judge waits for its endpoint and has a limit of its own."""
+        return self.time_limit_s if self.judge is None else self.judge.max_call_s
 
 
 class RewardsConfig(Section):
@@ -91,7 +120,11 @@ class RewardsConfig(Section):
     def _check_functions(self) -> Self:
         for name, settings in self.functions.items():
             function = settings.function or name
-            if ":" not in function and function not in BUILTIN_REWARDS:
+            if (function == JUDGE) != (settings.judge is not None):
+                what = "has no judge" if function == JUDGE else f"has a judge, and its function is {function}"
+                fix = "judge: {base_url: ..., model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
+                raise ValueError(f"functions.{name} {what}; fix: {fix}")
+            if ":" not in function and function not in BUILTIN_REWARDS and function != JUDGE:
                 raise ValueError(
                     f"functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
                     "or function: package.module:function"
@@ -105,7 +138,7 @@ class RewardsConfig(Section):
     def resolve(self, name: str) -> RewardConfig | None:
         """The settings of one reward with function and weight filled in; None for an unknown name."""
         given = self.functions.get(name)
-        if given is None and name not in BUILTIN_REWARDS:
+        if given is None and name not in BUILTIN_REWARDS and name != JUDGE:
             return None
         given = given or RewardConfig()
         function = given.function or name

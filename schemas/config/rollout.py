@@ -40,6 +40,7 @@ class VllmConfig(Section):
             "concurrency",
             "retries",
             "max_restarts",
+            "patience_s",
         ),
     }
 
@@ -83,6 +84,9 @@ class VllmConfig(Section):
     """How often a request is repeated after a connection error."""
     max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
     """How often a server that failed is restarted or tried again before it is left out. The stage stops when none is left."""
+    patience_s: float = Field(0.0, ge=0.0, le=LONGEST_S)
+    """How long (s) a stage waits when no server is left, for one that somebody starts again. 0: it stops at once. On a Ray
+    cluster, which replaces its servers, a stage waits for half an hour at least."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:

@@ -9,7 +9,7 @@
       rewards     reward functions with weights
       rollout     how completions are sampled
       difficulty  pass rates of the training prompts, known before training
-      stages[]    GRPO, one entry per stage; each starts from the model of the previous one
+      stages[]    GRPO or supervised, one entry per stage; each starts from the model of the previous one
       evaluation  held-out evaluation, before and after training
       promotion   when the alias `champion` moves
       tracking    MLflow
@@ -29,12 +29,13 @@ from pydantic import Field, model_validator
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig, PromotionGuard
+from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
-from schemas.config.stage import DifficultyConfig, StageConfig
+from schemas.config.stage import StageConfig
 from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
@@ -79,7 +80,7 @@ class RunConfig(Section):
     difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
     """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
-    """GRPO stages, in order. Each starts from the model of the previous one."""
+    """Stages, in order. Each starts from the model of the previous one."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Held-out evaluation."""
     promotion: PromotionConfig = Field(default_factory=PromotionConfig)
@@ -110,7 +111,7 @@ class RunConfig(Section):
             for reward in sorted(allowed - set(used)):
                 raise ValueError(f"data.tasks.{task}.rewards names {reward}, which no stage uses; fix: one of {', '.join(used)}")
             for index, stage in enumerate(self.stages):
-                if allowed.isdisjoint(stage.rewards):
+                if stage.rewards and allowed.isdisjoint(stage.rewards):
                     raise ValueError(
                         f"no reward of stages.{index} applies to the task {task}; "
                         f"fix: data.tasks.{task}.rewards: [{stage.rewards[0]}, ...]"
@@ -119,20 +120,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_difficulty(self) -> Self:
-        measured, given = self.difficulty.samples > 0, self.difficulty.pass_rate_column is not None
-        if self.difficulty.screen and self.difficulty.screen >= self.difficulty.samples:
-            raise ValueError(
-                f"difficulty.screen is {self.difficulty.screen}, and difficulty.samples is {self.difficulty.samples}: a "
-                "screening has fewer completions than the measurement; fix: difficulty.samples: 8, difficulty.screen: 2"
-            )
-        for index, stage in enumerate(self.stages):
-            if stage.measure_difficulty and not measured:
-                raise ValueError(f"stages.{index}.measure_difficulty samples no completions; fix: difficulty.samples: 8")
-            if stage.keep_pass_rate is not None and not measured and not given:
-                raise ValueError(
-                    f"stages.{index}.keep_pass_rate needs pass rates; fix: difficulty.samples: 8, or name the column of the data "
-                    "that holds them with difficulty.pass_rate_column"
-                )
+        check_difficulty(self.difficulty, self.stages)
         return self
 
     @model_validator(mode="after")
@@ -231,12 +219,8 @@ class RunConfig(Section):
             )
         if refusal := self.completion.refusal(resolved.function or ""):
             raise ValueError(f"{place} names {reward}: {refusal}")
-        if resolved.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= resolved.params.keys():
-            limit = self.rollout.max_completion_length
-            raise ValueError(
-                f"{place}: {reward} needs two params; fix: rewards.functions.{reward}.params: "
-                f"{{max_completion_length: {limit}, soft_punish_cache: {max(1, limit // 5)}}}"
-            )
+        if missing := resolved.missing(reward, max_completion_length=self.rollout.max_completion_length):
+            raise ValueError(f"{place}: {missing}")
 
     @model_validator(mode="after")
     def _check_secrets(self) -> Self:
@@ -339,6 +323,11 @@ class RunConfig(Section):
         return self.tracking.registered_model or self.name
 
     @property
+    def supervised_first(self) -> bool:
+        """Whether the first stage trains on demonstrations, so that the base model need not earn any reward."""
+        return self.stages[0].kind == "sft"
+
+    @property
     def merged_system_prompt(self) -> str | None:
         """System prompt that the chat template of the merged model gets."""
         return self.data.system_prompt if self.model.merged_system_prompt else None
@@ -394,6 +383,8 @@ class LabInputs(Section):
     """How the functions are probed."""
     success: Fraction = DifficultyConfig().success
     """Share of the full reward from which a completion counts as solved."""
+    supervised_first: bool = False
+    """Whether a stage that trains on demonstrations comes first, so that the base model need not earn any reward."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Reward functions that apply to each task; None: all of the stage."""
 

@@ -1,38 +1,19 @@
-"""Sections `stages[]` (the settings of one GRPO stage, under TRL's names where TRL has them) and `difficulty`."""
+"""Section `stages[]` (the settings of one stage, under TRL's names where TRL has them)."""
 
 import difflib
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.guards import GuardsConfig
+from schemas.config.learning.kinds import FOREIGN, SUPERVISED_LEARNING_RATE, DemonstrationsConfig, Kind, kind_with
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, MOST_TIMES, MOST_UPDATES, Fraction, FreeSettings, Name
-from schemas.metrics import REWARD, TRAINING, member
+from schemas.metrics import LEARNING_RATE, REWARD, TRAINING, member
 
 Band = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 """A lower and an upper bound, both inclusive."""
-
-
-class DifficultyConfig(Section):
-    """How hard the training prompts are for the model, known before training."""
-
-    samples: int = Field(0, ge=0, le=MOST_COMPLETIONS)
-    """Completions of every training prompt that measure its pass rate, sampled before the first stage from the model that it
-    starts from. 0: nothing is measured. 8 is a common choice."""
-    screen: int = Field(0, ge=0, le=MOST_COMPLETIONS)
-    """Completions of every prompt that are sampled first. A prompt that none of them solves gets no more, and its pass rate is 0.
-    This saves most of the measurement where many prompts are out of reach. A prompt that is solved once in ten tries fails a
-    screening of 2 four times in five. 0: all prompts get all samples."""
-    success: Fraction = 0.8
-    """Share of the full reward from which a completion counts as solved. The full reward is the weighted sum of the full scores
-    (rewards.functions.NAME.full_score) of the functions that apply. The default needs the right answer in the right format, and
-    forgives small losses of graded functions."""
-    pass_rate_column: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
-    """Column of the data with pass rates between 0 and 1, which are then used instead of measured ones. A row without a value has
-    no known pass rate and is kept."""
-    min_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
-    """Fewest prompts that keep_pass_rate must leave. With fewer the run stops. Empty: the prompts of one rollout."""
 
 
 class EarlyStopConfig(Section):
@@ -49,12 +30,17 @@ class EarlyStopConfig(Section):
 
 
 class StageConfig(Section):
-    """One GRPO stage (arXiv:2402.03300)."""
+    """One stage: GRPO (arXiv:2402.03300), demonstrations, or the best of the policy's own completions."""
 
     GROUPS: ClassVar = {
-        "choice_of_prompts": (
+        "what_it_trains_on": (
+            "kind",
+            "demonstrations",
+            "keep_completions",
+            "keep_reward",
             "keep_pass_rate",
             "measure_difficulty",
+            "min_pass_at_group",
         ),
         "batches": (
             "num_train_epochs",
@@ -119,8 +105,19 @@ class StageConfig(Section):
 
     name: Name
     """Name of the stage and of its child run in MLflow."""
-    rewards: list[Name] = Field(min_length=1)
-    """Names of the reward functions of this stage."""
+    kind: Kind = "grpo"
+    """What the stage trains on. grpo: completions of the policy, weighted by their advantages. sft: demonstrations, by cross
+    entropy on the assistant's tokens. rejection: the best completions of the policy, by the same cross entropy; a cheap baseline
+    for GRPO."""
+    rewards: list[Name] = Field(default_factory=list)
+    """Names of the reward functions of this stage. A stage of kind sft needs them for held-out evaluations only (eval_steps)."""
+    demonstrations: DemonstrationsConfig | None = None
+    """kind sft: where the demonstrations come from."""
+    keep_completions: int | None = Field(1, ge=1, le=MOST_COMPLETIONS)
+    """kind rejection: completions of each prompt that are trained on, those with the highest rewards. Of equal completions one
+    counts. Empty: all that reach keep_reward."""
+    keep_reward: Fraction | None = None
+    """kind rejection: share of the full reward that a completion needs to be trained on. Empty: no limit."""
     engine: Literal["native", "trl"] = "native"
     """Training engine: our own, or TRL's GRPOTrainer (extra [trl]) on the same data, rewards and adapter."""
     trl: FreeSettings = Field(default_factory=dict, title="TRL options")
@@ -131,6 +128,9 @@ class StageConfig(Section):
     measure_difficulty: bool = False
     """Measure the pass rates again, with the model that this stage starts from. Off: the stage uses those of the first stage's
     start, or of difficulty.pass_rate_column."""
+    min_pass_at_group: Fraction | None = None
+    """Smallest pass@G that the policy which the stage starts from must reach on the training prompts: the share of prompts that
+    at least one of num_generations completions solves. Below it the run stops before the stage. Empty: no such gate."""
     max_steps: int | None = Field(None, ge=1, le=MOST_UPDATES)
     """Number of updates. Empty: given by num_train_epochs."""
     num_train_epochs: float = Field(1.0, gt=0.0, le=1_000_000.0)
@@ -138,7 +138,7 @@ class StageConfig(Section):
     num_generations: int = Field(8, ge=2, le=MOST_COMPLETIONS)
     """Completions per prompt: the group size G."""
     per_device_train_batch_size: int = Field(8, ge=1, le=MOST_COMPLETIONS)
-    """Completions per forward and backward pass."""
+    """Completions, or demonstrations, per forward and backward pass."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     """Forward and backward passes per update. An update has per_device_train_batch_size times this many completions."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1, le=MOST_ROWS)] | Literal["auto"] | None = None
@@ -152,7 +152,7 @@ class StageConfig(Section):
     num_iterations: int = Field(1, ge=1, le=MOST_TIMES)
     """How often each rollout is trained on. Above 1 the probability ratio is clipped."""
     learning_rate: float = Field(1e-6, gt=0.0, le=10.0)
-    """Peak learning rate."""
+    """Peak learning rate. Default of kind sft and rejection: 2e-5."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: Fraction = 0.0
@@ -251,10 +251,38 @@ class StageConfig(Section):
     guards: GuardsConfig = Field(default_factory=GuardsConfig)
     """What happens when the metrics go wrong."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supervised_rate(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("kind", "grpo") != "grpo" and LEARNING_RATE not in given:
+            # Cross entropy has no advantages that make a step smaller or larger: GRPO's rate would move nothing.
+            return {**given, LEARNING_RATE: SUPERVISED_LEARNING_RATE}
+        return given
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        for name in FOREIGN[self.kind]:
+            # Not what was set: a stage that was written to a file names all of its fields.
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
+                )
+        if self.kind == "sft" and self.demonstrations is None:
+            raise ValueError("kind sft needs demonstrations; fix: demonstrations: {column: solution}")
+        if self.kind != "sft" and not self.rewards:
+            raise ValueError("rewards are missing; fix: rewards: [format, correctness]")
+        if self.kind == "sft" and self.eval_steps is not None and not self.rewards:
+            raise ValueError("eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]")
+        if self.kind == "sft" and self.max_tokens_per_microbatch == "auto":
+            raise ValueError("kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out")
+        if self.keep_completions is None and self.keep_reward is None:
+            raise ValueError("keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8")
+        return self
+
     @model_validator(mode="after")
     def _check_batches(self) -> Self:
         completions = self.completions_per_update
-        if completions % self.num_generations:
+        if completions % self.group_size:
             raise ValueError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
@@ -327,6 +355,11 @@ class StageConfig(Section):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
+    def group_size(self) -> int:
+        """Completions of a prompt: those of its group, or its one demonstration."""
+        return 1 if self.kind == "sft" else self.num_generations
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps taken on one round of sampled completions."""
         rounds = (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
@@ -335,7 +368,7 @@ class StageConfig(Section):
     @property
     def prompts_per_rollout(self) -> int:
         """Prompts of a rollout: those of all the updates that train on it."""
-        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.num_generations
+        return self.updates_per_rollout // self.num_iterations * self.completions_per_update // self.group_size
 
 
 def _nearest_batch(stage: StageConfig) -> str:

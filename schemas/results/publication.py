@@ -9,6 +9,9 @@ from schemas.metrics import figure_text
 from schemas.results.base import Result, StepResult
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 
+DECISIONS_VIEW = "grpo-decisions"
+"""Key of the view of MLflow's runs that shows what came out of each."""
+
 
 class Lineage(Result):
     """Origin of a registered model version."""

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -32,7 +33,13 @@ def of_this_test():
 
 
 def ranks():
-    return [process for process in of_this_test() if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.grpo"]]
+    found = []
+    for process in of_this_test():
+        # It may end at any moment.
+        with suppress(psutil.Error):
+            if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.grpo"]:
+                found.append(process)
+    return found
 
 
 def journal(directory):

@@ -8,23 +8,31 @@ import time
 import psutil
 import pytest
 
+from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
-from tests.rollout.small_servers import SMALL
+from tests.rollout.small_servers import SMALL, counts, tell
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 OWN = "GRPO_TEST_SERVERS_OF"
-TRAINING = {"max_steps": 10, "save_steps": 5, "learning_rate": 3e-3}
+TRAINING = {"max_steps": 40, "save_steps": 5, "learning_rate": 3e-3}
+
+
+PATH = os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
+"""With it a process finds the small servers of the tests as vLLM."""
+
+
+def add(nodes, num_cpus):
+    return nodes.add(num_cpus=num_cpus, PYTHONPATH=PATH, **{OWN: str(os.getpid())})
 
 
 @pytest.fixture
 def two_nodes(nodes):
-    """Nodes with room for a rank and a server each. Both find the small servers of the tests as vLLM."""
-    path = os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
-    return [nodes.add(num_cpus=3, PYTHONPATH=path, **{OWN: str(os.getpid())}) for _ in range(2)]
+    """Nodes with room for a rank and a server each."""
+    return [add(nodes, 3) for _ in range(2)]
 
 
 def spec_of(stages, name, nodes, count, **vllm):
@@ -60,7 +68,7 @@ def events(directory):
 
 def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(nodes, two_nodes, stages, tmp_path):
     whole = run_stage(spec_of(stages, "whole", nodes, 2), tmp_path / "whole")
-    assert whole.steps == 10
+    assert whole.steps == 40
     assert ended(api_servers())
     there, killed = tmp_path / "there", []
 
@@ -74,7 +82,7 @@ def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(node
             [first, _] = api_servers()
             first.kill()
             killed.append("process")
-        if trained >= 5 and len(killed) == 1 and "joins" not in events(there):
+        if trained >= 10 and len(killed) == 1:
             # Its actor: the driver starts another one.
             actor = next(parent for parent in api_servers()[-1].parents() if "ServerNode" in " ".join(parent.cmdline()))
             actor.kill()
@@ -83,13 +91,61 @@ def test_servers_that_die_are_replaced_and_the_stage_ends_in_the_same_bytes(node
     result = run_stage(spec_of(stages, "there", nodes, 2), there, tick=kill)
     assert killed == ["process", "actor"]
     assert result.sha256 == whole.sha256
-    assert steps(there) == list(range(1, 11))
+    assert steps(there) == list(range(1, 41))
     assert "is lost" in events(there)
     assert ended(api_servers())
     deadline = time.monotonic() + 60
     while any(list((node.private / "tmpdir").glob("grpo-stage-*")) for node in two_nodes):
         assert time.monotonic() < deadline, "a private folder is left"
         time.sleep(0.2)
+
+
+def server_on(node):
+    """The server of a node."""
+    [process] = [each for each in api_servers() if each.environ()["TMPDIR"] == str(node.private / "tmpdir")]
+    return VllmServer(api_server_address(process))
+
+
+def api_server_address(process):
+    arguments = process.cmdline()
+    host, port = (arguments[arguments.index(name) + 1] for name in ("--host", "--port"))
+    return f"http://{host}:{port}"
+
+
+@pytest.mark.parametrize("room", [1, 0], ids=["replaced", "fewer"])
+def test_the_node_of_a_server_dies_in_a_batch_and_the_stage_ends_in_the_same_bytes(nodes, stages, tmp_path, monkeypatch, room):
+    monkeypatch.setenv("VLLM_API_KEY", "of-this-test")
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    # One node for the rank, a server and perhaps another one; the other node has room for a server only.
+    stays, dies = add(nodes, 2 + room), add(nodes, 1)
+    spec = spec_of(stages, "there", nodes, 1)
+    alone = spec.resources.model_copy(update={"cluster": spec.resources.cluster.model_copy(update={"engine": "local"})})
+    whole = run_stage(spec.model_copy(update={"resources": alone}), tmp_path / "whole")
+    there, did = tmp_path / "there", []
+
+    def kill():
+        journal = StageDir(there).journal
+        if not journal.exists() or len(journal.read_text().splitlines()) < 2:
+            return
+        if not did:
+            tell(server_on(dies), delay_s=60.0)
+            did.append("slow")
+        elif did == ["slow"] and counts(server_on(dies))["running"]:
+            # Until it is replaced the stage must not end.
+            tell(server_on(stays), delay_s=2.0 * room)
+            nodes.remove(dies)
+            did.append("killed")
+        elif did == ["slow", "killed"] and "joins" in events(there):
+            tell(VllmServer(api_server_address(api_servers()[0])), delay_s=0.0)
+            did.append("replaced")
+
+    result = run_stage(spec, there, tick=kill)
+    assert did == ["slow", "killed", *["replaced"] * room]
+    assert result.sha256 == whole.sha256
+    assert steps(there) == list(range(1, 41))
+    assert "is lost" in events(there)
+    assert "node_lost" not in events(there), "the rank was on another node"
+    assert ended(api_servers())
 
 
 def test_a_node_without_vllm_is_named(nodes, two_nodes, stages, tmp_path):

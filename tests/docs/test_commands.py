@@ -29,6 +29,7 @@ RUN = {
     "cp -r examples/own-model my-model && cd my-model",
     "cp -r examples/json-task my-json && cd my-json",
     "cp -r examples/style-task my-style && cd my-style",
+    "cp -r examples/demonstrations my-demonstrations && cd my-demonstrations",
     "python copy_model.py",
     "make docs",
 }
@@ -66,6 +67,10 @@ ELSEWHERE = {
     'grpo chat my-model "What is 15 + 27?"': (REPORTS, 'grpo("chat"'),
     "grpo chat my-model": (REPORTS, 'grpo("chat"'),
     "grpo compare grpo-demo@champion grpo-demo@challenger": (REPORTS, 'grpo("compare"'),
+    "grpo sweep demo --over stages.0.learning_rate=1e-3,1e-4 --over stages.0.num_generations=4,8 --seeds 2 --dry-run": (
+        "tests/flows/test_sweep_command.py",
+        '"--dry-run"',
+    ),
     "grpo lineage grpo-demo@champion": (REPORTS, 'grpo("lineage"'),
     "grpo reproduce grpo-demo@champion": (REPORTS, 'grpo("reproduce"'),
     'grpo rollback grpo-demo --reason "answers in French"': ("tests/flows/chaos.py", '"rollback", "small"'),

@@ -41,7 +41,7 @@ def prefect_api(tmp_path_factory):
 
 
 def test_the_examples_are_these():
-    assert NAMES == ["json-task", "multiple-choice", "my-csv", "own-model", "style-task", "word-problems"]
+    assert NAMES == ["demonstrations", "json-task", "multiple-choice", "my-csv", "own-model", "style-task", "word-problems"]
 
 
 @pytest.mark.parametrize("name", NAMES)

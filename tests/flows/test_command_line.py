@@ -32,7 +32,7 @@ def test_help_dry_run_and_a_refused_config_run_nothing(place):
     ("override", "says"),
     [
         ("stages.0.num_generations=5", "not a multiple of num_generations"),
-        ("stages.0.rewards=[]", "stages.0.rewards"),
+        ("stages.0.rewards=[]", "stages.0: rewards are missing; fix: rewards:"),
         ("stages.0.rewards=[formt]", "neither built in nor under rewards.functions"),
         ("data.train.0.path=nowhere.jsonl", "no such file: nowhere.jsonl"),
         ("stages.7.beta=1", "not an index of a list of 2"),

@@ -1,11 +1,19 @@
 """The demo preset with a real vLLM server (CPU build), which samples every completion of training, lab and evaluation."""
 
 import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
 
+import httpx
 import pytest
 
+from grpo_tasks.rollout.vllm_server import FLAGS_ON_CPU, ON_CPU
 from tests.flows.place import Place
 from tests.flows.test_demo import assert_learnt
+from tests.ports import free_ports
 from tests.rollout.servers import PYTHON
 
 pytestmark = [
@@ -17,10 +25,20 @@ pytestmark = [
 ]
 
 
-def test_the_demo_learns_from_the_completions_of_a_server(tmp_path, prefect_api):
-    place = Place(tmp_path, prefect_api)
+API_SERVER = "vllm.entrypoints.openai.api_server"
+CLIENT = Path(__file__).resolve().parents[1] / "openai_client.py"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, prefect_api):
+    place = Place(tmp_path_factory.mktemp("demo"), prefect_api)
     settings = ("rollout.engine=vllm", f"rollout.vllm.python={PYTHON}", "evaluation.stages=false")
     place.grpo("run", "demo", *(part for setting in settings for part in ("--set", setting)), timeout=2900)
+    return place
+
+
+def test_the_demo_learns_from_the_completions_of_a_server(trained):
+    place = trained
     assert_learnt(place.parent())
     journals = list(place.root.glob("runs/grpo-demo/train_stage/*/metrics.jsonl"))
     assert len(journals) == 2
@@ -32,3 +50,32 @@ def test_the_demo_learns_from_the_completions_of_a_server(tmp_path, prefect_api)
         for figure, limit in (("mean", 1e-6), ("max", 1e-3)):
             assert max(line.get(f"sampling/sampling_logp_difference/{figure}", 0.0) for line in lines) < limit
     assert len(list(place.root.glob("runs/grpo-demo/*/*/vllm.log"))) == 5  # lab, two stages, base and merged model
+
+
+def test_a_vllm_server_on_the_downloaded_folder_answers_42_to_a_chat_without_a_system_prompt(trained, tmp_path):
+    trained.grpo("download", "grpo-demo@champion", str(tmp_path / "model"))
+    [port] = free_ports(1)
+    # `vllm serve DIR` does the same; the CPU build, which has another package name, lacks that command.
+    command = [PYTHON, "-m", API_SERVER, "--model", tmp_path / "model", "--host", "127.0.0.1", "--port", str(port), *FLAGS_ON_CPU]
+    with (tmp_path / "log.txt").open("wb") as log:
+        server = subprocess.Popen(command, env=os.environ | ON_CPU, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 600
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            log = (tmp_path / "log.txt").read_text()[-3000:]
+            assert server.poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.5)
+        asked = [PYTHON, CLIENT, f"http://127.0.0.1:{port}/v1"]
+        reply = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+        assert "<answer>42</answer>" in reply.stdout
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=60)
+
+
+def answers(address):
+    try:
+        return httpx.get(address, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

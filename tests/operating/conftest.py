@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from tests.flows.place import SMALL, Place, ask
+from tests.operating.chromium import browser, page
 from tests.ports import free_ports
 from tests.postgres import cluster, programs
 
+__all__ = ["browser", "page"]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 RUN_LIMIT_S = 900
 """A run takes a minute, but many on a busy machine."""

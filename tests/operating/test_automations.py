@@ -9,12 +9,13 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Failed
+from prefect.states import Failed, Running
 
-from grpo_tasks.operating.automations import NOTIFY, create_automations
+from grpo_tasks.operating.automations import NOTIFY, SUSPENDED, create_automations
 from tests.flows.place import ask, prefect_server
 
 pytestmark = [pytest.mark.xdist_group("automations"), pytest.mark.long, pytest.mark.timeout(600)]
@@ -139,3 +140,29 @@ def test_a_run_whose_process_has_vanished_becomes_crashed(api):
         return run["state"] if run["state_type"] == "CRASHED" else None
 
     assert "no sign of life" in wait_until(ended, "it is Running for ever")["message"]
+
+
+@flow(name="grpo-preset", persist_result=False)
+def suspended_or_not():
+    """No run of it is started: they only have states."""
+
+
+def test_a_suspended_run_stays_suspended_also_where_prefect_loses_its_own_event(api):
+    create()
+    found = automation(api, "grpo: a run has vanished")
+    kept = ("name", "description", "enabled", "trigger", "actions")
+    quick = {key: found[key] for key in kept} | {"trigger": found["trigger"] | {"within": 10}}
+    ask(f"{api}/automations/{found['id']}", quick, method="PUT")
+    time.sleep(3)  # the server reads changed automations a moment later
+    # Not `ask`: the client tries again when the database is busy.
+    with get_client(sync_client=True) as client:
+        rests, silent = (client.create_flow_run(suspended_or_not, name=name, state=Running()).id for name in ("rests", "silent"))
+        related = [{"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow"}]
+        related[0]["prefect.resource.name"] = "grpo-preset"
+        for run in (rests, silent):
+            emit_event("prefect.flow-run.heartbeat", {"prefect.resource.id": f"prefect.flow-run.{run}"}, related=related)
+        for _ in range(5):
+            time.sleep(0.5)
+            emit_event(SUSPENDED, {"prefect.resource.id": f"prefect.flow-run.{rests}"}, related=related)
+        wait_until(lambda: client.read_flow_run(silent).state_type == "CRASHED", "silence went unnoticed")
+        assert client.read_flow_run(rests).state.is_running()

@@ -6,7 +6,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.operating.test_browser import browser, page, pytestmark  # noqa: F401 - fixtures of the same browser
+from tests.operating.chromium import MARKS
+
+pytestmark = MARKS
 
 TRIED = """
 async ([prefect, mlflow, script]) => {
@@ -55,7 +57,7 @@ def elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
-def test_a_page_from_another_port_reads_nothing_writes_nothing_and_runs_nothing(page, operated, elsewhere, tmp_path, name):  # noqa: F811
+def test_a_page_from_another_port_reads_nothing_writes_nothing_and_runs_nothing(page, operated, elsewhere, tmp_path, name):
     page.goto(f"http://{name}:{elsewhere}/")
     planted = tmp_path / "planted"
     tried = page.evaluate(TRIED, [operated.prefect, operated.mlflow, f"touch {planted}"])

@@ -39,6 +39,7 @@ def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_descriptio
         "evaluate",
         "publish",
         "retrain",
+        "sweep",
         "watch-data",
     }
     for entry in found.values():

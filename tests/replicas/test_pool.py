@@ -210,6 +210,33 @@ def test_foreign_servers_that_are_all_away_end_the_batch_at_once():
         pool_of(*shops, retry_s=60).run(range(5), ask)
 
 
+def test_with_patience_a_batch_waits_until_a_server_comes_back_or_another_one_joins():
+    for back in (True, False):
+        shop = Shop("a", own=False)
+        pool = pool_of(shop, patience_s=60.0)
+        pool.refresh()
+        shop.alive = False
+        with background(lambda pool=pool: pool.run([3], ask)) as found:
+            time.sleep(0.5)
+            assert not found
+            if back:
+                shop.alive = True
+            else:
+                pool.add(Shop("b", own=False))
+        assert found == [[9]]
+
+
+def test_patience_ends(caplog):
+    shop = Shop("a", own=False)
+    pool = pool_of(shop, patience_s=0.3)
+    pool.refresh()
+    shop.alive = False
+    began = time.monotonic()
+    with pytest.raises(RolloutError):
+        pool.run([3], ask)
+    assert time.monotonic() - began >= 0.3
+
+
 def test_new_weights_are_handed_to_every_server_and_one_that_fails_follows_later():
     shops = [Shop("a"), Shop("b")]
     pool = pool_of(*shops)

@@ -3,6 +3,7 @@
 from grpo_tasks.running.key import content_key
 from schemas.config.data import DataSource
 from schemas.config.rewards import RewardConfig, RewardsConfig
+from schemas.config.stage import StageConfig
 from schemas.results.data import PreparedData
 
 
@@ -54,3 +55,13 @@ def test_the_key_follows_the_step_its_rooms_and_its_inputs():
     assert key(seed=1) != key(seed=2)
     assert content_key("a", ("data",), {}) != content_key("b", ("data",), {})
     assert content_key("a", ("data",), {}) != content_key("a", ("data", "rewards"), {})
+
+
+def test_the_key_follows_the_code_that_writes_demonstrations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shown.py").write_text("def show(row): return 'a'\n")
+    stage = StageConfig(name="s", kind="sft", demonstrations={"function": "shown:show"})
+    before = content_key("train_stage", (), {"stage": stage})
+    assert content_key("train_stage", (), {"stage": stage}) == before
+    (tmp_path / "shown.py").write_text("def show(row): return 'b'\n")
+    assert content_key("train_stage", (), {"stage": stage}) != before

@@ -20,7 +20,9 @@ THROUGH = {
     ("EvaluationConfig", "evaluators"): ("RunConfig", "scoring"),
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
+    ("DemonstrationsConfig", "module_dir"): ("DemonstrationsConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
+    ("JudgeConfig", "max_call_s"): ("RewardConfig", "call_limit_s"),
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),
@@ -37,7 +39,8 @@ BY_NAME = {("GuardsConfig", guard.event) for guard in GUARDS} | {
 
 
 def sections():
-    modules = [import_module(f"schemas.config.{file.stem}") for file in sorted((ROOT / "schemas/config").glob("*.py"))]
+    files = sorted((ROOT / "schemas/config").rglob("*.py"))
+    modules = [import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)) for file in files]
     kinds = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Section)}
     return sorted(kinds - {Section}, key=lambda kind: kind.__name__)
 

@@ -12,13 +12,14 @@ from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
-from schemas.errors import NotFiniteError
+from schemas.errors import NotFiniteError, PrunedError
 from schemas.results.model import ModelRef
+from schemas.results.sweep import Curve, Pruning
 
 NOT_FINITE = NotFiniteError("loss nan")
 
 
-def watch(folder, *, updates=100, max_hours=None, agree=lambda late: late, **stage):
+def watch(folder, *, updates=100, max_hours=None, agree=lambda late: late, pruning=None, **stage):
     """A watch over the journal of a hundred updates without any figures."""
     spec = StageSpec(
         key="k",
@@ -30,6 +31,7 @@ def watch(folder, *, updates=100, max_hours=None, agree=lambda late: late, **sta
         rollout=RolloutConfig(),
         resources=ResourcesConfig(max_hours=max_hours),
         train=folder / "train.parquet",
+        pruning=pruning,
     )
     journal, events = Journal(folder / "metrics.jsonl", writes=False), Events(folder / "events.jsonl")
     journal.steps = {step: {} for step in range(1, 101)}
@@ -135,3 +137,57 @@ def test_the_first_ranks_clock_decides_for_all_ranks(tmp_path):
     assert asked == [True]
     late = watch(tmp_path, max_hours=1000, agree=lambda _: True)
     assert isinstance(late.decide(1), Fail)
+
+
+def in_a_sweep(folder, *, min_siblings=2):
+    """Two other runs whose held-out reward is 0.5 at update 10."""
+    for name in ("002", "003"):
+        (folder / name / "curves").mkdir(parents=True)
+        Curve(key=name, seed=1, family="f", values={10: 0.5}).save(folder / name / "curves" / "s.json")
+    (folder / "001").mkdir()
+    return Pruning(folder=folder / "001", family="f", min_siblings=min_siblings, same_seed=True)
+
+
+def test_a_run_that_lags_behind_its_sweep_is_pruned_with_a_checkpoint(tmp_path):
+    watched = watch(tmp_path, pruning=in_a_sweep(tmp_path))
+    watched.journal.steps[10]["eval_reward"] = 0.4
+    assert set(map(type, verdicts(watched, 9))) == {Continue}
+    verdict = watched.decide(10)
+    assert isinstance(verdict, Fail)
+    assert verdict.save
+    assert isinstance(verdict.error, PrunedError)
+    assert "update 10 of 100" in verdict.error.message
+    assert "--no-prune" in verdict.error.fix
+
+
+def test_pruning_waits_for_an_update_that_can_be_resumed_from(tmp_path):
+    watched = watch(tmp_path, pruning=in_a_sweep(tmp_path))
+    watched.journal.steps[10]["eval_reward"] = 0.4
+    assert watched.decide(10, resumable=False) == Continue()
+    assert isinstance(watched.decide(11), Fail)
+
+
+def test_a_run_that_keeps_up_publishes_its_curve_and_goes_on(tmp_path):
+    watched = watch(tmp_path, pruning=in_a_sweep(tmp_path))
+    watched.journal.writes = True
+    watched.journal.steps[10]["eval_reward"] = 0.5
+    assert verdicts(watched, 12) == [Continue()] * 12
+    assert Curve.load(tmp_path / "001" / "curves" / "s.json").values == {10: 0.5}
+
+
+def test_a_complete_stage_is_not_pruned_and_without_pruning_none_is(tmp_path):
+    watched = watch(tmp_path, updates=10, pruning=in_a_sweep(tmp_path))
+    watched.journal.steps[10]["eval_reward"] = 0.1
+    assert watched.decide(10) == Stop("max_steps")
+    (tmp_path / "other").mkdir()
+    never = watch(tmp_path / "other", pruning=in_a_sweep(tmp_path / "other", min_siblings=None))
+    never.journal.steps[10]["eval_reward"] = 0.1
+    assert never.decide(10) == Continue()
+
+
+def test_all_ranks_prune_when_the_first_one_does(tmp_path):
+    asked = []
+    watched = watch(tmp_path, pruning=in_a_sweep(tmp_path), agree=lambda lags: asked.append(lags) or True)
+    watched.journal.steps[10]["eval_reward"] = 9.0
+    assert isinstance(watched.decide(10), Fail)
+    assert asked == [False]

@@ -342,7 +342,7 @@ def test_the_default_store_is_a_database_in_the_working_directory(database, make
     assert (tmp_path / "mlruns").is_dir()
 
 
-def test_pass_rates_and_the_choice_of_prompts_are_recorded(config, client, make_stage, tmp_path):
+def test_pass_rates_and_the_what_it_trains_on_are_recorded(config, client, make_stage, tmp_path):
     folder = tmp_path / "difficulty"
     folder.mkdir()
     (folder / "report.md").write_text("# Difficulty")

@@ -21,6 +21,8 @@ from schemas.secret import hide
 
 NOTE = "mlflow.note.content"
 """MLflow's tag for the description of a run or an experiment."""
+FLOW_RUN_URL = "prefect.flow_run_url"
+"""Tag of a run: the address of its page in Prefect."""
 EXPERIMENT_TAGS = {
     # Decides which tabs MLflow shows: runs, models and traces of a training.
     "mlflow.experimentKind": "custom_model_development",
@@ -37,16 +39,20 @@ def run_title(name: str, form_name: str | None, now: datetime) -> str:
     return " ".join(filter(None, [name, form_name, f"{now:%Y-%m-%d %H:%M}"]))
 
 
-def origin_tags(config: RunConfig) -> dict[str, str]:
-    """Tags of a new run: who started it, by which command, from which base model."""
+def origin_tags(config: RunConfig, flow_run_url: str | None) -> dict[str, str]:
+    """Tags of a new run: who started it, by which command, from which base model; with a link to its page in Prefect."""
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {
         "mlflow.user": _user(),
         "mlflow.source.name": hide(command)[:_SOURCE_CHARS],
         "mlflow.source.type": "LOCAL",
         "base_model": config.model.path[:_SOURCE_CHARS],
-        NOTE: first_note(config),
+        NOTE: "\n\n".join(filter(None, [_way_back(flow_run_url), first_note(config)])),
     }
+
+
+def _way_back(flow_run_url: str | None) -> str:
+    return f"[Flow run in Prefect]({flow_run_url})" if flow_run_url else ""
 
 
 def _user() -> str:
@@ -71,8 +77,11 @@ def describe_decision(run: RunHandle, config: RunConfig, result: Publication) ->
     """Put the decision and a link to the version into the description, and into the tag `promoted`."""
     name, version = result.model_name, result.model_version
     link = f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
-    note = f"**{'Promoted' if result.champion else 'Not promoted'}**: {result.reason}.\n\nModel: {link}. {first_note(config)}"
-    present = run.store.ask(lambda client: client.get_run(run.run_id)).data.tags.get(NOTE, "")
+    tags = run.store.ask(lambda client: client.get_run(run.run_id)).data.tags
+    back = _way_back(tags.get(FLOW_RUN_URL))
+    decision = f"**{'Promoted' if result.champion else 'Not promoted'}**: {result.reason}."
+    note = "\n\n".join(filter(None, [decision, f"Model: {link}. {back}".rstrip(), first_note(config)]))
+    present = tags.get(NOTE, "")
     written_by_us = present in ("", first_note(config)) or present.endswith(first_note(config))
     run.tags({"promoted": "yes" if result.champion else "no"} | ({NOTE: note} if written_by_us else {}))
 

@@ -26,6 +26,7 @@ from grpo_tasks.tracking.served.proof import prove_served
 from schemas.errors import ServedModelError
 from schemas.results.evaluation import PairedTest
 from schemas.results.model import GreedyAnswer
+from tests.rollout.servers import PYTHON
 
 BETTER = PairedTest(against="base", metric="accuracy", prompts=64, difference=0.3, p_value=0.001, better=True)
 CHAT = [{"role": "user", "content": "What is 15 + 27?"}]
@@ -176,6 +177,10 @@ def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_p
         reply = post(f"http://127.0.0.1:{port}/invocations?path=/chat/completions", body)
         assert (reply["object"], reply["model"]) == ("chat.completion", uri.removeprefix("models:/").partition("@")[0])
         assert reply["choices"][0] == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+        if PYTHON.exists():
+            asked = [PYTHON, CLIENT, f"http://127.0.0.1:{port}/invocations?path=", "demo"]
+            said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+            assert said.stdout == f"{answer}\n"
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(f"http://127.0.0.1:{port}/invocations", {"messages": CHAT, "stream": True})
         assert refused.value.code == 400
@@ -183,6 +188,10 @@ def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_p
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=20)
+
+
+CLIENT = Path(__file__).resolve().parents[2] / "openai_client.py"
+"""OpenAI's own client, where there is a vLLM environment: it is part of that."""
 
 
 def post(address, body):

@@ -1,0 +1,1 @@
+"""Sweeps: many runs of the pipeline with different settings, below one run in MLflow."""

@@ -1,0 +1,195 @@
+"""Samples on the nodes of a cluster: reserves, sends, hands out shards, collects, and hands out again what a dead worker had.
+
+The workers know nothing of each other, unlike the ranks of a stage. So when one dies the others go on and take its shard. Nodes
+are reserved again only when no worker is left.
+"""
+
+import io
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_tasks.cluster.inbox import CHUNK_BYTES
+from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, full_disk, send
+from grpo_tasks.cluster.placement import Share, reserved
+from grpo_tasks.cluster.sampling.shards import SampleParcel, joined, shards
+from grpo_tasks.cluster.sampling.worker import SampleNode, ShardReport
+from grpo_tasks.cluster.versions import require_equal
+from grpo_tasks.processes.entry import DISK_FULL
+from grpo_tasks.rollout.spec import SampleSpec
+from schemas.config.operations import ResourcesConfig
+from schemas.errors import ClusterError, UserError
+
+POLL_S = 0.1
+SETTLING_S = 3.0
+"""A process that ends badly may do so because its node died, which Ray may need so long to notice."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """An actor and the shard that it has."""
+
+    member: Member
+    shard: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+        return self.member.facts.name
+
+
+class SamplingSupervisor:
+    """Samples the completions of a spec on the cluster that this process has joined.
+
+    Args:
+        directory: of the step; what is reported goes to its log.
+        spec: what to sample.
+    """
+
+    def __init__(self, directory: Path, spec: SampleSpec) -> None:
+        self.cluster = spec.resources.cluster
+        self.resources = _resources(spec)
+        vllm = spec.rollout.vllm
+        # Every node has its own working directory.
+        there = vllm.model_copy(update={"python": str(Path(vllm.python).absolute())})
+        spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"vllm": there})})
+        self.name, self.parcel = f"grpo {directory.parent.name} {directory.name}", SampleParcel.of(spec)
+        self.shards = shards(spec, self.cluster.num_nodes * self.cluster.processes_per_node)
+        self.waiting = deque(range(len(self.shards)))
+        self.tables: dict[int, pl.DataFrame] = {}
+        self.workers: list[Worker] = []
+        self.deaths = 0
+
+    def sample(self) -> pl.DataFrame:
+        """The table of all completions, in the order of one process.
+
+        Raises:
+            UserError: one that a process left, or nodes that differ.
+            ClusterError: more workers died than `max_restarts` allows.
+        """
+        while len(self.tables) < len(self.shards):
+            patience_s = self.cluster.replacement_wait_s if self.deaths else None
+            # No more nodes than there are shards.
+            nodes = min(self.cluster.num_nodes, len(self.shards))
+            with reserved(self.name, self.resources, nodes, report=_report, patience_s=patience_s) as (group, found):
+                actors = self._actors(group, found)
+                try:
+                    self._open(actors)
+                    while self.workers and len(self.tables) < len(self.shards):
+                        for worker in list(self.workers):
+                            self._tend(worker)
+                        time.sleep(POLL_S)
+                except NodeLost as lost:
+                    self._count(lost)
+                finally:
+                    self._close(actors)
+        return joined([self.tables[number] for number in range(len(self.shards))])
+
+    def _actors(self, group: PlacementGroup, nodes: int) -> list[Any]:
+        share, each = Share.of(self.resources), self.cluster.processes_per_node
+        return [
+            ray.remote(SampleNode)
+            .options(
+                num_cpus=share.cpus / each,
+                num_gpus=share.gpus // each,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            )
+            .remote(f"node {index}")
+            for index in range(nodes)
+            for _ in range(each)
+        ]
+
+    def _open(self, actors: list[Any]) -> None:
+        """Compare versions and send the inputs; raises NodeLost if a node dies meanwhile."""
+        asked = [actor.describe.remote() for actor in actors]
+        members = [Member(actor, ask(ref, "a node", START_S)) for actor, ref in zip(actors, asked, strict=True)]
+        require_equal({member.facts.name: member.facts.versions for member in members})
+        send(self.parcel.files, members)
+        placed = [(member, member.actor.place.remote(self.parcel)) for member in members]
+        for member, ref in placed:
+            ask(ref, member.facts.name, START_S)
+        self.workers = [Worker(member) for member in members]
+
+    def _close(self, actors: list[Any]) -> None:
+        """End the actors, with their processes and private directories; what they had waits again."""
+        for worker in self.workers:
+            self._give_back(worker)
+        self.workers = []
+        for actor in actors:
+            ray.kill(actor)
+
+    def _tend(self, worker: Worker) -> None:
+        """Give an idle worker a shard, or look at the one that it has; a worker that died is left out from now on."""
+        try:
+            if worker.shard is not None:
+                self._look_at(worker, worker.shard)
+            elif self.waiting:
+                worker.shard = self.waiting.popleft()
+                ask(worker.member.actor.start.remote(self.parcel, worker.shard, self.shards[worker.shard]), worker.name, START_S)
+        except NodeLost as lost:
+            self._give_back(worker)
+            self.workers.remove(worker)
+            # The process and the private directory end, if only the process died.
+            ray.kill(worker.member.actor)
+            self._count(lost)
+
+    def _look_at(self, worker: Worker, shard: int) -> None:
+        report: ShardReport = ask(worker.member.actor.report.remote(), worker.name)
+        if report.code is None:
+            return
+        sys.stdout.write(report.log.decode(errors="replace"))
+        if report.error:
+            raise UserError.from_json(report.error.replace(worker.member.facts.root, worker.name))
+        if report.code == DISK_FULL:
+            raise full_disk(worker.name)
+        if report.code:
+            time.sleep(SETTLING_S)
+            # Raises with a better reason if the node has died.
+            ask(worker.member.actor.report.remote(), worker.name)
+            how = f"was killed by signal {-report.code}" if report.code < 0 else f"ended with exit code {report.code}"
+            raise NodeLost(f"the process that samples on {worker.name} {how}")
+        parts = [
+            ask(worker.member.actor.read.remote(offset, CHUNK_BYTES), worker.name)
+            for offset in range(0, report.size, CHUNK_BYTES)
+        ]
+        self.tables[shard] = pl.read_parquet(io.BytesIO(b"".join(parts)))
+        worker.shard = None
+
+    def _give_back(self, worker: Worker) -> None:
+        if worker.shard is not None:
+            self.waiting.appendleft(worker.shard)
+            worker.shard = None
+
+    def _count(self, lost: NodeLost) -> None:
+        self.deaths += 1
+        if self.deaths > self.cluster.max_restarts:
+            raise ClusterError(
+                f"sampling was interrupted {self.deaths} times, the last time because {lost}",
+                place="resources.cluster.max_restarts",
+                fix="see the end of the log and `grpo cluster`, then start the same command again; a higher max_restarts allows "
+                "more interruptions",
+            ) from lost
+        _report(f"{lost}; others sample what it had ({self.deaths} of {self.cluster.max_restarts} interruptions)")
+
+
+def _report(happened: str) -> None:
+    """A line of the step's log."""
+    print(happened, flush=True)
+
+
+def _resources(spec: SampleSpec) -> ResourcesConfig:
+    """What each process reserves; one that starts a server needs the server's cards."""
+    if spec.rollout.engine != "vllm":
+        return spec.resources
+    gpus = Share.of_server(spec.resources, spec.rollout.vllm).gpus
+    cluster = spec.resources.cluster.model_copy(update={"gpus_per_process": gpus})
+    return spec.resources.model_copy(update={"cluster": cluster})

@@ -1,0 +1,153 @@
+"""A judge on trial, before any training: does it agree with people, and what sways it?
+
+gold pairs (question, better, worse)
+  agreement    share of pairs on which it prefers the better one; a tie counts half
+  order bias   share of pairs whose verdict changes with the order (mode pairwise)
+  length bias  share of pairs whose worse completion earns more once empty talk is added to it
+  cost         of a completion, from the requests of the trial
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_tasks.judging.frame import ask
+from grpo_tasks.judging.judge import Case, Judge, Tally
+from grpo_tasks.judging.verdict import Verdict
+from schemas.config.learning.judge import JudgeConfig
+from schemas.errors import ConfigError
+
+EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."
+"""Said again and again, until the text is three times as long and has at least 400 characters more."""
+MAX_PAIRS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class GoldPair:
+    """Two completions that a person has judged."""
+
+    question: str
+    better: str
+    worse: str
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the trial of a judge found."""
+
+    pairs: int
+    agreement: float
+    order_bias: float | None
+    """None: mode absolute asks about one completion at a time."""
+    length_bias: float
+    requests: int
+    """Requests that were answered; those from the cache are not among them."""
+    cost: float
+    """Of these requests, in the currency of the prices."""
+    unjudged: int
+    """Questions without any sound verdict."""
+
+
+def read_gold(path: Path) -> list[GoldPair]:
+    """The gold pairs of a JSONL file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no pair, or a line is no pair; with its line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the gold pairs cannot be read: {error}", place=str(path), fix="name a JSONL file") from error
+    pairs = [_pair(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()][:MAX_PAIRS]
+    if not pairs:
+        raise ConfigError(
+            "there is no gold pair", place=str(path), fix='write {"question": ..., "better": ..., "worse": ...} lines'
+        )
+    return pairs
+
+
+def _pair(line: str, place: str) -> GoldPair:
+    fix = "write an object with the texts question, better and worse, and reference if you use one"
+    try:
+        found = json.loads(line)
+        pair = GoldPair(found["question"], found["better"], found["worse"], found.get("reference"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"the line is no gold pair: {type(error).__name__}: {error}"[:300], place=place, fix=fix) from error
+    if not all(isinstance(text, str) for text in (pair.question, pair.better, pair.worse, pair.reference or "")):
+        raise ConfigError("a value of the gold pair is no text", place=place, fix=fix)
+    return pair
+
+
+def try_judge(settings: JudgeConfig, pairs: Sequence[GoldPair]) -> Trial:
+    """Ask a judge about gold pairs.
+
+    Raises:
+        RewardError: the endpoint refuses the requests.
+        JudgeUnavailableError: the endpoint does not answer, or max_cost is reached.
+    """
+    judge = Judge(settings)
+    try:
+        return _points(judge, pairs) if settings.mode == "absolute" else _comparisons(judge, pairs)
+    finally:
+        judge.close()
+
+
+def padded(text: str) -> str:
+    """The text with empty talk behind it."""
+    return text + EMPTY_TALK * (1 + max(400, 2 * len(text)) // len(EMPTY_TALK))
+
+
+def _points(judge: Judge, pairs: Sequence[GoldPair]) -> Trial:
+    texts = [text for pair in pairs for text in (pair.better, pair.worse, padded(pair.worse))]
+    owners = [pair for pair in pairs for _ in range(3)]
+    shown = judge.settings.reference_column is not None
+    cases = [Case(pair.question, text, pair.reference if shown else None) for pair, text in zip(owners, texts, strict=True)]
+    found = judge.score(cases)
+    scores = [score or 0.0 for score in found.scores]
+    better, worse, longer = scores[::3], scores[1::3], scores[2::3]
+    agreed = [1.0 if good > bad else 0.5 if good == bad else 0.0 for good, bad in zip(better, worse, strict=True)]
+    swayed = [more > bad for more, bad in zip(longer, worse, strict=True)]
+    return _trial(pairs, agreed, None, swayed, found.tally, found.tally.unjudged)
+
+
+def _comparisons(judge: Judge, pairs: Sequence[GoldPair]) -> Trial:
+    questions, tally = [], Tally()
+    for pair in pairs:
+        asked = {"question": pair.question}
+        for first, second in ((pair.better, pair.worse), (padded(pair.worse), pair.worse)):
+            questions += [ask(judge.settings, asked, [first, second]), ask(judge.settings, asked, [second, first])]
+    verdicts = judge.decide(questions, tally)
+    wins = [_share(first, second) for first, second in zip(verdicts[::2], verdicts[1::2], strict=True)]
+    turned = [
+        first is not None and second is not None and first.value != 1.0 - second.value
+        for first, second in zip(verdicts[::4], verdicts[1::4], strict=True)
+    ]
+    agreed = [1.0 if share > 0.5 else 0.5 if share == 0.5 else 0.0 for share in wins[::2]]
+    return _trial(pairs, agreed, turned, [share > 0.5 for share in wins[1::2]], tally, verdicts.count(None))
+
+
+def _share(first: Verdict | None, second: Verdict | None) -> float:
+    """Share of both orders that the first text of the first order wins; without a sound verdict a tie."""
+    return 0.5 if first is None or second is None else (first.value + 1.0 - second.value) / 2
+
+
+def _trial(
+    pairs: Sequence[GoldPair],
+    agreed: Sequence[float],
+    turned: Sequence[bool] | None,
+    swayed: Sequence[bool],
+    tally: Tally,
+    unjudged: int,
+) -> Trial:
+    count = len(pairs)
+    return Trial(
+        pairs=count,
+        agreement=sum(agreed) / count,
+        order_bias=None if turned is None else sum(turned) / count,
+        length_bias=sum(swayed) / count,
+        requests=tally.asked,
+        cost=tally.cost,
+        unjudged=unjudged,
+    )

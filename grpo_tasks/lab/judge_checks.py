@@ -1,0 +1,70 @@
+"""The checks of a judge: agreement with people, order bias, length bias and cost, measured on gold pairs before any training.
+
+A judge costs money, so it scores fewer probes than a function of code, and neither its determinism nor its speed is checked: its
+verdicts are cached, and its time is the endpoint's.
+"""
+
+from collections.abc import Iterator
+
+from grpo_tasks.judging.trial import Trial, read_gold, try_judge
+from grpo_tasks.lab.probe_set import passed
+from schemas.config.learning.judge import JudgeConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.results.lab import LabCheck
+
+JUDGED_ROWS = 4
+"""Rows whose probes a judge scores."""
+
+
+def check_judges(names: list[str], rewards: RewardsConfig) -> tuple[list[LabCheck], list[str]]:
+    """The checks of every judge among the reward functions, and what could not be measured."""
+    checks: list[LabCheck] = []
+    left_out: list[str] = []
+    for name in names:
+        settings = rewards.resolve(name)
+        judge = settings.judge if settings is not None else None
+        if judge is None:
+            continue
+        if judge.gold is None:
+            left_out.append(
+                f"agreement, order_bias, length_bias and cost of {name}: name pairs that people judged with judge.gold"
+            )
+            continue
+        checks += _checks(name, judge, try_judge(judge, read_gold(judge.gold)))
+    return checks, left_out
+
+
+def _checks(name: str, judge: JudgeConfig, trial: Trial) -> Iterator[LabCheck]:
+    detail = f"prefers what people prefer in {trial.agreement:.0%} of {trial.pairs} gold pairs"
+    yield _judged(name, "agreement", detail, trial.agreement >= judge.min_agreement, f"min_agreement {judge.min_agreement:g}")
+    if trial.order_bias is not None:
+        detail = f"changes its verdict with the order in {trial.order_bias:.0%} of {trial.pairs} gold pairs"
+        limit = f"max_order_bias {judge.max_order_bias:g}"
+        yield _judged(name, "order_bias", detail, trial.order_bias <= judge.max_order_bias, limit)
+    detail = f"prefers the same completion with empty talk behind it in {trial.length_bias:.0%} of {trial.pairs} gold pairs"
+    limit = f"max_length_bias {judge.max_length_bias:g}"
+    yield _judged(name, "length_bias", detail, trial.length_bias <= judge.max_length_bias, limit)
+    if trial.unjudged:
+        yield LabCheck(
+            function=name, check="verdicts", outcome="failed", detail=f"{trial.unjudged} questions have no sound verdict"
+        )
+    yield passed(name, "cost", _cost(judge, trial))
+
+
+def _judged(name: str, check: str, detail: str, good: bool, limit: str) -> LabCheck:
+    return (
+        passed(name, check, detail)
+        if good
+        else LabCheck(function=name, check=check, outcome="failed", detail=f"{detail}; {limit}")
+    )
+
+
+def _cost(judge: JudgeConfig, trial: Trial) -> str:
+    compared = judge.opponents if judge.reference_column is None else 1
+    # A comparison without a reference is one of two completions.
+    questions = 1 if judge.mode == "absolute" else 2 * compared
+    requests = 1_000 * questions * judge.votes
+    if not trial.requests:
+        return f"1,000 completions take about {requests:,} requests; every verdict of the trial was cached"
+    price = requests * trial.cost / trial.requests
+    return f"1,000 completions take about {requests:,} requests and cost about {price:.2f}"

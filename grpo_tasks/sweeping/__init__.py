@@ -1,0 +1,1 @@
+"""Sweeps: the grid of runs, what it costs, and its table."""

@@ -1,0 +1,171 @@
+"""Completions sampled on nodes that share no directory with the driver: the rows of one process on one machine."""
+
+import os
+import signal
+from itertools import chain
+
+import polars as pl
+import psutil
+import pytest
+
+from grpo_tasks.cluster.parcel import BASE
+from grpo_tasks.cluster.sampling.shards import SampleParcel, joined, shards
+from grpo_tasks.cluster.sampling.worker import SampleNode
+from grpo_tasks.processes.entry import SPEC
+from grpo_tasks.rollout import spec as sampling
+from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
+from schemas.config.evaluation import EvaluationConfig
+from schemas.config.model import ModelConfig
+from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import UserError
+from schemas.paths import resolve
+from schemas.results.model import ModelRef
+
+OWN = "GRPO_TEST_SAMPLING_OF"
+
+
+def on_ray(test):
+    """Marks of a test that starts a cluster."""
+    return pytest.mark.xdist_group("ray")(pytest.mark.long(pytest.mark.timeout(1800)(test)))
+
+
+def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):
+    """The completions of an evaluation of the thirty sums."""
+    return SampleSpec.of(
+        EvaluationConfig(**{"num_samples": 3, "greedy": True} | (evaluation or {})),
+        model=ModelConfig(path=resolve("embedded:base")),
+        ref=ref or ModelRef(path=resolve("embedded:base")),
+        prompts=stages.root / "train.parquet",
+        rollout=RolloutConfig(max_completion_length=length),
+        resources=ResourcesConfig(device="cpu", num_threads=1, cluster=cluster),
+        seed=5,
+    )
+
+
+def on(nodes, count, **settings):
+    return {"engine": "ray", "address": nodes.address, "num_nodes": count, **settings}
+
+
+def sampled(spec, folder):
+    """The bytes of the table."""
+    folder.mkdir()
+    run_sampling(spec, folder)
+    return (folder / SAMPLES).read_bytes()
+
+
+def test_shards_are_contiguous_and_together_every_prompt_once(stages):
+    spec = spec_of(stages)
+    every = [row.prompt_id for row in sampling.chosen_rows(spec.prompts, None)]
+    for most in (1, 2, 7, 30, 64):
+        parts = shards(spec, most)
+        assert [*chain.from_iterable(parts)] == every
+        assert len(parts) == min(most, 30)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert [*chain.from_iterable(shards(spec.part(every[5:9], range(2)), 2))] == every[5:9]
+    assert [*chain.from_iterable(shards(spec.model_copy(update={"max_prompts": 4}), 8))] == every[:4]
+
+
+def test_shards_without_prompts_are_one_that_samples_nothing(stages):
+    assert shards(spec_of(stages).part([], range(2)), 4) == [[]]
+
+
+def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = spec_of(stages, length=12)
+    parcel, tables = SampleParcel.of(spec), []
+    worker = SampleNode("127.0.0.1")
+    for file in parcel.files:
+        if file.sha256 in worker.missing(parcel.files):
+            worker.receive(file, 0, file.source.read_bytes())
+    worker.place(parcel)
+    for number, only in enumerate(shards(spec, 2)):
+        worker.start(parcel, number, only)
+        worker._process.wait()
+        report = worker.report()
+        assert report.code == 0, report.log.decode()
+        tables.append(pl.read_parquet(worker.read(0, report.size)))
+    there = tmp_path / "there.parquet"
+    joined(tables).write_parquet(there)
+    assert there.read_bytes() == sampled(spec, tmp_path / "here")
+
+
+def test_a_node_gets_paths_of_its_own_and_no_cluster(stages, tmp_path):
+    spec = spec_of(stages, engine="ray", address="auto", num_nodes=2)
+    there = SampleParcel.of(spec).spec_at(tmp_path, ["a"])
+    assert there.ref.path == there.model.path == str(tmp_path / BASE), "added tokens are those of the base of the config"
+    assert there.resources.cluster.engine == "local"
+    assert there.only == ["a"]
+    assert SampleSpec.model_validate_json(there.model_dump_json()) == there
+
+
+def test_running_servers_are_asked_from_here(stages, tmp_path, monkeypatch):
+    modules = []
+    monkeypatch.setattr(sampling, "run_module", lambda module, _: modules.append(module))
+    spec = spec_of(stages, engine="ray", address="auto")
+    served = RolloutConfig(engine="vllm", vllm={"base_urls": ["http://127.0.0.1:1"]})
+    for each in (spec, spec.model_copy(update={"rollout": served}), spec_of(stages)):
+        run_sampling(each, tmp_path)
+        assert (tmp_path / SPEC).exists()
+    assert modules == ["grpo_tasks.cluster.sampling", "grpo_tasks.rollout", "grpo_tasks.rollout"]
+
+
+@on_ray
+def test_two_nodes_sample_the_bytes_of_one_process(nodes, stages, tmp_path):
+    first, second = nodes.add(), nodes.add()
+    _, directory = stages.train("stage", max_steps=1)
+    adapted = ModelRef(path=resolve("embedded:base"), adapter=directory.final)
+    for name, ref in (("base", None), ("stage", adapted)):
+        local = sampled(spec_of(stages, ref=ref), tmp_path / f"{name}-local")
+        there = sampled(spec_of(stages, ref=ref, **on(nodes, 2)), tmp_path / f"{name}-there")
+        assert there == local, name
+    for node in (first, second):
+        assert list((node.private / "xdg_cache_home").rglob("content/*")), "the prompts came by content"
+
+
+@on_ray
+@pytest.mark.parametrize("victim", ["node", "actor", "process"])
+def test_a_death_changes_no_row(nodes, stages, tmp_path, monkeypatch, victim):
+    made = [nodes.add(**{OWN: str(os.getpid())}) for _ in range(2)]
+    settings = {"length": 64, "evaluation": {"num_samples": 6}}
+    local = sampled(spec_of(stages, **settings), tmp_path / "local")
+    killed = []
+
+    def kill():
+        if killed or len(found := samplers()) < 2:
+            return
+        killed.append(victim)
+        if victim == "node":
+            nodes.remove(made[0])
+        else:
+            (found[0] if victim == "process" else found[0].parent()).send_signal(signal.SIGKILL)
+
+    whole = sampling.run_module
+    monkeypatch.setattr(sampling, "run_module", lambda module, directory: whole(module, directory, tick=kill))
+    there = sampled(spec_of(stages, **settings, **on(nodes, 2)), tmp_path / "there")
+    assert killed == [victim], "it ended before anything was killed"
+    assert there == local
+    assert "others sample what it had" in (tmp_path / "there" / "log.txt").read_text()
+    assert samplers() == []
+
+
+@on_ray
+def test_an_error_on_a_node_is_the_users_error(nodes, stages, tmp_path):
+    nodes.add()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        sampled(spec_of(stages, ref=ModelRef(path=str(broken)), **on(nodes, 1)), tmp_path / "there")
+
+
+def samplers():
+    """The processes of this test that sample on nodes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.rollout"] and process.environ().get(OWN) == str(os.getpid()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

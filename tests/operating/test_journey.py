@@ -1,0 +1,137 @@
+"""A day in the two web pages, in Chromium: from the form of a preset over an approval to a rolled back champion.
+
+Each stop leaves a picture in the folder GRPO_SCREENSHOTS; those of docs/journey.md come from there.
+"""
+
+import re
+import time
+
+from tests.flows.place import SMALL
+from tests.operating.chromium import MARKS, choose, field, picture, type_into
+from tests.operating.test_approval import PROMOTED, suspended
+
+pytestmark = MARKS
+
+RUN_LIMIT_MS = 900_000
+JOURNEY = PROMOTED | {
+    "name": "journey",
+    # Long enough to be watched, and slow enough to leave something for a second run.
+    "stages": [SMALL["stages"][0] | {"max_steps": 120, "learning_rate": 4e-4}],
+}
+
+
+def start(page, operated, *overrides):
+    """Start a run with the form of the deployment `preset`; its id."""
+    before = {run["id"] for run in operated.runs_of("preset")}
+    page.goto(f"{operated.prefect}/deployments")
+    page.get_by_role("link", name="preset", exact=True).click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+    type_into(page, "source", "journey.yaml")
+    for override in overrides:
+        field(page, "overrides").get_by_role("button", name="Add item").click()
+        field(page, "overrides").locator("textarea, input").last.fill(override)
+    picture(page, "journey-form")
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(re.compile(r"/deployments/deployment/[0-9a-f-]+\?tab=Runs|/runs/flow-run/"))
+    [made] = [run["id"] for run in operated.runs_of("preset") if run["id"] not in before]
+    return made
+
+
+def waits(page, operated, run, version):
+    """Wait on the page of the run until it asks for an approval."""
+    page.goto(f"{operated.prefect}/runs/flow-run/{run}")
+    page.get_by_text("Suspended", exact=True).first.wait_for(timeout=RUN_LIMIT_MS)
+    suspended(operated, {"id": run})
+    page.reload()
+    page.get_by_text("Details", exact=True).first.click()
+    page.get_by_text(f"v{version} waits for approval: format rate").first.wait_for()
+
+
+def decide(page, operated, run, decision):
+    page.get_by_role("button", name="Resume").first.click()
+    page.get_by_role("dialog").get_by_text("waits for approval").first.wait_for()
+    choose(page, "Decision", decision)
+    type_into(page, "Approved By", "Ann")
+    picture(page, "journey-approval")
+    page.get_by_role("button", name="Submit").click()
+    operated.wait(run, "COMPLETED")
+
+
+def artifact(page, operated, key):
+    """Open an artifact of the newest run that has one, once it is there."""
+    deadline = time.monotonic() + 900
+    while not (found := operated.ask("/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}, "sort": "UPDATED_DESC"})):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    page.goto(f"{operated.prefect}/artifacts/artifact/{found[0]['id']}")
+
+
+def followed(page, link):
+    """The page that a link opens, here or in a tab of its own."""
+    if link.first.get_attribute("target") != "_blank":
+        link.first.click()
+        return page
+    with page.context.expect_page() as opened:
+        link.first.click()
+    return opened.value
+
+
+def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, tmp_path):
+    operated.config("journey", **{key: value for key, value in JOURNEY.items() if key != "name"})
+    first = start(page, operated)
+
+    artifact(page, operated, "live-format")
+    live = followed(page, page.get_by_role("link", name="Live page"))
+    live.get_by_text(re.compile(r"update \d\d+/120")).first.wait_for(timeout=RUN_LIMIT_MS)
+    assert "/live/" in live.url
+    assert live.locator("svg").count() >= 3
+    picture(live, "journey-live")
+    live.get_by_text("The stage has ended.").wait_for(timeout=RUN_LIMIT_MS)  # the page loads itself again
+
+    waits(page, operated, first, 1)
+    picture(page, "journey-run-in-prefect")
+    decide(page, operated, first, "promote")
+    page.reload()
+    page.get_by_text("Details", exact=True).first.click()
+    page.get_by_text("promoted v1: format rate").first.wait_for()
+
+    artifact(page, operated, "links")
+    mlflow = followed(page, page.get_by_role("link", name="metrics, parameters, files"))
+    mlflow.get_by_text("Registered models").first.wait_for()
+    picture(mlflow, "journey-run-in-mlflow")
+    assert mlflow.locator(f"a[href*='{first}']").count(), "the way back to Prefect"
+
+    second = start(page, operated, "stages.0.learning_rate=1e-3")
+    waits(page, operated, second, 2)
+    decide(page, operated, second, "promote")
+    compared(page, operated)
+    assert operated.client.get_registered_model("journey").aliases == {"champion": "2", "previous": "1"}
+
+    operated.grpo("download", "journey@champion", str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 1_000_000
+    operated.grpo("rollback", "journey", "--reason", "shown to a visitor")
+    page.goto(f"{operated.mlflow}/#/models/journey")
+    page.get_by_text("@ champion").first.wait_for()
+    picture(page, "journey-rolled-back")
+    assert operated.client.get_registered_model("journey").aliases["champion"] == "1"
+
+
+def compared(page, operated):
+    """The runs in their table, with the decision, and what differs between them."""
+    artifact(page, operated, "links")
+    runs = followed(page, page.get_by_role("link", name="what came out of each"))
+    rows = runs.get_by_role("checkbox", name=re.compile("toggle row selection"))
+    runs.set_viewport_size({"width": 1900, "height": 900})  # MLflow draws no column that would be out of sight
+    rows.nth(1).wait_for()
+    runs.get_by_role("button", name="Close").last.click()  # the assistant
+    for text in ("format_rate +", "promoted", "grpo.decision", "accuracy"):
+        runs.get_by_text(text).first.wait_for()
+    picture(runs, "journey-runs")
+    for row in (0, 1):
+        rows.nth(row).click()
+    runs.get_by_role("button", name="Compare").click()
+    runs.get_by_text("Comparing 2 Runs from 1 Experiment").wait_for()
+    runs.get_by_text("Show diff only").first.click()
+    runs.get_by_text("stages.0.learning_rate").first.wait_for()
+    picture(runs, "journey-compared")

@@ -1,0 +1,113 @@
+"""A sweep in MLflow: one parent run with a table, the best run, and the page that compares its runs."""
+
+import csv
+import json
+from pathlib import Path
+from urllib.parse import parse_qs, unquote
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from grpo_tasks.sweeping.grid import make_grid
+from grpo_tasks.tracking.overview import recent_runs
+from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG, open_run
+from grpo_tasks.tracking.shown.headline import NOTE
+from grpo_tasks.tracking.shown.sweep import ENDED, SweepRun, compare_link
+from schemas.errors import PrunedError
+from schemas.results.evaluation import Interval
+from schemas.results.sweep import SweepLine, SweepResult, VariantEnd
+
+
+@pytest.fixture
+def grid(tmp_path, database):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"extends": "demo", "name": "mine", "tracking": {"tracking_uri": database}}))
+    return make_grid(str(file), [], ["stages.0.learning_rate=1e-3,1e-5"], seeds=2)
+
+
+@pytest.fixture
+def client(grid):
+    return MlflowClient(grid.base.tracking.tracking_uri)
+
+
+def ended(grid, sweep, accuracies):
+    """The runs with these accuracies; None: pruned."""
+    lines = []
+    for variant, accuracy in zip(grid.variants, accuracies, strict=True):
+        with open_run(variant.config, key=f"k{variant.number}", name=variant.label, parent_run_id=sweep.handle.run_id) as run:
+            pass
+        known = {"key": "k", "seconds": 60.0, "run_id": run.run_id}
+        figures = {"accuracy": Interval(value=accuracy or 0, low=0.1, high=0.9)} if accuracy is not None else {}
+        state = {"state": "pruned", "reason": "stage format: 0.1 is below 0.5"} if accuracy is None else {"state": "finished"}
+        end = VariantEnd(**known, **state, metric="accuracy" if figures else "", figures=figures)
+        lines.append(
+            SweepLine(number=variant.number, label=variant.label, settings=variant.settings, seed=variant.config.seed, end=end)
+        )
+    handle = sweep.handle
+    return SweepResult(lines=lines, run_id=handle.run_id, experiment_id=handle.experiment_id, tracking_uri="", publish="grpo run")
+
+
+def test_the_parent_has_the_best_run_the_table_and_the_link_that_compares(grid, client, tmp_path):
+    sweep = SweepRun(grid, key="s", flow={"prefect.flow_run_id": "f"})
+    result = ended(grid, sweep, [0.5, None, 0.75, 0.25])
+    sweep.show(result)
+    for line in result.lines:
+        sweep.mark(line)
+    sweep.end("FINISHED")
+    parent = client.get_run(sweep.handle.run_id)
+    note, best = parent.data.tags[NOTE], result.lines[2]
+    assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %; 1 of 4 pruned**")
+    assert f"#/experiments/{parent.info.experiment_id}/runs/{best.end.run_id}" in note
+    query = parse_qs(note.partition("#/compare-runs?")[2].partition(")")[0])
+    assert json.loads(unquote(query["runs"][0])) == [line.end.run_id for line in result.lines]
+    assert parent.data.metrics["accuracy"] == 0.75
+    assert parent.data.params["over.stages.0.learning_rate"] == "1e-3, 1e-5"
+    assert parent.info.run_name.startswith("sweep mine ")
+    rows = list(
+        csv.DictReader(
+            Path(client.download_artifacts(parent.info.run_id, "sweep/runs.csv", str(tmp_path))).read_text().splitlines()
+        )
+    )
+    assert [(row["stages.0.learning_rate"], row["seed"], row["accuracy"], row["accuracy low"]) for row in rows] == [
+        ("1e-3", "42", "0.5", "0.1"), ("1e-5", "42", "", ""), ("1e-3", "43", "0.75", "0.1"), ("1e-5", "43", "0.25", "0.1"),
+    ]  # fmt: skip
+    report = Path(client.download_artifacts(parent.info.run_id, "sweep/runs.md", str(tmp_path))).read_text()
+    assert "| `1e-3` | 2 of 2 | 62.5 % |" in report, "the mean over the seeds"
+    assert "| `1e-5` | 1 of 2 | 25.0 % |" in report
+    children = [client.get_run(line.end.run_id).data.tags for line in result.lines]
+    assert {tags[PARENT_TAG] for tags in children} == {parent.info.run_id}
+    assert [tags[ENDED].split(":")[0] for tags in children] == ["finished", "pruned", "finished", "finished"]
+
+
+def test_the_same_sweep_is_one_parent_and_a_look_changes_nothing(grid, client):
+    first = SweepRun(grid, key="s", flow={})
+    assert first.is_new
+    first.show(ended(grid, first, [0.5, 0.5, 0.5, 0.5]))
+    first.end("FINISHED")
+    before = client.get_run(first.handle.run_id).to_dictionary()
+    again = SweepRun(grid, key="s", flow={"prefect.flow_run_id": "later"})
+    again.end("FINISHED")
+    assert not again.is_new
+    assert client.get_run(again.handle.run_id).to_dictionary() == before
+    assert SweepRun(grid, key="other", flow={}).handle.run_id != first.handle.run_id
+
+
+def test_lists_of_runs_show_the_sweep_and_not_each_of_its_runs(grid, client):
+    sweep = SweepRun(grid, key="s", flow={})
+    sweep.show(ended(grid, sweep, [0.5, 0.5, 0.5, 0.5]))
+    assert [line.run_id for line in recent_runs(grid.base.tracking, 10)] == [sweep.handle.run_id]
+
+
+def test_a_pruned_run_is_killed_and_not_failed(grid, client):
+    config = grid.variants[0].config
+    with pytest.raises(PrunedError), open_run(config, key="k", parent_run_id="p") as run:
+        raise PrunedError("pruned at update 5")
+    found = client.get_run(run.run_id)
+    assert found.info.status == "KILLED"
+    assert found.data.tags[KEY_TAG] == "k"
+
+
+def test_fewer_than_two_runs_are_not_compared():
+    assert compare_link(["a"], "1") == ""
+    assert compare_link(["a", "b"], "1") == "#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%221%22%5D"
