@@ -17,13 +17,13 @@ demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on t
 	$(BIN)/python -m pytest -m "" tests/cluster/test_demo_cluster.py $(ARGS)
 
 test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" --durations=10 $(ARGS)
 
 test-ci: $(READY) ## run one long test of each kind: a demo with vLLM, a browser, kills, the wheel, a day of operation (15 minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
 
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (an hour)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long --durations=30 $(ARGS)
 
 test-containers: $(READY) ## run the demo through the compose stack, and a job through Slurm with three nodes (needs Docker, Slurm; half an hour)
 	$(BIN)/python -m pytest -m containers tests/deploy $(ARGS)

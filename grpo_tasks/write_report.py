@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from grpo_tasks.reporting.baseline import against_rejection
 from grpo_tasks.reporting.report import RunResults, markdown, write_html
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
@@ -40,6 +41,7 @@ def write_report(
         proof=proof,
         decision=decision,
         difficulty=difficulty,
+        baseline=against_rejection(config, work.run.tracked.run_id, data.digest),
     )
     html = write_html(results, work.directory)
     text = markdown(results)

@@ -14,6 +14,8 @@ import yaml
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.evaluation.guard_text import guards_markdown
+from grpo_tasks.reporting.baseline import has_grpo
+from grpo_tasks.reporting.compare import Comparison
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
@@ -61,6 +63,8 @@ class RunResults:
     decision: PublishedFacts
     difficulty: DifficultyReport | None = None
     """Pass rates from the start of the first stage; None where none were known."""
+    baseline: Comparison | None = None
+    """Rejection sampling on the same data first, this run second; None where there is none (baseline.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ def write_html(run: RunResults, directory: Path) -> Path:
         left_out=left_out_of(run),
         proof=run.proof,
         costs=costs_of(run),
+        baseline=run.baseline,
+        has_grpo=has_grpo(run.config),
     )
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")

@@ -1,6 +1,8 @@
 """A past run from MLflow alone: settings, figures, curves and samples. The run's folder on disk is not needed."""
 
+import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
-from schemas.metrics import CURVES
+from schemas.metrics import CURVES, NUM_TOKENS
+
+DATA_DIGEST = "grpo.data_digest"
 
 Curve = list[tuple[int, float]]
 """(update, value), in order of updates."""
@@ -39,6 +43,13 @@ class PastRun:
     prompts: dict[str, str]
     """Question by prompt_id; empty when the run has no table of held-out prompts."""
     data_digest: str
+    tokens: float
+    """Tokens of all prompts and completions that its stages trained on or sampled."""
+
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of its stages."""
+        return _kinds(self.settings)
 
 
 def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
@@ -65,8 +76,25 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
             curves={child.data.tags["grpo.stage"]: _curves(store, child) for child in children},
             samples=pl.read_parquet(samples),
             prompts=_questions(store, run),
-            data_digest=run.data.tags.get("grpo.data_digest", ""),
+            data_digest=run.data.tags.get(DATA_DIGEST, ""),
+            tokens=sum(child.data.metrics.get(NUM_TOKENS, 0.0) for child in children),
         )
+
+
+def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None:
+    """Id of the newest finished run that trained by rejection sampling on these data, and had no stage of GRPO."""
+
+    def wanted(run: Run) -> bool:
+        kinds = _kinds(run.data.params)
+        same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
+        return same and "rejection" in kinds and "grpo" not in kinds
+
+    found = [run.info.run_id for run in open_store(tracking).ask(_parents) if wanted(run)]
+    return found[0] if found else None
+
+
+def _kinds(settings: Mapping[str, str]) -> set[str]:
+    return {value for name, value in settings.items() if re.fullmatch(r"stages\.\d+\.kind", name)}
 
 
 def _is_named(run: Run, name: str) -> bool:

@@ -102,6 +102,22 @@ def test_the_format_of_json_is_its_schema(text, keeps):
 
 
 @pytest.mark.parametrize(
+    ("text", "keeps"), [('{"a1": 1}', True), ('{"a1": "x"}', False), ('{"b": "x"}', True), ('{"c": {"c": {}}}', True)]
+)
+def test_a_schema_may_name_its_keys_by_a_pattern_and_refer_to_itself(text, keeps):
+    schema = {"patternProperties": {"^a[0-9]$": {"type": "number"}}, "properties": {"c": {"$ref": "#"}}}
+    named = CompletionConfig(format="json", json_schema=schema)
+    check_completion(named)
+    assert extract(text, named).strict_format is keeps
+
+
+def test_an_object_that_nests_beyond_all_bounds_does_not_fit():
+    deep = CompletionConfig(format="json", json_schema={"properties": {"c": {"$ref": "#"}}})
+    check_completion(deep)
+    assert extract('{"c":' * 900 + "{}" + "}" * 900, deep).strict_format is False
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (r"So \boxed{42}.", ("42", True, "42")),
@@ -174,6 +190,7 @@ def test_the_perfect_completion_gives_its_answer_back(completion, answer):
         (r"(?s)^<think>.+</think>\s*(?P<answer>\S.*)$", "yes"),
         (r"Answer\s*[:=]\s*\(([A-E])\)", "B"),
         (r"(?:A|B){2,3}[0-9]+\[(\w+)\](?:x|y)?", "word"),
+        (r"[^x]{2}[\d]+?[\-]: (.+)", "42"),
     ],
 )
 def test_most_patterns_have_a_perfect_completion(pattern, answer):
@@ -195,6 +212,7 @@ def test_a_schema_has_a_perfect_completion_when_its_other_keys_can_be_filled():
 def test_no_perfect_completion_is_better_than_a_wrong_one():
     assert perfect_completion("42", FREE) is None
     assert perfect_completion("x", CompletionConfig(format="regex", pattern=r"#### (\d+)")) is None
+    assert perfect_completion("x", CompletionConfig(format="regex", pattern="z{,3}(.)")) is None
     assert perfect_completion("a } b", BOXED) is None
     assert perfect_completion(None, CompletionConfig()) is None
 

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from grpo_tasks.judging.trial import GoldPair, padded, read_gold, try_judge
-from grpo_tasks.lab.judge_checks import check_judges
-from schemas.config.rewards import RewardsConfig
-from schemas.errors import ConfigError, JudgeUnavailableError
+from schemas.errors import ConfigError
 
 PAIRS = [GoldPair(f"Question {number}?", "good good", "good") for number in range(4)]
 
@@ -78,30 +76,3 @@ def test_an_empty_or_missing_file_is_named(tmp_path):
         read_gold(gold(tmp_path, ""))
     with pytest.raises(ConfigError):
         read_gold(tmp_path / "nowhere.jsonl")
-
-
-def section(settings, **changes):
-    return RewardsConfig(functions={"taste": {"function": "judge", "judge": settings(**changes)}})
-
-
-def test_the_lab_reports_agreement_biases_and_cost(settings, endpoint, tmp_path):
-    endpoint.opinion = long
-    given = {"gold": gold(tmp_path, LINE), "mode": "pairwise", "input_price": 10.0}
-    checks, left_out = check_judges(["taste", "format"], section(settings, **given))
-    assert {check.check: check.outcome for check in checks} == {
-        "agreement": "passed", "order_bias": "passed", "length_bias": "failed", "cost": "passed",
-    }  # fmt: skip
-    assert "1,000 completions take about 4,000 requests and cost about 4.00" in checks[-1].detail
-    assert left_out == []
-
-
-def test_without_gold_pairs_the_lab_says_what_it_did_not_measure(settings):
-    checks, left_out = check_judges(["taste"], section(settings))
-    assert checks == []
-    assert "judge.gold" in left_out[0]
-
-
-def test_a_judge_that_is_away_stops_the_lab_before_any_training(settings, endpoint, tmp_path):
-    endpoint.down = True
-    with pytest.raises(JudgeUnavailableError):
-        check_judges(["taste"], section(settings, gold=gold(tmp_path, LINE)))

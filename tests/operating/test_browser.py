@@ -48,6 +48,8 @@ def test_a_person_fills_in_the_form_corrects_a_refused_value_and_watches_the_run
     assert run["parameters"]["config"]["stages"][0]["loss_type"] == "dr_grpo"
     assert run["parameters"]["config"]["evaluation"]["max_prompts"] == 16
 
+    # Prefect draws only the artifacts that fit on the screen.
+    page.set_viewport_size({"width": 1400, "height": 4_000})
     page.get_by_text("Artifacts", exact=True).first.click()
     for key in ("validation", "reward-lab", "train-format", "merge", "publication"):
         page.get_by_text(key, exact=True).first.wait_for()

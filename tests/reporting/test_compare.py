@@ -43,6 +43,7 @@ def past_run(name, verdicts, **settings):
         samples=samples_of(verdicts),
         prompts={prompt_id: f"{HOSTILE} question {prompt_id}" for prompt_id in verdicts},
         data_digest="d" * 64,
+        tokens=1000.0,
     )
 
 
