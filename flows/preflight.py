@@ -82,12 +82,13 @@ def check_columns(config: RunConfig) -> None:
     """
     from grpo_tasks.data.sources import load_sources
 
-    guarded = [config.guard_data(guard) for guard in config.promotion.guards]
-    if guarded:
-        from grpo_tasks.evaluation.guards import check_guard_pattern
+    guarded = []
+    if config.promotion.guards:
+        from grpo_tasks.evaluation.guards import check_guard_pattern, guard_data
 
         for guard in config.promotion.guards:
             check_guard_pattern(guard)
+            guarded.append(guard_data(config, guard))
     for data in [config.data, *guarded]:
         for source in [*data.train, *data.eval]:
             path = Path(resolve(source.path))

@@ -6,7 +6,7 @@ from flows.flow_run import FlowRun
 from grpo_tasks.check_guard import check_guard
 from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluate_model import evaluate_model
-from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard
+from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard, guard_data, guard_scoring
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.merge_adapter import merge_adapter
@@ -192,7 +192,9 @@ def checked_guards(run: FlowRun) -> list[GuardData]:
     validation = config.validation.model_copy(update={"min_train_rows": 0, "min_eval_rows": 1})
     for guard in config.promotion.guards:
         check_guard_pattern(guard)
-        inputs = JudgeInputs(data=config.guard_data(guard), validation=validation, completion=config.completion, seed=config.seed)
+        inputs = JudgeInputs(
+            data=guard_data(config, guard), validation=validation, completion=config.completion, seed=config.seed
+        )
         found.append(check_guard(run, guard.name, inputs, model=config.model, rollout=config.rollout))
     return found
 
@@ -214,7 +216,7 @@ def _guard_evaluation(run: FlowRun, guard: PromotionGuard, label: str, ref: Mode
         completion=config.completion,
         rollout=config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine}),
         evaluation=config.evaluation,
-        scoring=config.guard_scoring(guard),
+        scoring=guard_scoring(config, guard),
         seed=config.seed,
     )
 

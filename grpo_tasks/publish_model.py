@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.guard_text import guards_markdown
 from grpo_tasks.evaluation.paired import compare, deciding_metric
 from grpo_tasks.evaluation.regressions import find_regressions
 from grpo_tasks.processes.child import run_module
@@ -16,6 +15,7 @@ from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
 from grpo_tasks.tracking.served.proof import ServedSpec
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.evaluation import PromotionConfig
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof

@@ -134,10 +134,6 @@ TASK_ACCURACY = "accuracy/task/*"
 TASK_FORMAT_RATE = "format_rate/task/*"
 
 # Of the guards of a promotion.
-CONTAINS = "contains"
-LACKS = "lacks"
-SCRIPT_SHARE = "script_share"
-EVALUATOR = "evaluator"
 GUARD_CHANGE = "guard/*/change"
 GUARD_PASSED = "guard/*/passed"
 
@@ -230,12 +226,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric(CLIP_LOW, "share of tokens whose ratio is clipped from below", "share"),
     Metric(CLIP_HIGH, "share of tokens whose ratio is clipped from above", "share"),
     Metric(CLIP_REGION, "share of tokens whose ratio is clipped either way", "share"),
-    Metric(
-        SAMPLER_DIFFERENCE_MEAN,
-        "mean |log p(sampler) - log p(trainer)| of the sampled tokens",
-        "nats",
-        "lower",
-    ),
+    Metric(SAMPLER_DIFFERENCE_MEAN, "mean |log p(sampler) - log p(trainer)| of the sampled tokens", "nats", "lower"),
     Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
     Metric(SAMPLER_KL, "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
     Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
@@ -291,12 +282,7 @@ TRAINING: tuple[Metric, ...] = (
 
 EVALUATION: tuple[Metric, ...] = (
     Metric(
-        FORMAT_RATE,
-        "share of sampled completions in the strict format",
-        "share",
-        "higher",
-        column="strict_format",
-        headline=True,
+        FORMAT_RATE, "share of sampled completions in the strict format", "share", "higher", column="strict_format", headline=True
     ),
     Metric(
         ACCURACY,
@@ -360,18 +346,6 @@ PROGRESS: dict[str, str] = {metric.name: metric.short for metric in TRAINING if 
 
 PROMOTING: tuple[str, ...] = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY, PASS_AT_K, REWARD, REWARD_MEAN)
 """Evaluation metrics that can decide about the alias `champion`; the last one for any function of the evaluation."""
-GUARDING: tuple[str, ...] = (
-    ACCURACY,
-    LENIENT_ACCURACY,
-    FORMAT_RATE,
-    TRUNCATED_RATE,
-    COMPLETION_LENGTH,
-    CONTAINS,
-    LACKS,
-    SCRIPT_SHARE,
-    EVALUATOR,
-)
-"""What a guard of a promotion can measure."""
 TASK_FAMILIES: dict[str, str] = {ACCURACY: TASK_ACCURACY, FORMAT_RATE: TASK_FORMAT_RATE, REWARD: TASK_REWARD}
 """Evaluation metrics that are also measured for each task, with their families."""
 

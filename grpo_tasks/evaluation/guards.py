@@ -10,14 +10,32 @@ from collections.abc import Mapping
 import polars as pl
 
 from grpo_tasks.evaluation.paired import paired_test
-from schemas.config.evaluation import PromotionGuard
+from schemas.config.data import DataConfig
+from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, PromotionGuard
+from schemas.config.rewards import RewardConfig
+from schemas.config.run import RunConfig, ScoringInputs
 from schemas.errors import ConfigError, DataError
-from schemas.metrics import COMPLETION_LENGTH, CONTAINS, EVALUATOR, LACKS, REWARD_MEAN, SCRIPT_SHARE, column_of, member
+from schemas.metrics import COMPLETION_LENGTH, REWARD_MEAN, column_of, member
 from schemas.results.evaluation import EvalReport, GuardCheck, Worse
 
 _EXAMPLES = 3
 _SHOWN_CHARS = 600
 _ROUNDING = 1e-9
+
+
+def guard_data(config: RunConfig, guard: PromotionGuard) -> DataConfig:
+    """The settings by which the prompts of a guard are read: those of the data, all rows held out, without tasks."""
+    answers = config.data.answer_column if guard.needs_truth else None
+    update: dict[str, object] = {"train": [], "eval": guard.data, "tasks": {}, "task_column": None, "answer_column": answers}
+    return config.data.model_copy(update=update)
+
+
+def guard_scoring(config: RunConfig, guard: PromotionGuard) -> ScoringInputs | None:
+    """The function of a guard that has one."""
+    if guard.evaluator is None:
+        return None
+    functions = {guard.name: RewardConfig(function=guard.evaluator, weight=0.0)}
+    return ScoringInputs(rewards=config.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
 
 
 def check_guard_pattern(guard: PromotionGuard) -> None:

@@ -13,13 +13,13 @@ import yaml
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
-from grpo_tasks.evaluation.guard_text import guards_markdown
 from grpo_tasks.reporting.baseline import has_grpo
 from grpo_tasks.reporting.compare import Comparison
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.run import RunConfig
 from schemas.metrics import (
     ENERGY,

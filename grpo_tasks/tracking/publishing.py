@@ -197,7 +197,7 @@ def decide(
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]
     if better and worse:
-        return decided(False, f"{reason}; but {'; '.join(_describe_regression(check) for check in worse)}")
+        return decided(False, f"{reason}; but {'; '.join(str(check) for check in worse)}")
     return decided(better, reason)
 
 
@@ -227,12 +227,6 @@ def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[b
     test = by_name[CHAMPION]
     verdict = "better" if test.better else "not better"
     return test.better, f"{verdict} than the champion, version {current.version}: {_describe_test(test)}"
-
-
-def _describe_regression(check: Regression | GuardCheck) -> str:
-    if isinstance(check, GuardCheck):
-        return str(check)
-    return f"{check.metric} {check.ours:.4g} against {check.theirs:.4g} of the {check.against}, limit {check.limit:.4g}"
 
 
 def _describe_test(test: PairedTest) -> str:

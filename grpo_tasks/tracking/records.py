@@ -17,12 +17,12 @@ from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from grpo_tasks.content.modules import own_modules
-from grpo_tasks.evaluation.guard_text import guards_markdown
 from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig

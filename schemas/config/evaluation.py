@@ -9,16 +9,18 @@ from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
 from schemas.metrics import (
     ACCURACY,
-    CONTAINS,
-    EVALUATOR,
-    GUARDING,
-    LACKS,
+    COMPLETION_LENGTH,
+    FORMAT_RATE,
     LENIENT_ACCURACY,
     PASS_AT_K,
     PROMOTING,
     REWARD_MEAN,
-    SCRIPT_SHARE,
+    TRUNCATED_RATE,
 )
+
+CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR = "contains", "lacks", "script_share", "evaluator"
+GUARDING = (ACCURACY, LENIENT_ACCURACY, FORMAT_RATE, TRUNCATED_RATE, COMPLETION_LENGTH, CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR)
+"""What a guard of a promotion can measure: metrics of every evaluation, then those of guards alone."""
 
 
 class EvaluationConfig(Section):

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
-from schemas.config.evaluation import EvaluationConfig, PromotionConfig, PromotionGuard
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
@@ -170,19 +170,6 @@ class RunConfig(Section):
         return ScoringInputs(
             rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
         )
-
-    def guard_data(self, guard: PromotionGuard) -> DataConfig:
-        """The settings by which the prompts of a guard are read: those of the data, all rows held out, without tasks."""
-        answers = self.data.answer_column if guard.needs_truth else None
-        update = {"train": [], "eval": guard.data, "tasks": {}, "task_column": None, "answer_column": answers}
-        return self.data.model_copy(update=update)
-
-    def guard_scoring(self, guard: PromotionGuard) -> "ScoringInputs | None":
-        """The function of a guard that has one."""
-        if guard.evaluator is None:
-            return None
-        functions = {guard.name: RewardConfig(function=guard.evaluator, weight=0.0)}
-        return ScoringInputs(rewards=self.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
 
     def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False) -> "DifficultyInputs":
         """What the pass rates by the rewards of these stages depend on, and nothing that only training uses.

@@ -110,3 +110,7 @@ class Regression(Result):
     limit: float
     """Largest value of ours that passes; the smallest one for format_rate."""
     passed: bool
+
+    def __str__(self) -> str:
+        """The check in one line."""
+        return f"{self.metric} {self.ours:.4g} against {self.theirs:.4g} of the {self.against}, limit {self.limit:.4g}"
