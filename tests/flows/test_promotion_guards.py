@@ -44,7 +44,9 @@ def place(tmp_path):
 def test_a_guard_refuses_a_promotion_that_goes_through_without_it(place):
     said = place.grpo("run", "refused.yaml")
     version = place.client.get_model_version("style", "1")
-    assert place.client.get_registered_model("style").aliases == {"challenger": "1"}, said
+    assert {alias: str(number) for alias, number in place.client.get_registered_model("style").aliases.items()} == {
+        "challenger": "1"
+    }, said
     assert "but guard chatty: evaluator" in version.tags["grpo.decision"]
     run = place.parent("style")
     assert (run.data.metrics["guard/chatty/passed"], run.data.metrics["guard/polite/passed"]) == (0.0, 1.0)
