@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import UUID
 
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
 from grpo_tasks.processes.child import no_room
@@ -43,6 +44,8 @@ class FlowRun:
     fresh: bool
     flow_run_id: str | None
     pruning: Pruning | None = None
+    _shown: dict[str, UUID] = field(default_factory=dict)
+    """Artifacts of the run in Prefect that grow while it runs."""
 
     @property
     def config(self) -> RunConfig:
@@ -93,7 +96,8 @@ class FlowRun:
         """Show in Prefect where MLflow has this run, its report and its version."""
         tracked = self.tracked
         version = (publication.model_name, publication.model_version) if publication else None
-        show_links(mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id), report=report, version=version)
+        pages = mlflow_pages(tracked.store.uri, tracked.experiment_id, tracked.run_id)
+        show_links(pages, self._shown, report=report, version=version)
 
     def announce(self, publication: Publication, before: Champion | None) -> None:
         """Send the event grpo.champion.changed if the version has become the champion."""

@@ -9,6 +9,7 @@ from flows.flow_run import open_flow_run
 from flows.model_names import adapter_model, copy_model, named_model, with_local_model
 from flows.steps import (
     base_model,
+    checked_guards,
     evaluation_of,
     measured_difficulty,
     merged_model,
@@ -29,7 +30,9 @@ def validate(config: RunConfig, fresh: bool = False) -> DataReport:
     """Read the data and check every row."""
     config = with_local_model(config)
     with open_flow_run(config, flow="validate", fresh=fresh) as run:
-        return validated_data(run)
+        data = validated_data(run)
+        checked_guards(run)
+        return data
 
 
 def rewards(config: RunConfig, fresh: bool = False) -> LabReport:

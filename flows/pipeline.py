@@ -8,8 +8,11 @@ from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import with_local_model
 from flows.steps import (
     base_model,
+    checked_guards,
     evaluation_of,
+    guard_checks,
     measured_difficulty,
+    measured_guards,
     merged_model,
     probed_rewards,
     rivals_of,
@@ -22,7 +25,7 @@ from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport
+from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -72,16 +75,21 @@ class Trained:
     evaluations: list[EvalReport]
     """Base, each stage, merged model."""
     merged: MergeProof
+    guards: list[GuardData]
+    """Prompts of the guards of the promotion."""
 
 
 def train_and_evaluate(run: FlowRun) -> Trained:
     """Every step before the decision, in order."""
     config = run.config
     data = validated_data(run)
+    guards = checked_guards(run)
     lab = probed_rewards(run, data)
     model = base_model(config)
     difficulty = measured_difficulty(run, model, data)
     evaluations = [evaluation_of(run, "base", model, data)]
+    # Before any training: an evaluator that fails is found now.
+    measured_guards(run, "base", model, guards)
     stages = []
     for stage in config.stages:
         stages.append(trained_stage(run, stage, model, data, difficulty))
@@ -90,13 +98,14 @@ def train_and_evaluate(run: FlowRun) -> Trained:
             evaluations.append(evaluation_of(run, stage.name, model, data))
     merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
-    return Trained(data, lab, difficulty, stages, evaluations, merged)
+    return Trained(data, lab, difficulty, stages, evaluations, merged, guards)
 
 
 def _published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> PipelineResult:
     config, base, final = run.config, trained.evaluations[0], trained.evaluations[-1]
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
-    publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion)
+    guards = guard_checks(run, final, rivals[-1], trained.guards)
+    publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion, guards=guards)
     tag_version(publication.model_name, publication.model_version, tags, config.tracking)
     report = write_report(
         run,

@@ -65,6 +65,9 @@ def check_inputs(config: RunConfig) -> None:
     for side in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, side)):
             _check_source(source, f"data.{side}.{index}.path")
+    for index, guard in enumerate(config.promotion.guards):
+        for number, source in enumerate(guard.data):
+            _check_source(source, f"promotion.guards.{index}.data.{number}.path")
     if not REGISTERED.fullmatch(config.model.path) or is_local(config.model.path):
         check_model(config.model.path, "model.path")
     if config.resources.cluster.engine == "ray":
@@ -79,15 +82,22 @@ def check_columns(config: RunConfig) -> None:
     """
     from grpo_tasks.data.sources import load_sources
 
-    for side in ("train", "eval"):
-        for source in getattr(config.data, side):
+    guarded = []
+    if config.promotion.guards:
+        from grpo_tasks.evaluation.guards import check_guard_pattern, guard_data
+
+        for guard in config.promotion.guards:
+            check_guard_pattern(guard)
+            guarded.append(guard_data(config, guard))
+    for data in [config.data, *guarded]:
+        for source in [*data.train, *data.eval]:
             path = Path(resolve(source.path))
             # A step hashes the file that it reads; a large one would take seconds here.
             if source.format == "hub" or not path.is_file() or path.stat().st_size > LARGE_BYTES:
                 continue
             few = source.model_copy(update={"max_rows": min(source.max_rows or FIRST_ROWS, FIRST_ROWS)})
             with tempfile.TemporaryDirectory() as folder:
-                load_sources(config.data.model_copy(update={"train": [few], "eval": []}), directory=Path(folder))
+                load_sources(data.model_copy(update={"train": [few], "eval": []}), directory=Path(folder))
 
 
 def _check_source(source: DataSource, place: str) -> None:

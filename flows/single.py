@@ -8,12 +8,12 @@ from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
-from flows.steps import base_model, evaluation_of, merged_model, rivals_of, validated_data
+from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, merged_model, rivals_of, validated_data
 from flows.temporary_server import locked_flow
 from grpo_tasks.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport
+from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -103,20 +103,23 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
     with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
-        data = validated_data(run)
+        data, guards = validated_data(run), checked_guards(run)
         base = evaluation_of(run, "base", base_model(config), data)
         merged = merged_model(run, ref, data)
         final = evaluation_of(run, "merged", merged.model, data)
-        made = _published(run, merged, final, base, data)
+        made = _published(run, merged, final, base, data, guards)
     while made.awaits_approval and ask_for_approval(config, made, made.headline(), made.headline()):
         with open_flow_run(config, flow="publish") as run:
-            made = _published(run, merged, final, base, data)
+            made = _published(run, merged, final, base, data, guards)
     return made
 
 
-def _published(run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalReport, data: DataReport) -> Publication:
+def _published(
+    run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalReport, data: DataReport, guards: list[GuardData]
+) -> Publication:
     champion, rivals = rivals_of(run, merged, base, data)
-    made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion)
+    checks = guard_checks(run, final, rivals[-1], guards)
+    made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion, guards=checks)
     run.show_links(made)
     run.announce(made, champion)
     return made

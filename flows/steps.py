@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from flows.flow_run import FlowRun
+from grpo_tasks.check_guard import check_guard
 from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluate_model import evaluate_model
+from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard, guard_data, guard_scoring
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.merge_adapter import merge_adapter
@@ -15,12 +17,13 @@ from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
+from schemas.config.evaluation import PromotionGuard
 from schemas.config.model import ModelConfig
-from schemas.config.run import JudgeInputs, LabInputs, RunConfig
+from schemas.config.run import GUARD, JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
-from schemas.results.data import DataReport
+from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
+from schemas.results.evaluation import EvalReport, GuardCheck
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, ModelRef, StageResult
 
@@ -181,3 +184,53 @@ def rivals_of(
     if champion.sha256 == merged.sha256:
         return champion, [base]
     return champion, [base, evaluation_of(run, "champion", ref, data)]
+
+
+def checked_guards(run: FlowRun) -> list[GuardData]:
+    """Check the prompts of every guard of the promotion, before any training."""
+    config, found = run.config, []
+    validation = config.validation.model_copy(update={"min_train_rows": 0, "min_eval_rows": 1})
+    for guard in config.promotion.guards:
+        check_guard_pattern(guard)
+        inputs = JudgeInputs(
+            data=guard_data(config, guard), validation=validation, completion=config.completion, seed=config.seed
+        )
+        found.append(check_guard(run, guard.name, inputs, model=config.model, rollout=config.rollout))
+    return found
+
+
+def measured_guards(run: FlowRun, label: str, ref: ModelRef, data: Sequence[GuardData]) -> list[EvalReport]:
+    """Evaluate a model on the prompts of every guard."""
+    guards = run.config.promotion.guards
+    return [_guard_evaluation(run, guard, label, ref, rows) for guard, rows in zip(guards, data, strict=True)]
+
+
+def _guard_evaluation(run: FlowRun, guard: PromotionGuard, label: str, ref: ModelRef, data: GuardData) -> EvalReport:
+    config = run.config
+    return evaluate_model(
+        run,
+        f"{GUARD}{guard.name}-{label}",
+        ref,
+        data,
+        model=config.model,
+        completion=config.completion,
+        rollout=config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine}),
+        evaluation=config.evaluation,
+        scoring=guard_scoring(config, guard),
+        seed=config.seed,
+    )
+
+
+def guard_checks(run: FlowRun, final: EvalReport, rival: EvalReport, data: Sequence[GuardData]) -> list[GuardCheck]:
+    """Compare the merged model with the champion, or the base, on the prompts of every guard."""
+    promotion = run.config.promotion
+    ours, theirs = (measured_guards(run, report.label, report.model, data) for report in (final, rival))
+    return [
+        compare_guard(guard, left, right, against=rival.label, questions=_questions(rows), alpha=promotion.alpha)
+        for guard, left, right, rows in zip(promotion.guards, ours, theirs, data, strict=True)
+    ]
+
+
+def _questions(data: GuardData) -> dict[str, str]:
+    rows = read_table(data.eval).select("prompt_id", "prompt")
+    return {prompt_id: messages[-1]["content"] for prompt_id, messages in rows.iter_rows()}

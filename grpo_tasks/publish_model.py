@@ -15,8 +15,9 @@ from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
 from grpo_tasks.tracking.served.proof import ServedSpec
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.evaluation import PromotionConfig
-from schemas.results.evaluation import EvalReport, PairedTest, Regression
+from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import Publication
 
@@ -30,6 +31,7 @@ def publish_model(
     *,
     champion: Champion | None,
     promotion: PromotionConfig,
+    guards: Sequence[GuardCheck] = (),
 ) -> Publication:
     """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
     began = time.perf_counter()
@@ -47,11 +49,12 @@ def publish_model(
             champion=champion,
             evaluation=final,
             regressions=regressions,
+            guards=guards,
             origin=work.run.origin,
             log=partial(_log, work.directory),
             prove=partial(_prove, work.directory),
         )
-    work.artifact("publication", _markdown(name, decision, tests, regressions, promotion))
+    work.artifact("publication", _markdown(name, decision, tests, regressions, promotion) + guards_markdown(guards))
     return Publication(
         key=work.key,
         directory=work.directory,
@@ -62,6 +65,7 @@ def publish_model(
         champion=decision.champion,
         tests=tests,
         regressions=regressions,
+        guards=list(guards),
         reason=decision.reason,
         awaits_approval=decision.awaits_approval,
     )

@@ -133,6 +133,10 @@ GREEDY_REWARD = "greedy_reward"
 TASK_ACCURACY = "accuracy/task/*"
 TASK_FORMAT_RATE = "format_rate/task/*"
 
+# Of the guards of a promotion.
+GUARD_CHANGE = "guard/*/change"
+GUARD_PASSED = "guard/*/passed"
+
 TRAINING: tuple[Metric, ...] = (
     Metric(
         REWARD,
@@ -222,12 +226,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric(CLIP_LOW, "share of tokens whose ratio is clipped from below", "share"),
     Metric(CLIP_HIGH, "share of tokens whose ratio is clipped from above", "share"),
     Metric(CLIP_REGION, "share of tokens whose ratio is clipped either way", "share"),
-    Metric(
-        SAMPLER_DIFFERENCE_MEAN,
-        "mean |log p(sampler) - log p(trainer)| of the sampled tokens",
-        "nats",
-        "lower",
-    ),
+    Metric(SAMPLER_DIFFERENCE_MEAN, "mean |log p(sampler) - log p(trainer)| of the sampled tokens", "nats", "lower"),
     Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
     Metric(SAMPLER_KL, "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
     Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
@@ -283,12 +282,7 @@ TRAINING: tuple[Metric, ...] = (
 
 EVALUATION: tuple[Metric, ...] = (
     Metric(
-        FORMAT_RATE,
-        "share of sampled completions in the strict format",
-        "share",
-        "higher",
-        column="strict_format",
-        headline=True,
+        FORMAT_RATE, "share of sampled completions in the strict format", "share", "higher", column="strict_format", headline=True
     ),
     Metric(
         ACCURACY,
@@ -339,6 +333,8 @@ EVALUATION: tuple[Metric, ...] = (
     Metric(TASK_ACCURACY, "accuracy on the prompts of one task", "share", "higher", column="correct"),
     Metric(TASK_FORMAT_RATE, "format rate on the prompts of one task", "share", "higher", column="strict_format"),
     Metric(TASK_REWARD, "mean weighted reward on the prompts of one task", better="higher", column=REWARD),
+    Metric(GUARD_CHANGE, "change of the metric of one guard of the promotion against the champion or the base"),
+    Metric(GUARD_PASSED, "whether one guard of the promotion passed: 1 or 0", better="higher"),
 )
 
 HEADLINES: tuple[str, ...] = tuple(metric.name for metric in EVALUATION if metric.headline)

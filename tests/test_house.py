@@ -39,7 +39,7 @@ def rooms_behind(graph, module):
 
 def test_the_steps_are_the_files_of_grpo_tasks():
     assert STEPS == [
-        "evaluate_model", "measure_difficulty", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
+        "check_guard", "evaluate_model", "measure_difficulty", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
         "train_stage", "validate_data", "write_report",
     ]  # fmt: skip
 

@@ -51,6 +51,12 @@ def show_plan(console: Console, config: RunConfig) -> None:
     table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
     prompts = config.evaluation.max_prompts or "all"
     table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
+    for guard in config.promotion.guards:
+        limits = [
+            f"{what} {limit:g}" for what, limit in (("drop", guard.max_drop), ("rise", guard.max_rise)) if limit is not None
+        ]
+        paths = ", ".join(source.path for source in guard.data)
+        table.add_row(f"guard {guard.name}", f"{guard.metric} on {paths}, largest {' and '.join(limits)}")
     person = ", then by a person" if config.promotion.approval == "manual" else ""
     table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}{person}")
     console.print(table)

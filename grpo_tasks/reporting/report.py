@@ -19,6 +19,7 @@ from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.run import RunConfig
 from schemas.metrics import (
     ENERGY,
@@ -142,6 +143,7 @@ def markdown(run: RunResults) -> str:
         f"# {run.config.name}",
         f"{decision.model_name} version {decision.model_version}: {decision.reason}",
         table(["model", *figures], models, right=figures),
+        *filter(None, [guards_markdown(decision.guards).strip()]),
         f"{run.data.rows} rows read, {run.data.quarantined} rejected.",
         *(f"Stage {stage.stage}: {stage.kept.summary()}." for stage in run.stages if stage.kept is not None),
         table(["step", *costs], [_cost_row(cost) for cost in costs_of(run)], right=costs),

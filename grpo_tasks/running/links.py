@@ -6,9 +6,10 @@ What this module does not do: ask MLflow anything. The addresses are those of ML
 import os
 from dataclasses import dataclass
 from urllib.parse import quote
+from uuid import UUID
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import show_artifact
+from grpo_tasks.running.orchestrator import show_live
 from schemas.results.publication import DECISIONS_VIEW
 from schemas.secret import hide
 
@@ -52,11 +53,14 @@ def mlflow_pages(uri: str, experiment_id: str, run_id: str) -> MlflowPages | Non
     return MlflowPages(hide(base).rstrip("/"), experiment_id, run_id) if base.startswith(("http://", "https://")) else None
 
 
-def show_links(pages: MlflowPages | None, *, report: bool = False, version: tuple[str, str] | None = None) -> None:
-    """Show the links of a flow run. Called again, it shows what has been added since.
+def show_links(
+    pages: MlflowPages | None, known: dict[str, UUID], *, report: bool = False, version: tuple[str, str] | None = None
+) -> None:
+    """Show the links of a flow run. Called again, it adds what has been made since.
 
     Args:
         pages: addresses of MLflow.
+        known: the artifacts that this run has already shown; the links are put in.
         report: whether the run has its report.
         version: name and version of the registered model.
     """
@@ -70,4 +74,4 @@ def show_links(pages: MlflowPages | None, *, report: bool = False, version: tupl
         rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])
     if version is not None:
         rows.append(["model version", f"[{version[0]} version {version[1]}]({pages.version(*version)})"])
-    show_artifact(LINKS, table(["what", "where"], rows), description="This run in MLflow")
+    show_live(LINKS, table(["what", "where"], rows), "This run in MLflow", known)

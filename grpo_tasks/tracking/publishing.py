@@ -49,7 +49,8 @@ from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
 from schemas.config.run import RunConfig
 from schemas.errors import ServedModelError, TrackingError
-from schemas.results.evaluation import EvalReport, PairedTest, Regression
+from schemas.metrics import GUARD_CHANGE, member
+from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import WAITS, Approval
 
@@ -81,6 +82,7 @@ def publish(
     champion: Champion | None,
     evaluation: EvalReport,
     regressions: Sequence[Regression] = (),
+    guards: Sequence[GuardCheck] = (),
     origin: Mapping[str, str] | None = None,
     log: Callable[[LogSpec], None],
     prove: Callable[[ServedSpec], None],
@@ -94,6 +96,7 @@ def publish(
         champion: the champion of the comparison; None when there was none.
         evaluation: evaluation of the merged model. Its figures become tags of the version.
         regressions: metrics that must not get worse.
+        guards: further held-out sets that must not get worse.
         origin: further tags of the version: its data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
         prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
@@ -111,13 +114,14 @@ def publish(
         # A user rolled it back on purpose. Running the same run again must not restore it.
         return Decision(str(version.version), proof.sha256, False, f"version {version.version} was rolled back before")
     decision = decide(
-        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=regressions
+        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
     )
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
         await_approval(run.store, name, decision.version, current.version if current else "")
-    _tag(run, name, decision, tests, evaluation, regressions, origin or {})
+    seen = {member(GUARD_CHANGE, guard.name): str(guard) for guard in guards}
+    _tag(run, name, decision, tests, evaluation, regressions, seen | dict(origin or {}))
     _write_card(run, name, decision, proof, tests, evaluation)
     _move_aliases(run.store, name, decision, current)
     if decision.champion and current is not None and current.version == decision.version:
@@ -168,7 +172,7 @@ def decide(
     tests: Sequence[PairedTest],
     compared: Champion | None,
     current: Champion | None,
-    regressions: Sequence[Regression] = (),
+    regressions: Sequence[Regression | GuardCheck] = (),
 ) -> Decision:
     """Decide whether a version becomes (or stays) champion. A pure function.
 
@@ -178,7 +182,7 @@ def decide(
         tests: against the base, and against the champion where the model was compared with one.
         compared: the champion of the comparison.
         current: the champion now. If it is not `compared`, the alias moved in the meantime.
-        regressions: checks that can stop a promotion, never cause one.
+        regressions: checks and guards that can stop a promotion, never cause one.
     """
 
     def decided(champion: bool, reason: str) -> Decision:
@@ -193,7 +197,7 @@ def decide(
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]
     if better and worse:
-        return decided(False, f"{reason}; but {'; '.join(_describe_regression(check) for check in worse)}")
+        return decided(False, f"{reason}; but {'; '.join(str(check) for check in worse)}")
     return decided(better, reason)
 
 
@@ -223,10 +227,6 @@ def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[b
     test = by_name[CHAMPION]
     verdict = "better" if test.better else "not better"
     return test.better, f"{verdict} than the champion, version {current.version}: {_describe_test(test)}"
-
-
-def _describe_regression(check: Regression) -> str:
-    return f"{check.metric} {check.ours:.4g} against {check.theirs:.4g} of the {check.against}, limit {check.limit:.4g}"
 
 
 def _describe_test(test: PairedTest) -> str:

@@ -22,11 +22,13 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
+from grpo_tasks.tracking.shown.guards import guards_markdown
 from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
 from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
+from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, PreparedData
+from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.lab import LabReport
@@ -79,6 +81,11 @@ def _dataset(path: Path, name: str, context: str, digest: str) -> DatasetInput:
         warnings.simplefilter("ignore", UserWarning)
         dataset = from_polars(frame, source=str(path), targets="answer", name=name, digest=digest[:_DIGEST_CHARS])
     return DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)])
+
+
+def record_guard_data(run: RunHandle, result: GuardData) -> None:
+    """Prompts and report of a guard of the promotion. They are no data of the model, so no data set input and no digest."""
+    _upload(run, result.directory, (REPORT, "quarantine.parquet", result.eval.name), f"guards/{result.label}")
 
 
 def record_lab(run: RunHandle, result: LabReport) -> None:
@@ -201,6 +208,14 @@ def record_publication(run: RunHandle, config: RunConfig, result: Publication) -
         }
     )
     describe_decision(run, config, result)
+    if result.guards:
+        run.text(guards_markdown(result.guards), "guards/report.md")
+        figures = {member(GUARD_CHANGE, guard.name): guard.change for guard in result.guards}
+        passed = {member(GUARD_PASSED, guard.name): float(guard.passed) for guard in result.guards}
+        run.metrics(figures | passed, timestamp_ms=made_at(result, run))
+    worse = [one.model_dump() | {"guard": guard.name} for guard in result.guards for one in guard.worse]
+    if worse:
+        run.table(pl.DataFrame(worse), "guards/worse.json")
 
 
 def record_report(run: RunHandle, result: ReportResult) -> None:

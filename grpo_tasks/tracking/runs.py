@@ -37,7 +37,7 @@ from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import PrunedError, TrackingError
 from schemas.results.base import StepResult
-from schemas.results.data import DataReport, PreparedData
+from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
@@ -133,6 +133,9 @@ class TrackedRun:
                 return self._record_stage(result)
             case PreparedData():
                 step, work = "prepare_data", partial(records.record_prepared, run, result)
+            case GuardData():
+                # Before DataReport, which it is one of.
+                step, work = f"check_guard.{result.label}", partial(records.record_guard_data, run, result)
             case DataReport():
                 self.data = result
                 step, work = "validate_data", partial(self._record_data, result)

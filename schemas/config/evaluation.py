@@ -1,12 +1,26 @@
 """Sections `evaluation` and `promotion`: held-out samples, and when the alias `champion` moves."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from schemas.config.data import DataSource
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
-from schemas.metrics import ACCURACY, LENIENT_ACCURACY, PASS_AT_K, PROMOTING, REWARD_MEAN
+from schemas.metrics import (
+    ACCURACY,
+    COMPLETION_LENGTH,
+    FORMAT_RATE,
+    LENIENT_ACCURACY,
+    PASS_AT_K,
+    PROMOTING,
+    REWARD_MEAN,
+    TRUNCATED_RATE,
+)
+
+CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR = "contains", "lacks", "script_share", "evaluator"
+GUARDING = (ACCURACY, LENIENT_ACCURACY, FORMAT_RATE, TRUNCATED_RATE, COMPLETION_LENGTH, CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR)
+"""What a guard of a promotion can measure: metrics of every evaluation, then those of guards alone."""
 
 
 class EvaluationConfig(Section):
@@ -45,6 +59,61 @@ class EvaluationConfig(Section):
     reported and can decide about promotion. They do not count in the reward."""
 
 
+class PromotionGuard(Section):
+    """Held-out prompts on which a new model must not get worse than the champion, or than the base when there is no champion."""
+
+    name: Name
+    """Name of the guard in reports and metrics."""
+    data: list[DataSource] = Field(min_length=1)
+    """Where its prompts come from. They are read and checked as data.eval is."""
+    metric: str
+    """What it measures: accuracy, lenient_accuracy, format_rate, truncated_rate, mean_length, contains and lacks (share of
+    completions with, or without, one of `phrases` or a match of `pattern`), script_share (share of the letters that belong to
+    `script`), or evaluator (mean score of `evaluator`)."""
+    max_drop: float | None = Field(None, ge=0.0)
+    """Largest drop of the mean. For mean_length it is a share of the mean of the champion or the base. Empty: no limit."""
+    max_rise: float | None = Field(None, ge=0.0)
+    """Largest rise of the mean, in the same unit. Empty: no limit."""
+    certain: bool = True
+    """Refuse only a change beyond the limit that the paired test also finds, at the level promotion.alpha. false: the mean alone
+    decides, which is the stricter choice for a small set."""
+    phrases: list[str] = Field(default_factory=list, max_length=1_000)
+    """Phrases of contains and lacks. Upper and lower case do not matter."""
+    pattern: str | None = None
+    """Regular expression of contains and lacks. The syntax is that of Rust, which takes linear time: no look-around, no
+    back-references."""
+    script: Literal[
+        "Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Han", "Hiragana", "Katakana", "Hangul", "Thai"
+    ] = "Latin"
+    """Script of script_share."""
+    evaluator: str | None = Field(None, max_length=400, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")
+    """Function of evaluator, as package.module:function. It has the signature of a reward and runs in the reward process."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.metric not in GUARDING:
+            raise ValueError(f"a guard cannot measure {self.metric}; fix: metric: one of {', '.join(GUARDING)}")
+        if self.max_drop is None and self.max_rise is None:
+            raise ValueError(f"the guard {self.name} has no limit; fix: max_drop: 0.02, or max_rise")
+        searches = self.metric in (CONTAINS, LACKS)
+        if searches != bool(self.phrases or self.pattern) or not all(phrase.strip() for phrase in self.phrases):
+            what = "needs phrases or a pattern" if searches else "takes neither phrases nor a pattern"
+            raise ValueError(f"the guard {self.name} measures {self.metric}, which {what}; fix: metric: {LACKS}, phrases: [...]")
+        if (self.metric == EVALUATOR) != (self.evaluator is not None):
+            raise ValueError(
+                f"the guard {self.name}: {EVALUATOR} and its function belong together; fix: metric: {EVALUATOR}, "
+                f"{EVALUATOR}: package.module:function"
+            )
+        if "script" in self.model_fields_set and self.metric != SCRIPT_SHARE:
+            raise ValueError(f"the guard {self.name} measures {self.metric}, not a script; fix: metric: {SCRIPT_SHARE}")
+        return self
+
+    @property
+    def needs_truth(self) -> bool:
+        """Whether its rows need a ground truth."""
+        return self.metric in (ACCURACY, LENIENT_ACCURACY)
+
+
 class PromotionConfig(Section):
     """When the new model becomes the champion."""
 
@@ -62,11 +131,22 @@ class PromotionConfig(Section):
     max_length_growth: float = Field(0.5, ge=0.0)
     """Largest growth of the mean completion length against the champion, as a share of the champion's. The base is not compared,
     because learning to reason makes completions longer."""
+    guards: list[PromotionGuard] = Field(default_factory=list, max_length=50)
+    """Further held-out sets or evaluators that must not get worse, each with its limit."""
     approval: Literal["none", "manual"] = "none"
     """manual: a version that passes the tests becomes the champion only when a person agrees. A run of a deployment suspends and
     asks in the Prefect UI; any other run ends, and `grpo promote` decides."""
     approval_hours: float = Field(72.0, gt=0.0, le=10_000.0)
     """Hours that a suspended run waits for the decision. After that it fails; `grpo promote` can still decide."""
+
+    @field_validator("guards")
+    @classmethod
+    def _check_guards(cls, guards: list[PromotionGuard]) -> list[PromotionGuard]:
+        names = [guard.name for guard in guards]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two guards have the name {name}; fix: give each guard a unique name")
+        return guards
 
     @field_validator("metric")
     @classmethod

@@ -40,6 +40,8 @@ from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
+GUARD = "guard-"
+"""Beginning of the label of an evaluation on the prompts of a guard."""
 RESERVED_NAMES = ("base", "merged", "champion")
 """Labels of evaluations, which no stage may take."""
 
@@ -92,7 +94,7 @@ class RunConfig(Section):
     def _check_names(self) -> Self:
         names = [stage.name for stage in self.stages]
         for name in names:
-            if names.count(name) > 1 or name in RESERVED_NAMES:
+            if names.count(name) > 1 or name in RESERVED_NAMES or (name.startswith(GUARD) and self.promotion.guards):
                 raise ValueError(f"stage name {name} is taken; fix: give each stage a unique name")
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
@@ -142,6 +144,11 @@ class RunConfig(Section):
             )
         if metric == REWARD and not self._evaluation_rewards:
             raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
+        for index, guard in enumerate(self.promotion.guards):
+            if guard.needs_truth and not self.completion.has_answer:
+                raise ValueError(
+                    f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
+                )
         if self.promotion.needs_truth and not self.completion.has_answer:
             fix = "set completion.answer_key: KEY" if self.completion.format == "json" else "set promotion.metric: reward"
             raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")

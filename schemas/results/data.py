@@ -116,3 +116,10 @@ class DataReport(StepResult):
     def train_table(self) -> PromptTable:
         """The accepted training rows as an input that counts by its content: another seed may lead to the same rows."""
         return PromptTable(path=self.train)
+
+
+class GuardData(DataReport):
+    """Result of validating the prompts of a guard of the promotion. They are no data of the model: nothing is trained on them."""
+
+    label: str
+    """Name of the guard."""

@@ -62,6 +62,44 @@ class PairedTest(Result):
     better: bool
 
 
+class Worse(Result):
+    """A prompt of a guard on which the new model got worse, with one completion of each model."""
+
+    question: str
+    before: str
+    after: str
+    change: float
+    """Mean of our samples minus the mean of theirs."""
+
+
+class GuardCheck(Result):
+    """A guard of the promotion: held-out prompts on which the new model must not get worse."""
+
+    name: str
+    metric: str
+    against: str
+    """base or champion."""
+    prompts: int
+    ours: float
+    theirs: float
+    change: float
+    """Mean over prompts of our metric minus theirs."""
+    limit: str
+    """The limits in words, for example `a drop of 0.02`."""
+    p_value: float
+    """One-sided p-value of a change in the direction that is limited, by the paired test of the promotion."""
+    passed: bool
+    worse: list[Worse]
+    """The prompts that got worst, at most three; empty when the guard passed."""
+
+    def __str__(self) -> str:
+        """The guard in one line."""
+        return (
+            f"guard {self.name}: {self.metric} {self.theirs:.4g} -> {self.ours:.4g} against the {self.against} over "
+            f"{self.prompts} prompts, p = {self.p_value:.2g}, limit {self.limit}"
+        )
+
+
 class Regression(Result):
     """A metric in which a new model may be worse than the previous one only within a limit."""
 
@@ -72,3 +110,7 @@ class Regression(Result):
     limit: float
     """Largest value of ours that passes; the smallest one for format_rate."""
     passed: bool
+
+    def __str__(self) -> str:
+        """The check in one line."""
+        return f"{self.metric} {self.ours:.4g} against {self.theirs:.4g} of the {self.against}, limit {self.limit:.4g}"

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from schemas.metrics import figure_text
 from schemas.results.base import Result, StepResult
-from schemas.results.evaluation import EvalReport, PairedTest, Regression
+from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 
 DECISIONS_VIEW = "grpo-decisions"
 """Key of the view of MLflow's runs that shows what came out of each."""
@@ -87,6 +87,8 @@ class Publication(StepResult):
     tests: list[PairedTest]
     regressions: list[Regression] = Field(default_factory=list)
     """Against the champion, or against the base if there was no champion."""
+    guards: list[GuardCheck] = Field(default_factory=list)
+    """The guards of the promotion, passed or not."""
     reason: str
     """The decision in one sentence."""
     awaits_approval: bool = False
@@ -111,6 +113,7 @@ class PublishedFacts(Result):
     champion: bool
     tests: list[PairedTest]
     regressions: list[Regression]
+    guards: list[GuardCheck] = Field(default_factory=list)
     reason: str
 
     @classmethod
@@ -143,7 +146,8 @@ class PipelineResult(Result):
         ours = merged[test.metric].value
         before, after = (figure_text(test.metric, value) for value in (ours - test.difference, ours))
         figures = f"{test.metric.replace('_', ' ')} {before} -> {after}"
-        return f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
+        said = f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
+        return "; ".join([said, *(str(guard) for guard in self.publication.guards if not guard.passed)])
 
     def comparison(self) -> str:
         """The summary of the report, in Markdown: what a person needs to decide about the version."""

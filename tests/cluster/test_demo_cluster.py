@@ -11,7 +11,7 @@ from tests.flows.test_demo import assert_learnt
 from tests.rollout.servers import PYTHON
 
 pytestmark = [
-    pytest.mark.xdist_group("ray"),
+    pytest.mark.xdist_group("heavy"),
     pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),

@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(3600)]
 
 OWN, UPDATES = "GRPO_TEST_KILLS_OF", 8
 VICTIMS = ("rank", "actor", "node", "driver") * 5

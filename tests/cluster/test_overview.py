@@ -11,7 +11,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ClusterError
 from tests.rollout.servers import ROOT
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def shown(nodes, *arguments):

@@ -27,7 +27,7 @@ OWN = "GRPO_TEST_SAMPLING_OF"
 
 def on_ray(test):
     """Marks of a test that starts a cluster."""
-    return pytest.mark.xdist_group("ray")(pytest.mark.long(pytest.mark.timeout(1800)(test)))
+    return pytest.mark.xdist_group("heavy")(pytest.mark.long(pytest.mark.timeout(1800)(test)))
 
 
 def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):

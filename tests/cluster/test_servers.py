@@ -14,7 +14,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
 from tests.rollout.small_servers import SMALL, counts, tell
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 OWN = "GRPO_TEST_SERVERS_OF"

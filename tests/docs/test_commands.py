@@ -42,7 +42,7 @@ ELSEWHERE = {
     "make demo-cluster": ("tests/cluster/test_demo_cluster.py", '"run", "demo"'),
     "make test": (".ci/run", "make test"),
     "make test-ci": (".ci/run", "make test test-ci"),
-    "make test-long": ("Makefile", "-m long $(ARGS)"),
+    "make test-long": ("Makefile", "-m long --durations=30 $(ARGS)"),
     "make check": (".ci/run", "make test test-ci"),
     "make count": ("Makefile", "-m tests.benchmarks.counts"),
     "make vllm": (".ci/run", "vllm audit lint types"),

@@ -17,7 +17,7 @@ from tests.ports import free_ports
 from tests.rollout.servers import PYTHON
 
 pytestmark = [
-    pytest.mark.xdist_group("vllm"),
+    pytest.mark.xdist_group("heavy"),
     pytest.mark.long,
     pytest.mark.ci,
     pytest.mark.timeout(3000),

@@ -1,5 +1,6 @@
 """A stage whose completions come from a vLLM server that it starts and ends itself."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,17 @@ from tests.grpo.conftest import journal
 from tests.rollout.servers import PYTHON
 
 pytestmark = [
-    pytest.mark.xdist_group("vllm"),
+    pytest.mark.xdist_group("heavy"),
     pytest.mark.long,
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
 ]
+
+OWN = "GRPO_TEST_STAGE_OF"
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch):
+    monkeypatch.setenv(OWN, str(os.getpid()))
 
 
 @pytest.mark.parametrize("settings", [{"sync": "adapter"}, {"sync": "merged"}], ids=lambda settings: settings["sync"])
@@ -108,6 +116,12 @@ def trained(directory, *, on_policy=True):
 
 
 def vllm_processes():
-    return [
-        process for process in psutil.process_iter(["cmdline"]) if "vllm.entrypoints" in " ".join(process.info["cmdline"] or [])
-    ]
+    """The servers of these tests; others may run on this machine."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "vllm.entrypoints" in " ".join(process.cmdline()) and process.environ().get(OWN) == str(os.getpid()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("GRPO_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 CONFIG = VllmConfig(python=str(PYTHON))
 MARKS = [
-    pytest.mark.xdist_group("vllm"),
+    pytest.mark.xdist_group("heavy"),
     pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),

@@ -20,10 +20,13 @@ def shown(server, run_name):
 def test_a_run_links_to_its_mlflow_run_its_report_and_its_version(server):
     @flow(flow_run_name="links", persist_result=False)
     def linked():
-        show_links(mlflow_pages(f"{UI}/", "7", "abc"), report=True, version=("my model", "3"))
+        pages, known = mlflow_pages(f"{UI}/", "7", "abc"), {}
+        show_links(pages, known)
+        show_links(pages, known, report=True, version=("my model", "3"))
 
     linked()
     text = shown(server, "links")["links"]["data"]
+    assert len(ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["links"]}}})) == 1
     assert f"]({UI}/#/experiments/7/runs/abc)" in text
     assert f"]({UI}/#/experiments/7/runs/abc/artifacts/report/report.html)" in text
     assert f"[my model version 3]({UI}/#/models/my%20model/versions/3)" in text

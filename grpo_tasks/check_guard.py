@@ -1,0 +1,35 @@
+"""Step: check every row of the prompts of a guard of the promotion, by the rules of the held-out rows."""
+
+import time
+
+from grpo_tasks.answers.ground_truths import truths_check
+from grpo_tasks.data.report import REPORT, Origin
+from grpo_tasks.data.sources import load_sources
+from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.running.orchestrator import run_logger
+from grpo_tasks.running.step import Work, step
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.run import JudgeInputs
+from schemas.results.data import GuardData
+
+
+@step(rooms=("data", "answers"))
+def check_guard(work: Work, label: str, inputs: JudgeInputs, *, model: ModelConfig, rollout: RolloutConfig) -> GuardData:
+    """Read the prompts of a guard and apply every rule; stop if too many rows are bad."""
+    began = time.perf_counter()
+    loaded = load_sources(inputs.data, directory=work.directory)
+    try:
+        report = validate_rows(
+            loaded.path,
+            inputs,
+            Origin(work.key, work.directory, time.perf_counter() - began, loaded.sources),
+            check_truths=truths_check(inputs.completion),
+            model=model,
+            rollout=rollout,
+            warn=run_logger().warning,
+        )
+    finally:
+        if (work.directory / REPORT).exists():
+            work.artifact(f"guard-{label}", (work.directory / REPORT).read_text(encoding="utf-8"))
+    return GuardData.model_validate(report.model_dump() | {"label": label})

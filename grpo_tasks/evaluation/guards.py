@@ -1,0 +1,155 @@
+"""The guards of a promotion: further held-out prompts on which a new model must not get worse.
+
+    scored samples of both -> value of each sample -> mean per prompt -> paired test -> beyond the limit? -> GuardCheck
+
+A guard can only prevent a promotion, so the significance level of the promotion's test still holds.
+"""
+
+from collections.abc import Mapping
+
+import polars as pl
+
+from grpo_tasks.evaluation.paired import paired_test
+from schemas.config.data import DataConfig
+from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, PromotionGuard
+from schemas.config.rewards import RewardConfig
+from schemas.config.run import RunConfig, ScoringInputs
+from schemas.errors import ConfigError, DataError
+from schemas.metrics import COMPLETION_LENGTH, REWARD_MEAN, column_of, member
+from schemas.results.evaluation import EvalReport, GuardCheck, Worse
+
+_EXAMPLES = 3
+_SHOWN_CHARS = 600
+_ROUNDING = 1e-9
+
+
+def guard_data(config: RunConfig, guard: PromotionGuard) -> DataConfig:
+    """The settings by which the prompts of a guard are read: those of the data, all rows held out, without tasks."""
+    answers = config.data.answer_column if guard.needs_truth else None
+    update: dict[str, object] = {"train": [], "eval": guard.data, "tasks": {}, "task_column": None, "answer_column": answers}
+    return config.data.model_copy(update=update)
+
+
+def guard_scoring(config: RunConfig, guard: PromotionGuard) -> ScoringInputs | None:
+    """The function of a guard that has one."""
+    if guard.evaluator is None:
+        return None
+    functions = {guard.name: RewardConfig(function=guard.evaluator, weight=0.0)}
+    return ScoringInputs(rewards=config.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
+
+
+def check_guard_pattern(guard: PromotionGuard) -> None:
+    """Raise `ConfigError` unless the pattern of the guard, if it has one, is a linear-time regular expression."""
+    if guard.pattern is None:
+        return
+    try:
+        pl.DataFrame({"text": [""]}).select(pl.col("text").str.contains(guard.pattern))
+    except pl.exceptions.ComputeError as error:
+        raise ConfigError(
+            f"invalid pattern: {str(error).strip().splitlines()[-1]}",
+            place=f"promotion.guards {guard.name}.pattern: {guard.pattern}",
+            fix="Rust regex syntax: no look-around, no back-references; or list phrases",
+        ) from error
+
+
+def sample_values(samples: pl.DataFrame, guard: PromotionGuard) -> pl.DataFrame:
+    """Columns prompt_id, completion and value (float, null where there is none), one row per sampled completion."""
+    return samples.filter(pl.col("sample") >= 0).select("prompt_id", "completion", _value(guard).cast(pl.Float64).alias("value"))
+
+
+def _value(guard: PromotionGuard) -> pl.Expr:
+    text = pl.col("completion")
+    if guard.metric in (CONTAINS, LACKS):
+        found = text.str.contains(guard.pattern) if guard.pattern is not None else pl.lit(value=False)
+        if guard.phrases:
+            # As Unicode's full lower case on both sides, so that a phrase in any script is found.
+            lowered = [phrase.lower() for phrase in guard.phrases]
+            found = found | text.str.to_lowercase().str.contains_any(lowered)
+        return found if guard.metric == CONTAINS else ~found
+    if guard.metric == SCRIPT_SHARE:
+        # A text without letters counts 0: silence must not pass for the right language.
+        letters = text.str.count_matches(r"\p{L}")
+        share = text.str.count_matches(rf"\p{{{guard.script}}}") / letters
+        return pl.when(letters > 0).then(share.clip(0.0, 1.0)).otherwise(0.0)
+    return pl.col(member(REWARD_MEAN, guard.name) if guard.metric == EVALUATOR else column_of(guard.metric))
+
+
+def compare_guard(
+    guard: PromotionGuard, ours: EvalReport, theirs: EvalReport, *, against: str, questions: Mapping[str, str], alpha: float
+) -> GuardCheck:
+    """Decide whether our model got worse on the prompts of the guard.
+
+    Args:
+        guard: what is measured, and its limits.
+        ours: evaluation of the new model on the prompts of the guard.
+        theirs: that of the champion or the base on the same prompts.
+        against: champion or base.
+        questions: question by prompt_id, for the examples.
+        alpha: significance level of the test of a guard that is `certain`.
+
+    Raises:
+        DataError: no prompt has a value for both models.
+    """
+    left, right = (sample_values(pl.read_parquet(report.samples), guard) for report in (ours, theirs))
+    both = _means(left).join(_means(right), on="prompt_id", suffix="_theirs").drop_nulls().sort("prompt_id")
+    if both.is_empty():
+        raise DataError(
+            f"no prompt of the guard {guard.name} has a value of {guard.metric} for both models",
+            place=f"promotion.guards {guard.name}",
+            fix="another metric, or rows that it applies to",
+        )
+    values = both["value"].to_numpy(), both["value_theirs"].to_numpy()
+    mean, before = float(values[0].mean()), float(values[1].mean())
+    unit = abs(before) if guard.metric == COMPLETION_LENGTH else 1.0
+    # One row per limit: its sign, its size, the p-value of a change in its direction.
+    sides = [(-1.0, guard.max_drop, values[::-1]), (1.0, guard.max_rise, values)]
+    p_values, failed = [], []
+    for sign, limit, (more, less) in sides:
+        if limit is None:
+            continue
+        p_value = paired_test(more, less, alpha=alpha, metric=guard.metric, against=against).p_value
+        beyond = sign * (mean - before) > limit * unit + _ROUNDING
+        p_values.append(p_value)
+        if beyond and (p_value <= alpha or not guard.certain):
+            failed.append(sign)
+    return GuardCheck(
+        name=guard.name,
+        metric=guard.metric,
+        against=against,
+        prompts=both.height,
+        ours=mean,
+        theirs=before,
+        change=mean - before,
+        limit=_limits(guard),
+        p_value=min(p_values),
+        passed=not failed,
+        worse=_worst(both, left, right, questions, failed[0]) if failed else [],
+    )
+
+
+def _means(values: pl.DataFrame) -> pl.DataFrame:
+    return values.group_by("prompt_id").agg(pl.col("value").mean())
+
+
+def _limits(guard: PromotionGuard) -> str:
+    of = " of the length" if guard.metric == COMPLETION_LENGTH else ""
+    limits = (("drop", guard.max_drop), ("rise", guard.max_rise))
+    return " and ".join(f"a {what} of {limit:g}{of}" for what, limit in limits if limit is not None)
+
+
+def _worst(both: pl.DataFrame, left: pl.DataFrame, right: pl.DataFrame, questions: Mapping[str, str], sign: float) -> list[Worse]:
+    """The prompts that changed most in the direction `sign`: their completion furthest in the other one, ours furthest in it."""
+    change = pl.col("value") - pl.col("value_theirs")
+    ordered = both.with_columns(change.alias("change")).filter(sign * pl.col("change") > 0)
+    ordered = ordered.sort(sign * pl.col("change"), "prompt_id", descending=[True, False]).head(_EXAMPLES)
+    found = []
+    for prompt_id, moved in ordered.select("prompt_id", "change").iter_rows():
+        before, after = (
+            samples.filter(prompt_id=prompt_id).drop_nulls().sort(toward * pl.col("value"), maintain_order=True)["completion"][-1]
+            for samples, toward in ((right, -sign), (left, sign))
+        )
+        question = questions.get(prompt_id, prompt_id)
+        found.append(
+            Worse(question=question[:_SHOWN_CHARS], before=before[:_SHOWN_CHARS], after=after[:_SHOWN_CHARS], change=moved)
+        )
+    return found
