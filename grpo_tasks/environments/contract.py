@@ -2,7 +2,7 @@
 
     opening = environments.begin([(conversation, row, seed), ...])      messages of the prompt, one list a conversation
     observed = environments.answer([(conversation, text), ...])         what follows the policy's turn
-    environments.end([conversation, ...])                               it is over; its worker is free
+    rewards = environments.end([conversation, ...])                     it is over; what is rewarded only now
 
 Tools are an environment too: its step executes the calls of a turn and answers each as a message of the role `tool`. A turn
 without a call ends the conversation. A fault of a tool is an answer of the tool. A fault of an environment ends the conversation
@@ -63,8 +63,13 @@ class Environments(Protocol):
         """Answer the policy's turn in each of these conversations; the text includes special tokens of the tool calls."""
         ...
 
-    def end(self, conversations: Sequence[int]) -> None:
-        """These conversations are over, by whatever cause."""
+    def end(self, conversations: Sequence[int]) -> list[float | None]:
+        """These conversations are over, by whatever cause.
+
+        Returns:
+            One reward each that an environment gives for the whole conversation, of those that a limit of the rollout has ended;
+            it comes on top of the rewards of the turns. None: there is none, or the last observation had it already.
+        """
         ...
 
     def close(self) -> None:
