@@ -222,9 +222,9 @@ def _reference(given: object) -> str | None:
 
 BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     function.__name__: function
-    for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
+    for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong, environment)
 }
-"""The functions of the text by their name in the configuration; a judge needs settings of its own."""
+"""The functions by their name in the configuration; a judge needs settings of its own."""
 
 
 def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:

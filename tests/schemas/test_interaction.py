@@ -7,7 +7,7 @@ from grpo_tasks.running.key import content_key
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.run import RunConfig
 
-DATA = {"train": "rows.jsonl", "eval": "rows.jsonl"}
+DATA = {"train": [{"path": "rows.jsonl"}], "eval": [{"path": "rows.jsonl"}]}
 PLAYED = {"environment": "tests.rollout.counting:Counting"}
 
 
