@@ -41,7 +41,7 @@ def validated_data(run: FlowRun) -> DataReport:
     config = run.config
     rows = prepare_data(run, config.data)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
-    return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout)
+    return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout, interaction=config.interaction)
 
 
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
@@ -58,7 +58,9 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
         supervised_first=config.supervised_first,
         tasks=tasks,
     )
-    return probe_rewards(run, data, inputs, model=config.model, rollout=config.rollout, seed=config.seed)
+    return probe_rewards(
+        run, data, inputs, model=config.model, rollout=config.rollout, interaction=config.interaction, seed=config.seed
+    )
 
 
 def _reward_settings(stage: StageConfig) -> StageConfig:
@@ -89,6 +91,7 @@ def _difficulty(run: FlowRun, label: str, start: ModelRef, data: DataReport, sta
         config.difficulty_of(stages, measured=stages[0].measure_difficulty),
         model=_sampled_model(config.model, start),
         rollout=config.rollout,
+        interaction=config.interaction,
         seed=config.seed if config.model.added_tokens else MEASURING_SEED,
     )
     rates = read_table(report.pass_rates)
@@ -132,6 +135,7 @@ def trained_stage(
         completion=config.completion,
         rewards=config.rewards,
         rollout=config.rollout,
+        interaction=config.interaction,
         seed=config.seed,
         tasks=config.data.tasks,
     )
@@ -162,6 +166,7 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         model=config.model,
         completion=config.completion,
         rollout=rollout,
+        interaction=config.interaction,
         evaluation=config.evaluation,
         scoring=config.scoring(),
         seed=config.seed,

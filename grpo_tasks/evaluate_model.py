@@ -13,6 +13,7 @@ from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import ScoringInputs
@@ -22,12 +23,12 @@ from schemas.results.model import ModelRef
 
 
 @step(
-    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    rooms=("evaluation", "rollout", "environments", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
     retries=1,
     device=True,
     on_cluster=True,
 )
-def evaluate_model(
+def evaluate_model(  # noqa: PLR0913 - each of them counts in the key
     work: Work,
     label: str,
     ref: ModelRef,
@@ -36,6 +37,7 @@ def evaluate_model(
     model: ModelConfig,
     completion: CompletionConfig,
     rollout: RolloutConfig,
+    interaction: InteractionConfig,
     evaluation: EvaluationConfig,
     scoring: ScoringInputs | None,
     seed: int,
@@ -43,7 +45,14 @@ def evaluate_model(
     """Sample completions in a child process, then score them; reward functions run in a process of their own."""
     began = time.perf_counter()
     spec = SampleSpec.of(
-        evaluation, model=model, ref=ref, prompts=data.eval, rollout=rollout, resources=work.run.resources, seed=seed
+        evaluation,
+        model=model,
+        ref=ref,
+        prompts=data.eval,
+        rollout=rollout,
+        resources=work.run.resources,
+        seed=seed,
+        interaction=interaction,
     )
     run_sampling(spec, work.directory)
     rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None

@@ -23,6 +23,7 @@ from grpo_tasks.evaluation.report import REPORT, SAMPLES
 from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import DifficultyInputs
@@ -32,7 +33,7 @@ from schemas.results.model import ModelRef
 
 
 @step(
-    rooms=("evaluation", "rollout", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
+    rooms=("evaluation", "rollout", "environments", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
     retries=1,
     device=True,
     on_cluster=True,
@@ -46,6 +47,7 @@ def measure_difficulty(
     *,
     model: ModelConfig,
     rollout: RolloutConfig,
+    interaction: InteractionConfig,
     seed: int,
 ) -> DifficultyReport:
     """Sample every training prompt from the model `start`, all completions at once, and note how often each prompt is solved."""
@@ -62,6 +64,7 @@ def measure_difficulty(
             rollout=rollout,
             resources=work.run.resources,
             seed=seed,
+            interaction=interaction,
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:

@@ -12,6 +12,7 @@ from grpo_tasks.lab.run import lab_error, run_lab
 from grpo_tasks.processes.entry import LOG
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import LabInputs
@@ -24,7 +25,7 @@ NO_REWARDS = "no stage has rewards"
 
 
 @step(
-    rooms=("lab", "rewards", "judging", "answers", "rollout", "replicas", "policy", "attention", "data"),
+    rooms=("lab", "rewards", "judging", "answers", "rollout", "environments", "replicas", "policy", "attention", "data"),
     device=True,
     on_cluster=True,
 )
@@ -35,6 +36,7 @@ def probe_rewards(
     *,
     model: ModelConfig,
     rollout: RolloutConfig,
+    interaction: InteractionConfig,
     seed: int,
 ) -> LabReport:
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
@@ -53,6 +55,7 @@ def probe_rewards(
         rollout=rollout,
         resources=work.run.resources,
         seed=seed,
+        interaction=interaction,
     )
     run_sampling(spec, work.directory)
     groups = _groups(work.directory / SAMPLES)
@@ -82,5 +85,7 @@ def probe_rewards(
 
 
 def _groups(samples: Path) -> list[GroupSample]:
-    table = pl.read_parquet(samples).group_by("prompt_id", maintain_order=True).agg("completion", "token_ids", "finish_reason")
+    table = pl.read_parquet(samples)
+    columns = ["completion", "token_ids", "finish_reason", *(["conversation"] if "conversation" in table.columns else [])]
+    table = table.group_by("prompt_id", maintain_order=True).agg(columns)
     return [GroupSample(*row) for row in table.iter_rows()]

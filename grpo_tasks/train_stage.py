@@ -9,6 +9,7 @@ from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import TaskConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
@@ -25,6 +26,7 @@ from schemas.results.model import ModelRef, StageResult
         "trl_engine",
         "stage",
         "rollout",
+        "environments",
         "replicas",
         "planning",
         "policy",
@@ -50,6 +52,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
     completion: CompletionConfig,
     rewards: RewardsConfig,
     rollout: RolloutConfig,
+    interaction: InteractionConfig,
     seed: int,
     tasks: dict[str, TaskConfig],
 ) -> StageResult:
@@ -71,6 +74,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
         eval=data.eval,
         tasks=tasks,
         pruning=work.run.pruning,
+        interaction=interaction,
     )
     # The shipper reads the spec before the stage starts.
     spec.save(directory.spec)

@@ -5,15 +5,17 @@ from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.environments.offered import offering
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
 from schemas.results.data import DataReport, PreparedData
 
 
-@step(rooms=("data", "answers"))
+@step(rooms=("data", "answers", "environments"))
 def validate_data(
     work: Work,
     rows: PreparedData,
@@ -21,10 +23,17 @@ def validate_data(
     *,
     model: ModelConfig,
     rollout: RolloutConfig,
+    interaction: InteractionConfig,
 ) -> DataReport:
     """Apply every rule to every row; after writing the report, stop if too many rows are bad or no answer can be right."""
     check_completion(inputs.completion)
     origin = Origin(work.key, work.directory, 0.0, rows.sources)
+    if interaction.active:
+        # Imports transformers, which a run that skips validation does not need.
+        from grpo_tasks.data.chat_tokens import load_counter
+
+        # A prompt has the tokens of its tools too.
+        rollout = offering(interaction, rollout, load_counter(model).tokenizer.chat_template)
     try:
         report = validate_rows(
             rows.directory / ROWS,

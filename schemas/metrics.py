@@ -89,6 +89,12 @@ REWARD_FUNCTION_STD = "rewards/*/std"
 REWARD_SUCCESS = "rewards/*/success"
 REWARD_WEIGHT = "rewards/*/weight"
 MEAN_LENGTH = "completions/mean_length"
+TURNS = "conversations/turns"
+ENVIRONMENT_TOKENS = "conversations/environment_tokens"
+ENVIRONMENT_REWARD = "conversations/environment_reward"
+ENVIRONMENT_ERRORS = "conversations/errors"
+TOOL_CALLS = "tools/call_frequency"
+TOOL_ERRORS = "tools/failure_frequency"
 MIN_LENGTH = "completions/min_length"
 MAX_LENGTH = "completions/max_length"
 CLIPPED_RATIO = "completions/clipped_ratio"
@@ -274,6 +280,17 @@ TRAINING: tuple[Metric, ...] = (
     ),
     Metric(STEP_TIME, "duration of the update", "s", "lower"),
     Metric(ROLLOUT_TIME, "time the update spent sampling", "s", "lower"),
+    Metric(TURNS, "turns of the policy in a conversation, on average"),
+    Metric(ENVIRONMENT_TOKENS, "share of the tokens after the prompt that tools and environments said", "", "neither"),
+    Metric(ENVIRONMENT_REWARD, "mean of what the environment gave for a conversation", better="higher"),
+    Metric(
+        ENVIRONMENT_ERRORS,
+        "share of conversations that a fault of the environment ended; they get no reward",
+        better="lower",
+        alarm="above 0.05: the environment fails; the table of completions has its errors",
+    ),
+    Metric(TOOL_CALLS, "calls of tools in a conversation, on average"),
+    Metric(TOOL_ERRORS, "share of the calls of tools that were answered with an error", better="lower"),
     Metric(REWARD_TIME, "time the update spent in reward functions", "s", "lower"),
     Metric(GPU_MEMORY, "peak GPU memory during the update", "GiB", "lower"),
     Metric(ENERGY, "energy the GPU used during the update (NVML)", "J", "lower"),

@@ -114,10 +114,16 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
         return
     # "+%}" keeps the line break that may follow: trim_blocks would remove one from the beginning of the template.
     opening = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
+        f"{{%- if {_unset(name)} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
         for name, value in sorted(values.items())
     )
     _change_templates(tokenizer, lambda template: _opened(template, opening))
+
+
+def _unset(name: str) -> str:
+    """The condition under which a caller has passed no value."""
+    # apply_chat_template always passes tools, as none if the caller has not given any; an empty list means no tools.
+    return f"{name} is not defined or {name} is none" if name == "tools" else f"{name} is not defined"
 
 
 def set_system_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> None:

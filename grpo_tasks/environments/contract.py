@@ -11,7 +11,7 @@ with `error`, and the conversation never gains by it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Message = Mapping[str, Any]
 """A chat message: role and content, and what else a template knows, such as tool_calls and name."""
@@ -48,6 +48,7 @@ class Observation:
     """A fault of the environment, or a limit that ended the conversation."""
 
 
+@runtime_checkable
 class Environments(Protocol):
     """The environments of a rollout's conversations, each conversation with one of its own."""
 

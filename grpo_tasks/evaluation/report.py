@@ -10,6 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
 from schemas.config.completion import CompletionConfig
@@ -133,7 +134,7 @@ def _examples(scored: pl.DataFrame, truth: dict[str, str]) -> list[str]:
         if rows.is_empty():
             continue
         sections.append(f"## {title.capitalize()} completions\n")
-        sections += [_example(row, truth) for row in rows.select("prompt_id", "completion").iter_rows()]
+        sections += [_example(row, truth) for row in turn_by_turn(rows).select("prompt_id", "completion").iter_rows()]
     return sections
 
 

@@ -15,6 +15,7 @@ from grpo_tasks.grpo.launch import rollout_servers, start_ranks
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.processes.entry import run_child
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 
 
@@ -32,8 +33,9 @@ def main(root: Path) -> None:
             spec.rewards, spec.stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log
         ) as suite,
         rollout_servers(spec, directory) as servers,
+        player(spec.interaction, spec.start, spec.model, spec.rollout, log=directory.log) as found,
     ):
-        Trainer(directory, suite, servers).train()
+        Trainer(directory, suite, servers, found).train()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.rewards.contract import batch_of
+from grpo_tasks.rewards.contract import Played, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
+from grpo_tasks.rollout.conversations.play import Player, Start
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 
 
@@ -69,6 +70,38 @@ def sample_groups(
     return Rollout(rows, prompts, completions, group_size, time.perf_counter() - began)
 
 
+def play_groups(
+    engine: RolloutEngine,
+    player: Player,
+    rows: Sequence[PromptRow],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int],
+    group_size: int,
+    seed: int,
+) -> Rollout:
+    """Play `group_size` conversations for each row, with the seeds of `sample_groups`. The environment may change the prompt."""
+    began = time.perf_counter()
+    starts = [
+        Start(
+            row, completion_seed(seed, number, row.prompt_id) + index, completion_seed(seed, "environment", number, row.prompt_id)
+        )
+        for number, row in zip(numbers, rows, strict=True)
+        for index in range(group_size)
+    ]
+    completions = player.play(engine, starts, sampling)
+    return Rollout(rows, group_prompts(completions, group_size), completions, group_size, time.perf_counter() - began)
+
+
+def group_prompts(completions: Sequence[Completion], group_size: int) -> list[Sequence[int]]:
+    """The prompt of each group of conversations: that of the first one that has begun."""
+    prompts: list[Sequence[int]] = []
+    for start in range(0, len(completions), group_size):
+        group = [one.conversation for one in completions[start : start + group_size] if one.conversation is not None]
+        prompts.append(next((one for one in group if one.turns), group[0]).prompt_ids)
+    return prompts
+
+
 def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRollout:
     """Score every completion with every reward function of the stage."""
     began = time.perf_counter()
@@ -76,10 +109,25 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
     texts = [completion.text for completion in rollout.completions]
     prompt_ids = [rollout.prompts[index] for index in rollout.prompt_of]
     batch = batch_of(
-        repeated, texts, [completion.token_ids for completion in rollout.completions], prompt_ids=prompt_ids, step=step
+        repeated,
+        texts,
+        [completion.token_ids for completion in rollout.completions],
+        prompt_ids=prompt_ids,
+        step=step,
+        played=_played(rollout),
     )
     scores = suite.score(batch)
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
+
+
+def _played(rollout: Rollout) -> list[Played]:
+    """What reward functions get of the conversations; empty when completions are one turn each."""
+    found = [completion.conversation for completion in rollout.completions]
+    return [
+        Played(one.prompt, one.said, [turn.for_rewards() for turn in one.turns], one.reward, one.error is not None)
+        for one in found
+        if one is not None
+    ]
 
 
 def join(several: Sequence[ScoredRollout]) -> ScoredRollout:

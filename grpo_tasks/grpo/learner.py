@@ -140,7 +140,7 @@ class Learner:
         ref_logps: Float[Tensor, "N T"] | None,
         threshold: Float[Tensor, ""] | None,
     ) -> LossInputs:
-        bonus, mask = self.stage.entropy_coef > 0, microbatch.tokens.completion_mask
+        bonus, mask = self.stage.entropy_coef > 0, microbatch.trained
         # On-policy the ratio is exactly 1 and its gradient that of logp: no second forward pass for pi_old.
         old = scores.logps.detach() if old_logps is None else old_logps
         return LossInputs(
@@ -223,6 +223,6 @@ class Learner:
         """The entropy above which a token's policy term counts; the quantile is that of the complete update, on all ranks."""
         scored = [(microbatch, self.policies.scores(microbatch.tokens).entropies) for microbatch in microbatches]
         # [N, T] -> [M]: padding has the entropy 0 and would shift the quantile.
-        mine = [entropies[microbatch.tokens.completion_mask].cpu() for microbatch, entropies in scored if not microbatch.idle]
+        mine = [entropies[microbatch.trained].cpu() for microbatch, entropies in scored if not microbatch.idle]
         every_rank = [entropies for found in self.ranks.gather(mine) for entropies in found]
         return entropy_threshold(torch.cat(every_rank), self.stage) if every_rank else None

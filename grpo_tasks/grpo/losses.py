@@ -40,7 +40,7 @@ class LossInputs:
     advantages: Float[Tensor, "N _"]
     """One per completion [N, 1], or one per token [N, T]."""
     mask: Bool[Tensor, "N T"]
-    """False on padding."""
+    """False on padding, and on tokens that the policy did not write."""
     weights: Float[Tensor, "N T"]
     """From `token_weights`; 0 on padding."""
     keep: Bool[Tensor, "N T"] | None = None
@@ -80,7 +80,8 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
         per_token = per_token * inputs.correction
     kl = torch.zeros_like(inputs.logps)
     if inputs.ref_logps is not None:
-        kl = k3(inputs.ref_logps - inputs.logps)
+        # The mask keeps tokens that nobody sampled from overflowing; a weight of 0 would not turn infinity into 0.
+        kl = k3((inputs.ref_logps - inputs.logps) * inputs.mask)
         if stage.use_bias_correction_kl:
             # The tokens come from pi_old, the KL is an expectation under pi: the ratio is the importance weight between the
             # two (arXiv:2512.02556, "unbiased KL estimate").
@@ -132,13 +133,13 @@ def clip_bounds(stage: StageConfig) -> tuple[float, float]:
 
 def importance_ratio(inputs: LossInputs, *, level: str) -> Float[Tensor, "N _"]:
     """pi / pi_old per token [N, T], or per sequence [N, 1]."""
-    log_ratio = inputs.logps - inputs.old_logps  # [N, T]; 0 on padding, where both are 0
+    log_ratio = (inputs.logps - inputs.old_logps) * inputs.mask  # [N, T]
     if level == "token":
         return log_ratio.exp()
     # GSPO (arXiv:2507.18071 eq. 7): the geometric mean over the tokens. Without the division by the length the ratio of a long
     # completion would leave any clip range after the smallest step.
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)  # [N, 1]; 1 for a completion that is masked entirely
-    return ((log_ratio * inputs.mask).sum(-1, keepdim=True) / lengths).exp()
+    return (log_ratio.sum(-1, keepdim=True) / lengths).exp()
 
 
 def sampling_correction(

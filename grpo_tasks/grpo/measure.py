@@ -7,7 +7,7 @@ GpuMeter         memory and energy
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from grpo_tasks.grpo.groups import ScoredRollout
 from grpo_tasks.grpo.losses import LossInputs, LossOutputs, k3
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rewards.totals import mean_total, total_scores
+from grpo_tasks.rollout.engine import Completion, conversation_column
 from schemas.metrics import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -32,6 +33,9 @@ from schemas.metrics import (
     DEAD_GROUPS,
     ENERGY,
     ENTROPY,
+    ENVIRONMENT_ERRORS,
+    ENVIRONMENT_REWARD,
+    ENVIRONMENT_TOKENS,
     EVAL_REWARD,
     EVAL_TASK_REWARD,
     GPU_MEMORY,
@@ -55,7 +59,10 @@ from schemas.metrics import (
     SKIPPED_STEP,
     TASK_REWARD,
     TOKEN_ACCURACY,
+    TOOL_CALLS,
+    TOOL_ERRORS,
     TRAINED_TOKENS,
+    TURNS,
     member,
 )
 
@@ -109,7 +116,7 @@ class UpdateFigures:
         found = {
             "loss": out.loss,
             "tokens": mask.sum(),
-            "entropy": entropies.sum(),  # 0 on padding
+            "entropy": (entropies * mask).sum(),
             "clipped_low": out.clipped_low,
             "clipped_high": out.clipped_high,
         }
@@ -201,7 +208,7 @@ def _k3_sum(log_ratio: Float[Tensor, "N T"]) -> Float[Tensor, ""]:
 def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, float]:
     """Rewards, groups and lengths of a rollout."""
     completions, scores = scored.rollout.completions, scored.scores
-    lengths = np.array([len(completion.token_ids) for completion in completions])
+    lengths = np.array([completion.num_written for completion in completions])
     metrics: dict[str, float | None] = {
         REWARD: mean_total(scores.totals),
         REWARD_STD: float(advantages.group_std.mean()),
@@ -213,6 +220,7 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
         ROLLOUT_TIME: scored.rollout.seconds,
         REWARD_TIME: scored.seconds,
     }
+    metrics |= conversation_metrics(completions)
     for index, name in enumerate(scores.names):
         column = scores.raw[:, index]
         known = column[~np.isnan(column)]
@@ -223,6 +231,24 @@ def rollout_metrics(scored: ScoredRollout, advantages: Advantages) -> dict[str, 
             metrics[f"rewards/{name}/success"] = float((known >= scores.full[index]).mean())
     metrics |= task_rewards(TASK_REWARD, scored, scores.totals) | scores.logged_metrics()
     return _known(metrics)
+
+
+def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float | None]:
+    """Figures of conversations; empty when completions are one turn each."""
+    played = [completion.conversation for completion in completions if completion.conversation is not None]
+    if not played:
+        return {}
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    calls, errors = sum(one.calls for one in played), sum(one.errors for one in played)
+    rewards = [one.reward for one in played if one.reward is not None]
+    return {
+        TURNS: float(np.mean([len(one.turns) for one in played])),
+        ENVIRONMENT_TOKENS: 1.0 - sum(completion.num_written for completion in completions) / max(1, tokens),
+        ENVIRONMENT_REWARD: float(np.mean(rewards)) if rewards else None,
+        ENVIRONMENT_ERRORS: float(np.mean([one.error is not None for one in played])),
+        TOOL_CALLS: calls / len(played),
+        TOOL_ERRORS: errors / calls if calls else None,
+    }
 
 
 def task_rewards(family: str, scored: ScoredRollout, totals: NDArray[np.float64]) -> dict[str, float | None]:
@@ -277,13 +303,14 @@ def completions_table(scored: ScoredRollout, advantages: torch.Tensor, *, stage:
             "prompt": [row.messages[-1]["content"] for row in rows],
             "answer": [row.answer for row in rows],
             "completion": [completion.text for completion in rollout.completions],
-            "completion_tokens": [len(completion.token_ids) for completion in rollout.completions],
+            "completion_tokens": [completion.num_written for completion in rollout.completions],
             "finish_reason": [completion.finish_reason for completion in rollout.completions],
             # NaN, a completion without a score, becomes null.
             "reward": pa.array(scores.totals, from_pandas=True),
             "advantage": advantages.mean(-1).numpy(),
             **{f"reward_{name}": scores.raw[:, index] for index, name in enumerate(scores.names)},
             **scores.logged_columns(),
+            **conversation_column(rollout.completions),
             **pass_rate_columns(rows),
         }
     )

@@ -20,6 +20,7 @@ from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
+from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 
 
@@ -30,6 +31,8 @@ class Microbatch:
     indices: Sequence[int]
     """Their indices in the rollout."""
     tokens: TokenBatch
+    trained: Bool[Tensor, "N T"]
+    """The tokens that the policy wrote. All others pass through the model and have no loss, and no figure counts them."""
     weights: Float[Tensor, "N T"]
     """Weight of each token in the loss of the update."""
     advantages: Float[Tensor, "N _"]
@@ -37,7 +40,7 @@ class Microbatch:
     entropy_weights: Float[Tensor, "N T"]
     """Weight of each token in the mean entropy of the update."""
     sampler_logps: Float[Tensor, "N T"]
-    """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding."""
+    """log-probabilities (nats) with which the sampler drew the tokens; 0 on padding and where the policy did not write."""
     sampler_policy_logps: Float[Tensor, "N T"] | None
     """log-probabilities (nats) under the sampler's model at the sampling temperature alone, which the trainer's are compared
     with; None: the sampler does not report them."""
@@ -73,7 +76,7 @@ def make_microbatches(
     """
     size = stage.per_device_train_batch_size
     completions = [rollout.completions[index] for index in indices]
-    _, mask = pad([completion.token_ids for completion in completions], left=False)  # [N, T], N of the complete update
+    mask = _written(completions)  # [N, T], N of the complete update
     if stage.mask_truncated_completions:
         # DAPO's overlong filtering (arXiv:2503.14476, 3.4): a completion that was cut off may have been right. [N] -> [N, 1]
         mask &= torch.tensor([not completion.truncated for completion in completions])[:, None]
@@ -160,12 +163,19 @@ def _assemble(
     return Microbatch(
         indices=indices,
         tokens=tokens,
+        trained=_written(completions).to(device),
         weights=weights[:, :width].to(device),
         advantages=advantages.values[indices, :width].to(device),  # [N, 1] stays [N, 1]
         entropy_weights=entropy_weights[:, :width].to(device),
         sampler_logps=_padded([completion.logprobs for completion in completions], mask),
         sampler_policy_logps=_padded(compared, mask) if len(compared) == len(completions) else None,
     )
+
+
+def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
+    """True for the tokens that the policy wrote."""
+    # Padded like token ids: 0, which is no token that was written.
+    return pad([[int(wrote) for wrote in completion.wrote] for completion in completions], left=False)[0] > 0
 
 
 def _padded(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:

@@ -28,11 +28,12 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
-from grpo_tasks.grpo.groups import ScoredRollout, join, sample_groups, score_groups, take_groups
+from grpo_tasks.grpo.groups import ScoredRollout, join, play_groups, sample_groups, score_groups, take_groups
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -78,6 +79,8 @@ class Collector:
     spec: StageSpec
     seed: int
     ranks: Ranks
+    player: Player | None = None
+    """Plays conversations; None: completions are one turn each."""
 
     def sample(self, number: int, *, step: int, version: int) -> Round:
         """Round `number`, counted from 0, for the updates from `step` on, from the weights that the engine has.
@@ -133,8 +136,11 @@ class Collector:
     def _score_share(
         self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, group_size: int
     ) -> ScoredRollout:
-        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
         sampling = Sampling.of(self.spec.rollout)
+        if self.player is not None:
+            rollout = play_groups(self.engine, self.player, rows, sampling, numbers=numbers, group_size=group_size, seed=seed)
+            return score_groups(self.suite, rollout, step=step)
+        prompts = [prompt_ids(self.tokenizer, row.messages) for row in rows]
         rollout = sample_groups(self.engine, rows, prompts, sampling, numbers=numbers, group_size=group_size, seed=seed)
         return score_groups(self.suite, rollout, step=step)
 
@@ -237,6 +243,10 @@ def rewards_of(scored: ScoredRollout) -> Rewards:
     for function, given in scores.tokens.items():
         for index, values in given.items():
             rows[index][:, function] = values
+    for row, completion in zip(rows, completions, strict=True):
+        if completion.written is not None:
+            # What others said has no advantage, and no tie depends on it.
+            row[~np.array(completion.written, dtype=bool)] = np.nan
     # NaN on padding: it counts in no mean and gets the advantage 0.
     padded = pad_sequence([torch.from_numpy(row).float() for row in rows], batch_first=True, padding_value=torch.nan)
     return Rewards(raw, weights, padded)

@@ -186,7 +186,8 @@ def _batch(plan: StagePlan, tokens: int, policies: Policies) -> TokenBatch:
 
 def _plan(spec: StageSpec, policy: CausalLM, prompt_length: int, memory: float) -> StagePlan:
     architecture = causal_model(policy).config
-    return StagePlan(spec.model, spec.rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
+    rollout = spec.rollout.model_copy(update={"max_completion_length": spec.max_completion_tokens})
+    return StagePlan(spec.model, rollout, spec.stage, spec.resources, architecture, prompt_length, memory)
 
 
 def _read(path: Path, calculated: int) -> Budget | None:

@@ -24,6 +24,7 @@ from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
+from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.checkpoint import TrainingState
@@ -52,7 +53,9 @@ class Batch:
 class Trainer:
     """Trains the stage of a stage directory."""
 
-    def __init__(self, directory: StageDir, suite: RewardSuite, servers: Sequence[VllmServer] = ()) -> None:
+    def __init__(
+        self, directory: StageDir, suite: RewardSuite, servers: Sequence[VllmServer] = (), player: Player | None = None
+    ) -> None:
         self.dir, self.suite, self.spec = directory, suite, StageSpec.load(directory.spec)
         spec, stage = self.spec, self.spec.stage
         self.stage = stage
@@ -61,6 +64,9 @@ class Trainer:
         self.seed = completion_seed(spec.seed, stage.name)
         torch.manual_seed(self.seed)
         self.tokenizer = load_tokenizer(spec.start, spec.model, spec.rollout.chat_template_kwargs)
+        if player is not None:
+            # It knows the tools.
+            self.tokenizer = player.tokenizer
         self.rows = self._training_rows()
         self.held_out = _held_out_rows(spec)
         mixture = Mixture.of([row.task for row in self.rows], spec.tasks)
@@ -92,7 +98,7 @@ class Trainer:
         engine = self._engine(servers)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
-        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks)
+        self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks, player)
         self.rounds = Rounds(
             self.collector, updates=stage.updates_per_rollout, max_staleness=staleness, may_start=self._may_start_ahead
         )
@@ -180,7 +186,7 @@ class Trainer:
                 current.advantages,
                 range(start, start + size),
                 self.stage,
-                max_completion_length=self.spec.rollout.max_completion_length,
+                max_completion_length=self.spec.max_completion_tokens,
                 device=self.device,
                 ranks=self.ranks,
                 same_count=self.learner.policies.sharded,
@@ -232,7 +238,7 @@ class Trainer:
     def _record(self, current: Round, metrics: dict[str, float], clock: Stopwatch) -> None:
         """Append the update to the journal; write its completions where they are due, and its weights if they are the best."""
         seconds, self.counters.seconds = clock.update_s, clock.total_s
-        sampled = sum(len(completion.token_ids) for completion in current.scored.rollout.completions)
+        sampled = sum(completion.num_written for completion in current.scored.rollout.completions)
         metrics |= self._rollout_metrics(current) | current.report.figures
         if self.stage.max_refills:
             metrics[DROPPED_GROUPS] = float(current.dropped)

@@ -5,7 +5,7 @@ starts from a better model than the base, so its forecast is usually a lower bou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ class GroupSample:
     completions: list[str]
     completion_ids: list[list[int]]
     finish_reasons: list[str]
+    conversations: list[str] = field(default_factory=list)
+    """The column `conversation` of the samples, where tools or an environment answered."""
 
 
 def forecast(

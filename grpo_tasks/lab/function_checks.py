@@ -121,7 +121,7 @@ def _opinions(
 
 def _longest(probe_set: ProbeSet, max_completion_length: int) -> ScoreBatch:
     texts = long_texts(Tags.of(probe_set.completion.tags), CHARS_PER_TOKEN * max_completion_length)
-    return probe_batch([probe_set.chosen[0]] * len(texts), list(texts.values()))
+    return probe_batch([probe_set.chosen[0]] * len(texts), list(texts.values()), played=probe_set.played)
 
 
 def _not_scored(scores: Sequence[float | None]) -> str:
@@ -191,7 +191,7 @@ def _timed(
     yield "ordinary length", probe_set.batch, 1, first
     allowed = probe_set.limits.max_seconds_per_completion * LONG_TEXT_FACTOR
     for kind, text in long_texts(Tags.of(probe_set.completion.tags)).items():
-        batch = probe_batch([probe_set.chosen[0]], [text])
+        batch = probe_batch([probe_set.chosen[0]], [text], played=probe_set.played)
         yield kind, batch, LONG_TEXT_FACTOR, _fastest(function, batch, [1], allowed_s=allowed, limit_s=allowed * LONG_TEXT_WAIT)
 
 
@@ -229,7 +229,7 @@ def _gaming(function: TriedFunction, probe_set: ProbeSet, scores: Sequence[float
 def _gold(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
     made = [(row, perfect_text(row, probe_set.completion)) for row in probe_set.rows]
     pairs = [(row, text) for row, text in made if text is not None]
-    batch = probe_batch([row for row, _ in pairs], [text for _, text in pairs])
+    batch = probe_batch([row for row, _ in pairs], [text for _, text in pairs], played=probe_set.played)
     outcome = function.score(batch, [len(batch)])
     if isinstance(outcome, Fault):
         missed, detail = [outcome.index or 0], outcome.detail

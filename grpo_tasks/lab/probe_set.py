@@ -11,7 +11,7 @@ from typing import Any
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
-from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
+from grpo_tasks.rewards.contract import Fault, FunctionScores, Played, Row, ScoreBatch, batch_of, played_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
@@ -49,6 +49,11 @@ class ProbeSet:
     """The row of each sample."""
     base_sizes: Sequence[int]
     """Number of samples of each group."""
+
+    @property
+    def played(self) -> bool:
+        """Whether tools or an environment answer."""
+        return self.base is not None and bool(self.base.played)
 
     @property
     def sizes(self) -> list[int]:
@@ -190,16 +195,26 @@ def make_probe_set(
         chosen=chosen,
         probes=probes,
         groups=[range(start, start + len(group)) for start, group in zip(starts, made, strict=True)],
-        batch=probe_batch(rows_of_probes, [probe.text for probe in probes]),
+        batch=probe_batch(
+            rows_of_probes, [probe.text for probe in probes], played=any(sample.conversations for sample in samples)
+        ),
         base=_base_batch(base_rows, samples),
         base_rows=base_rows,
         base_sizes=[len(sample.completions) for sample in samples],
     )
 
 
-def probe_batch(rows: Sequence[Row], texts: Sequence[str]) -> ScoreBatch:
-    """The batch of made-up completions, `texts[i]` for `rows[i]`."""
-    return batch_of(rows, texts, list(map(_stand_in, texts)), prompt_ids=[_prompt_stand_in(row) for row in rows])
+def probe_batch(rows: Sequence[Row], texts: Sequence[str], *, played: bool = False) -> ScoreBatch:
+    """The batch of made-up completions, `texts[i]` for `rows[i]`; with `played` each is a conversation that nobody answered."""
+    ids = list(map(_stand_in, texts))
+    turns = [_unanswered(row, text, len(own)) for row, text, own in zip(rows, texts, ids, strict=True)] if played else []
+    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=turns)
+
+
+def _unanswered(row: Row, text: str, length: int) -> Played:
+    turn = {"text": text, "start": 0, "end": length, "finish_reason": "stop"}
+    turn |= {"reward": None, "calls": 0, "errors": 0, "info": {}}
+    return Played(row.messages, [{"role": "assistant", "content": text}], [turn], None)
 
 
 def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBatch | None:
@@ -207,7 +222,8 @@ def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBat
         return None
     texts = [text for sample in samples for text in sample.completions]
     ids = [ids for sample in samples for ids in sample.completion_ids]
-    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows])
+    played = [played_of(text) for sample in samples for text in sample.conversations]
+    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=played)
 
 
 def _stand_in(text: str) -> list[int]:

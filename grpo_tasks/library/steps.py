@@ -33,10 +33,12 @@ import polars as pl
 from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
+from grpo_tasks.content.modules import modules_sha256
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import read_chats, read_prompts, read_table
 from grpo_tasks.data.validation import validate_rows
+from grpo_tasks.environments.offered import offering
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
@@ -82,8 +84,14 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     loaded = load_sources(config.data, directory=folder)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
+    rollout = config.rollout
+    if config.interaction.active:
+        # Imports transformers, which a run that skips validation does not need.
+        from grpo_tasks.data.chat_tokens import load_counter
+
+        rollout = offering(config.interaction, rollout, load_counter(config.model).tokenizer.chat_template)
     return validate_rows(
-        loaded.path, inputs, origin, check_truths=truths_check(config.completion), model=config.model, rollout=config.rollout
+        loaded.path, inputs, origin, check_truths=truths_check(config.completion), model=config.model, rollout=rollout
     )
 
 
@@ -120,6 +128,7 @@ def measure_difficulty(
             rollout=config.rollout,
             resources=config.resources,
             seed=config.seed,
+            interaction=config.interaction,
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
@@ -181,9 +190,11 @@ def train_stage(
         train=data.train if difficulty is None else _kept(config, settings, data, difficulty, folder),
         eval=data.eval,
         tasks=config.data.tasks,
+        interaction=config.interaction,
     )
-    # The stage is another one if the contents of its model, data or rewards are others, even under the same names.
+    # The stage is another one if the contents of its model, data, rewards or tools are others, even under the same names.
     contents = [*_model_sha256(start), file_sha256(spec.train), file_sha256(data.eval), rewards_sha256(section)]
+    contents += [modules_sha256(name.partition(":")[0], [Path.cwd()]) for name in config.interaction.references]
     unkeyed = spec.model_copy(update={"resources": type(spec.resources)()})
     return run_stage(spec.model_copy(update={"key": _key(unkeyed, *contents)}), folder, in_process=in_process)
 
@@ -250,6 +261,7 @@ def evaluate(
         rollout=rollout,
         resources=config.resources,
         seed=config.seed,
+        interaction=config.interaction,
     )
     run_sampling(spec, folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.places import parse_place
 from grpo_tasks.data.table import QUARANTINE, read_table
 from grpo_tasks.processes.entry import RESULT
@@ -67,11 +68,11 @@ def trace_row(folder: Path, name: str) -> Trace:
 def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
     same_prompt = pl.col("prompt_id") == row["prompt_id"][0]
     stages = {
-        name: _read_all(sorted(made.glob("completions/*.parquet")), same_prompt)
+        name: turn_by_turn(_read_all(sorted(made.glob("completions/*.parquet")), same_prompt))
         for name, made in _newest(folder / "train_stage").items()
     }
     evaluations = {
-        name: read_table(made / "samples.parquet").filter(same_prompt)
+        name: turn_by_turn(read_table(made / "samples.parquet").filter(same_prompt))
         for name, made in _newest(folder / "evaluate_model").items()
     }
     return Trace(

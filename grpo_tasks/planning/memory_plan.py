@@ -226,9 +226,8 @@ def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
     with load_errors("the config of the model", f"model.path: {model.path}"):
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
     length = settings.validation.max_prompt_length
-    return [
-        StagePlan(model, settings.rollout, stage, settings.resources, architecture, length, memory) for stage in settings.stages
-    ]
+    rollout = settings.rollout.model_copy(update={"max_completion_length": settings.interaction.longest(settings.rollout)})
+    return [StagePlan(model, rollout, stage, settings.resources, architecture, length, memory) for stage in settings.stages]
 
 
 def _width(dtype: str) -> float:

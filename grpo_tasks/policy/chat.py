@@ -1,13 +1,42 @@
 """Chat messages to token ids, and completions back to text. The text of a completion is never tokenised again."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.tokenizer import special_tokens
 from schemas.errors import ModelError
 from schemas.prompts import PLAIN
 
 Message = Mapping[str, str]
+
+
+class RefusedError(Exception):
+    """The chat template cannot render these messages."""
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
+    """Text of a chat by the tokenizer's template; with `opened` up to the beginning of the assistant's turn.
+
+    Raises:
+        RefusedError: the template refuses the messages.
+    """
+    try:
+        chat = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False))
+    # A template is a program: what it does not expect in a message can fail in many ways.
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise RefusedError(f"the chat template refuses the messages: {error}"[:300]) from error
+
+
+def end_marker(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """The special token that ends a turn in its text: the end-of-text token, or else the first one."""
+    if tokenizer.eos_token and tokenizer.eos_token in text:
+        return str(tokenizer.eos_token)
+    found = [token for token in special_tokens(tokenizer).values() if token in text]
+    return min(found, key=text.index) if found else None
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

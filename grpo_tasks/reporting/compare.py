@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.tracking.past_runs import PastRun
 from grpo_tasks.tracking.plots import COLOURS, new_panels, save_figure, style_axes
@@ -159,7 +160,7 @@ def _disagreements(first: PastRun, second: PastRun) -> list[Disagreement]:
 def _first_samples(samples: pl.DataFrame) -> pl.DataFrame:
     reward = pl.col(REWARD).cast(pl.Float64) if REWARD in samples.columns else pl.lit(None, pl.Float64)
     right = pl.col("correct").cast(pl.Boolean)
-    return samples.filter(pl.col("sample") == 0).select("prompt_id", "completion", right, reward.alias(REWARD))
+    return turn_by_turn(samples.filter(pl.col("sample") == 0)).select("prompt_id", "completion", right, reward.alias(REWARD))
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:

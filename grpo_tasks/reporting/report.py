@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 import yaml
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
 from grpo_tasks.reporting.baseline import has_grpo
@@ -258,7 +259,7 @@ def _kinds(both: pl.DataFrame) -> dict[str, pl.DataFrame]:
 
 
 def _first(report: EvalReport) -> pl.DataFrame:
-    rows = pl.read_parquet(report.samples).filter(pl.col("sample") == 0)
+    rows = turn_by_turn(pl.read_parquet(report.samples).filter(pl.col("sample") == 0))
     reward = pl.col(REWARD) if REWARD in rows.columns else pl.lit(None, dtype=pl.Float64).alias(REWARD)
     return rows.select("prompt_id", "completion", "correct", reward)
 

@@ -65,12 +65,18 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         notes: receives what the function reports.
         as_text: pass strings for chats too: the content of the last message, and the text of the completion.
     """
-    prompts, completions = [], []
+    prompts: list[Any] = []
+    completions: list[Any] = []
     for messages, text in zip(request["prompts"], request["completions"], strict=True):
         plain = as_text or (bool(messages) and messages[0].get("role") == PLAIN)
         prompts.append((messages[-1].get("content", "") if messages else "") if plain else messages)
         completions.append(text if plain else [{"role": "assistant", "content": text}])
     given = {"prompt_ids": request["prompt_ids"]} if request["prompt_ids"] else {}
+    if played := request["played"]:
+        completions = completions if as_text else [one["said"] for one in played]
+        # Lists of their own: a function may change what it receives.
+        given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
+        given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
     return {
         **request["columns"],
         **given,

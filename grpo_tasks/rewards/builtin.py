@@ -7,7 +7,7 @@
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, the mean of four signs of tidiness
     judge               0 .. 1, by a language model behind an endpoint (judging/)
-    judge               0 .. 1, by a language model behind an endpoint (judging/)
+    environment         what the environment gives (section interaction); none where it gives nothing
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
 Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
@@ -27,7 +27,10 @@ from schemas.config.completion import CompletionConfig
 from schemas.errors import RewardError
 
 Completion = str | Sequence[Mapping[str, str]]
-"""Plain text, or chat messages; the last one is the assistant's."""
+"""Plain text, or chat messages; the last one of the assistant counts."""
+
+Turns = Sequence[Sequence[Mapping[str, Any]]]
+"""The policy's turns of N conversations."""
 
 FULL_SCORES: dict[str, float] = {"repetition": 0.0, "soft_overlong": 0.0}
 """Best score of the functions whose best score is not 1."""
@@ -48,7 +51,9 @@ def completion_text(completion: Completion) -> str:
     """The text of one completion in either form."""
     if isinstance(completion, str):
         return completion
-    return (completion[-1].get("content") or "") if completion else ""
+    # An environment may have the last word.
+    own = [message for message in completion if message.get("role") == "assistant"] or completion[-1:]
+    return (own[-1].get("content") or "") if own else ""
 
 
 def format(prompts: object, completions: Sequence[Completion], *, completion: CompletionConfig, **columns: object) -> list[float]:
@@ -85,6 +90,7 @@ def length(
     prompts: object,
     completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]] | None = None,
+    turns: Turns | None = None,
     *,
     completion: CompletionConfig,
     min_length: int = 10,
@@ -98,6 +104,7 @@ def length(
         prompts: not used.
         completions: N completions.
         completion_ids: N lists of token ids; required for the unit tokens.
+        turns: N lists of turns, where tools or an environment answer; only the policy's tokens count.
         completion: what the reasoning is.
         min_length: shortest length with the full score.
         max_length: longest length with the full score.
@@ -116,7 +123,7 @@ def length(
     if unit == "tokens":
         if completion_ids is None:
             raise ValueError("length with the unit tokens requires completion_ids")
-        sizes = [len(ids) for ids in completion_ids]
+        sizes = [sum(lengths) for lengths in _turn_lengths(completion_ids, turns)]
     else:
         sizes = [
             len((completion_text(given) if one.reasoning is None else one.reasoning).strip())
@@ -142,19 +149,42 @@ def soft_overlong(
     prompts: object,
     completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]],
+    turns: Turns | None = None,
     *,
     max_completion_length: int,
     soft_punish_cache: int,
     **columns: object,
 ) -> list[float]:
-    """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length`."""
+    """0.0 up to `max_completion_length - soft_punish_cache` tokens, then falling to -1.0 at `max_completion_length`. The limit is
+    that of a turn, so in a conversation the longest one counts."""
     if not 0 < soft_punish_cache <= max_completion_length:
         raise ValueError(
             "soft_overlong requires 0 < soft_punish_cache <= max_completion_length, "
             f"not {soft_punish_cache} and {max_completion_length}"
         )
     free = max_completion_length - soft_punish_cache
-    return [max(-1.0, min(0.0, (free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
+    sizes = [max(lengths, default=0) for lengths in _turn_lengths(completion_ids, turns)]
+    return [max(-1.0, min(0.0, (free - size) / soft_punish_cache)) for size in sizes]
+
+
+def environment(
+    prompts: object, completions: object, *, environment_reward: Sequence[float | None] | None = None, **columns: object
+) -> list[float | None]:
+    """The sum of what the environment gave for the conversation; None where it gave nothing.
+
+    Raises:
+        ValueError: no environment answers.
+    """
+    if environment_reward is None:
+        raise ValueError("the reward environment requires interaction.environment")
+    return list(environment_reward)
+
+
+def _turn_lengths(completion_ids: Sequence[Sequence[int]], turns: Turns | None) -> list[list[int]]:
+    """Tokens of each turn of the policy."""
+    if turns is None:
+        return [[len(ids)] for ids in completion_ids]
+    return [[turn["end"] - turn["start"] for turn in each] for each in turns]
 
 
 def judge(
@@ -192,9 +222,9 @@ def _reference(given: object) -> str | None:
 
 BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     function.__name__: function
-    for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong)
+    for function in (format, incremental_format, correctness, length, repetition, style, soft_overlong, environment)
 }
-"""The functions of the text by their name in the configuration; a judge needs settings of its own."""
+"""The functions by their name in the configuration; a judge needs settings of its own."""
 
 
 def _extractions(completions: Iterable[Completion], completion: CompletionConfig) -> list[Extraction]:

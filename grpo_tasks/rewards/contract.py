@@ -5,21 +5,29 @@
     prompts         N lists of chat messages: [..., {"role": "user", "content": "What is 15 + 27?"}]
     completions     N lists of one message: [{"role": "assistant", "content": "... 42"}]
                     Both are N strings when the data are in the standard format, or as_text is set for the function.
+                    Where tools or an environment answer, they are N lists of all messages after the prompt, and a string is the
+                    policy's last turn.
     completion_ids  N lists of token ids
     prompt_ids      N lists of token ids, where the engine knows them (not in engine: trl)
     answer          N ground truths: a string, a list where the data list several, None for a row without ground truth
     task            N names of tasks, when the data have several tasks
+    messages        N lists of messages, the prompt's and those after it, where tools or an environment answer
+    turns           N lists of the policy's turns there: text, start and end in completion_ids, finish_reason, reward, calls,
+                    errors, info
+    environment_reward  N sums of what the environment gave there; None where it gave nothing
     ...             every other column of the data arrives under its own name, also with N values
     trainer_state   .global_step and .max_steps of the stage
     log_metric      log_metric(name, value) records the mean over the update as the metric logged/FUNCTION/NAME
     log_extra       log_extra(name, values) adds a column with N values to the table of completions: logged_FUNCTION_NAME
     returns         N finite numbers, or None where the function does not apply to the completion. A list of numbers, one for
-                    each token of the completion, scores it token by token; the completion's score is then their mean.
+                    each token of the completion, scores it token by token; the completion's score is then their mean. A list of
+                    numbers, one for each of several turns, scores it turn by turn in the same way.
 
 A function without **kwargs receives the arguments that it names. In code: a `ScoreBatch` goes in, `FunctionScores` or a `Fault`
 comes out. A fault is data until the suite applies the function's `on_error`; `reward_error` words it for the user.
 """
 
+import json
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +39,11 @@ from schemas.errors import RewardError
 
 SHOWN_CHARS = 200
 """Characters of a completion shown in an error."""
-ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+PLAYED = frozenset({"messages", "turns", "environment_reward"})
+"""Arguments of a call where tools or an environment answer."""
+ARGUMENTS = (
+    frozenset({"prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"}) | PLAYED
+)
 """Arguments of a call that are no columns of the data."""
 RESERVED = ARGUMENTS | {"answer"}
 """Extra columns with these names are left out, and the lab warns about them."""
@@ -102,6 +114,35 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Played:
+    """What a conversation adds to its completion."""
+
+    prompt: Sequence[Mapping[str, Any]]
+    """Messages of the prompt."""
+    said: Sequence[Mapping[str, Any]]
+    """All messages after the prompt."""
+    turns: Sequence[Mapping[str, Any]]
+    """The policy's turns, as functions get them; `start` and `end` are token indices."""
+    reward: float | None
+    """Sum of what the environment gave."""
+    failed: bool = False
+    """A fault of the environment ended it. No function is called for it, so that nobody gains by a fault."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First token of each turn, and the one behind its last."""
+        return [(turn["start"], turn["end"]) for turn in self.turns]
+
+
+def played_of(text: str) -> Played:
+    """The conversation of a table's column `conversation`."""
+    found = json.loads(text)
+    turns = found["turns"]
+    said = [message for turn in turns for message in (turn.pop("message"), *turn.pop("answers"))]
+    return Played(found["prompt"], said, turns, found["reward"], found["error"] is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreBatch:
     """N completions to score, each with its prompt and columns."""
 
@@ -119,10 +160,12 @@ class ScoreBatch:
     """Token ids of the N prompts. Empty where they are not known."""
     tasks: Sequence[str] = field(default=())
     """Task of each of the N rows. Empty when the data have a single task."""
+    played: Sequence[Played] = field(default=())
+    """The N conversations. Empty when completions are one turn each."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.prompts), len(self.completions), len(self.completion_ids), *map(len, self.columns.values())}
-        sizes |= {len(values) for values in (self.origins, self.prompt_ids, self.tasks) if values}
+        sizes |= {len(values) for values in (self.origins, self.prompt_ids, self.tasks, self.played) if values}
         assert len(sizes) == 1, f"the columns of a batch differ in length: {sorted(sizes)}"
 
     def __len__(self) -> int:
@@ -139,6 +182,7 @@ class ScoreBatch:
             origins=[self.origins[index] for index in indices] if self.origins else (),
             prompt_ids=[self.prompt_ids[index] for index in indices] if self.prompt_ids else (),
             tasks=[self.tasks[index] for index in indices] if self.tasks else (),
+            played=[self.played[index] for index in indices] if self.played else (),
         )
 
 
@@ -149,6 +193,7 @@ def batch_of(
     *,
     prompt_ids: Sequence[Sequence[int]] = (),
     step: int = 0,
+    played: Sequence[Played] = (),
 ) -> ScoreBatch:
     """The batch in which `completions[i]` answers `rows[i]`. The trainer and the lab both build their batches here.
 
@@ -158,6 +203,7 @@ def batch_of(
         completion_ids: N lists of token ids.
         prompt_ids: N lists of token ids, or nothing.
         step: number of the update.
+        played: N conversations, or nothing.
 
     The columns are `answer`, `task` when any row has one, and every extra column of any row, with None where a row lacks it.
     Reserved names are left out.
@@ -167,7 +213,7 @@ def batch_of(
     columns["answer"] = [row.answer if row.answers is None else list(row.answers) for row in rows]
     tasks = [row.task for row in rows] if any(row.task for row in rows) else []
     return ScoreBatch(
-        prompts=[row.messages for row in rows],
+        prompts=[one.prompt for one in played] if played else [row.messages for row in rows],
         completions=completions,
         completion_ids=completion_ids,
         columns=columns | ({"task": tasks} if tasks else {}),
@@ -175,6 +221,7 @@ def batch_of(
         origins=[origin_of(row) for row in rows],
         prompt_ids=prompt_ids,
         tasks=tasks,
+        played=played,
     )
 
 
@@ -217,12 +264,13 @@ class Fault:
 
 
 def applicable(name: str, batch: ScoreBatch, tasks: TaskRewards) -> list[int]:
-    """Indices of the completions that a function applies to, by the tasks of their rows."""
+    """Indices of the completions that a function applies to, by the tasks of their rows; no conversation that failed."""
+    sound = [index for index in range(len(batch)) if not (batch.played and batch.played[index].failed)]
     if not batch.tasks:
-        return list(range(len(batch)))
+        return sound
     listed = {task: tasks.get(task) for task in set(batch.tasks)}
     open_to = {task for task, names in listed.items() if names is None or name in names}
-    return [index for index, task in enumerate(batch.tasks) if task in open_to]
+    return [index for index in sound if batch.tasks[index] in open_to]
 
 
 def spread(outcome: FunctionScores | Fault, indices: Sequence[int], num: int) -> FunctionScores | Fault:
@@ -248,12 +296,15 @@ class ContractError(Exception):
         self.fault = fault
 
 
-def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None], dict[int, list[float]]]:
+def check_result(
+    result: Any, lengths: Sequence[int], turns: Sequence[Sequence[tuple[int, int]]] = ()
+) -> tuple[list[float | None], dict[int, list[float]]]:
     """Check the return value of a function.
 
     Args:
         result: what the function returned. NumPy arrays and torch tensors are accepted too.
         lengths: number of tokens of each of the N completions.
+        turns: for each of them the first token of each turn of the policy, and the one behind its last. Empty: they are one turn.
 
     Returns:
         N scores, and the scores of single tokens by index of the completion.
@@ -267,12 +318,19 @@ def check_result(result: Any, lengths: Sequence[int]) -> tuple[list[float | None
     if len(result) != num:
         first_without = len(result) if len(result) < num else None
         raise breach(f"returned {len(result)} scores for {num} completions", ONE_EACH, first_without)
-    tokens = {
-        index: _token_scores(value, index, lengths[index])
-        for index, value in enumerate(map(_as_list, result))
-        if isinstance(value, list | tuple)
-    }
-    scores = [_mean(tokens[index]) if index in tokens else _score(value, index) for index, value in enumerate(result)]
+    scores: list[float | None] = []
+    tokens: dict[int, list[float]] = {}
+    for index, value in enumerate(map(_as_list, result)):
+        if not isinstance(value, list | tuple):
+            scores.append(_score(value, index))
+            continue
+        spans = turns[index] if turns else [(0, lengths[index])]
+        by_turn = bool(turns) and len(value) == len(spans) != lengths[index]
+        given = _spread_over_turns(value, spans, lengths[index]) if by_turn else value
+        tokens[index] = _token_scores(given, index, lengths[index])
+        # By turn: the mean over turns, whatever their lengths. By token: over the tokens that the policy wrote.
+        own = [tokens[index][at] for start, end in spans for at in ([start] if by_turn else range(start, end))]
+        scores.append(_mean(own))
     return scores, tokens
 
 
@@ -315,6 +373,12 @@ def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]
         fix = "return one number per id of completion_ids, or one number for the whole completion"
         raise breach(f"returned {len(values)} numbers for a completion of {length} tokens", fix, index)
     return [_number(value, index) for value in values]
+
+
+def _spread_over_turns(values: Sequence[Any], spans: Sequence[tuple[int, int]], length: int) -> list[Any]:
+    """The number of each turn at each of its tokens; what was said after a turn goes with it and has no loss."""
+    ends = [*(start for start, _ in spans[1:]), length]
+    return [value for value, (start, _), end in zip(values, spans, ends, strict=True) for _ in range(start, end)]
 
 
 def _mean(values: Sequence[float]) -> float:

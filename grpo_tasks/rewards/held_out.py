@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from grpo_tasks.rewards.contract import Row, batch_of
+from grpo_tasks.rewards.contract import Row, batch_of, played_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
 from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
@@ -95,4 +95,5 @@ def solved_by_stage(
 
 def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row]) -> Scores:
     rows = [by_id[prompt_id] for prompt_id in samples["prompt_id"]]
-    return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list()))
+    played = [played_of(text) for text in samples["conversation"]] if "conversation" in samples.columns else []
+    return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list(), played=played))

@@ -23,12 +23,12 @@ from typing import Any
 from grpo_tasks.content.user_objects import import_object
 from grpo_tasks.judging.judge import Judge
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
-from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, shorten
+from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, PLAYED, shorten
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
-_GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"}
+_GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"} | PLAYED
 _SINGLE = {"completion", "response", "solution_str"}
 """Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
 

@@ -77,11 +77,12 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
     began = time.perf_counter()
     # Counted before the call, because the function may change the lists that it receives.
     lengths = [len(ids) for ids in request["completion_ids"]]
+    spans = [one.pop("spans") for one in request["played"]]
     columns = sorted(request["columns"])
     notes = Notes()
     arguments = call_arguments(request, notes, as_text=function.as_text)
     try:
-        scores, tokens = check_result(function.call(**arguments), lengths)
+        scores, tokens = check_result(function.call(**arguments), lengths, spans)
         found = FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
     except ContractError as error:
         return {"fault": _fault_as_json(error.fault)}

@@ -181,4 +181,7 @@ def _as_json(batch: ScoreBatch) -> dict[str, Any]:
         "completion_ids": [list(ids) for ids in batch.completion_ids],
         "prompt_ids": [list(ids) for ids in batch.prompt_ids],
         "columns": {name: list(values) for name, values in batch.columns.items()},
+        "played": [
+            {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans} for one in batch.played
+        ],
     }

@@ -104,6 +104,8 @@ class DecodingLoop:
         self.logps: list[list[float]] = [[] for _ in requests]
         self.policy_logps: list[list[float]] = [[] for _ in requests]
         self.ended = [False] * len(requests)
+        most = sampling.max_completion_length
+        self.limits = [min(most, request.max_tokens or most) for request in requests]
         self.rows_decoded = 0
         # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
         self.uniform = uniform_numbers([request.seed for request in requests], sampling.max_completion_length, device=device)
@@ -118,7 +120,7 @@ class DecodingLoop:
 
     def run(self) -> list[Completion]:
         """Decode until every completion has ended."""
-        done, room, limit = 0, 0, self.sampling.max_completion_length
+        done, room, limit = 0, 0, max(self.limits)
         while self.alive and done < limit:
             if done == room:
                 room = self.buckets.columns(done + 1, limit)
@@ -168,13 +170,15 @@ class DecodingLoop:
         self._steps.forget()
 
     def _append(self, request: int, steps: Sequence[Sequence[float]]) -> bool:
-        """Append the tokens of one row up to its end; returns True if there is one among them."""
+        """Append the tokens of one row up to its end or limit; returns True if it is reached."""
         for token, logp, *policy in steps:
             self.ids[request].append(int(token))
             self.logps[request].append(logp)
             self.policy_logps[request].append(policy[0] if policy else logp)
             if self.stop.ended(self.ids[request]):
                 self.ended[request] = True
+                return True
+            if len(self.ids[request]) == self.limits[request]:
                 return True
         return False
 

@@ -2,6 +2,9 @@
 
     generate(requests, sampling) -> completions        sync() -> the engine samples from the policy's current weights
 
+Where tools or an environment answer (conversations/play.py), a completion is everything after the prompt: the turns of the policy
+and what was said between them. An engine samples one turn, and `play` joins them.
+
 A completion is truncated when its finish reason is `length`. The last token says nothing about it: a stop string also ends a
 completion without an end-of-turn token.
 """
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from grpo_tasks.rollout.conversations.record import Conversation
 from schemas.config.rollout import RolloutConfig
 
 
@@ -19,23 +23,46 @@ class Completion:
     """One sampled continuation of a prompt."""
 
     token_ids: list[int]
-    """All sampled tokens, including the one that ended the completion (end of turn, end of a stop string)."""
+    """All tokens after the prompt, including the one that ended the completion (end of turn, end of a stop string)."""
     logprobs: list[float]
     """Log-probability (nats) of each token under the distribution it was drawn from: after repetition_penalty, temperature,
-    top_k, top_p and min_p. The correction for the sampler divides by this probability, as TRL's does."""
+    top_k, top_p and min_p. The correction for the sampler divides by this probability, as TRL's does. 0 where the policy did not
+    write the token; whoever reads them masks those."""
     text: str
-    """The decoded tokens without special tokens, except those that are part of a stop string. The stop string itself is included
-    only with `include_stop_str_in_output`."""
+    """The decoded tokens of the policy's last turn without special tokens, except those that are part of a stop string. The stop
+    string itself is included only with `include_stop_str_in_output`."""
     finish_reason: Literal["stop", "length"]
     policy_logprobs: list[float] | None = None
     """Log-probability (nats) of each token under the sampler's model at the sampling temperature alone. The trainer computes the
     same, so any difference is a mismatch between the two; `logprobs` would differ by design whenever top_k, top_p, min_p or
     repetition_penalty change the distribution. None: the engine does not report it."""
+    written: list[bool] | None = None
+    """For each token whether the policy wrote it. None: all."""
+    conversation: Conversation | None = None
+    """Its turns, where tools or an environment answered."""
+
+    @property
+    def wrote(self) -> list[bool]:
+        """For each token whether the policy wrote it."""
+        return [True] * len(self.token_ids) if self.written is None else self.written
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.token_ids) if self.written is None else sum(self.written)
 
     @property
     def truncated(self) -> bool:
-        """True if the length limit ended the completion."""
+        """True if a limit ended the completion: its length, or the turns of its conversation."""
         return self.finish_reason == "length"
+
+
+def conversation_column(completions: Sequence[Completion]) -> dict[str, list[str | None]]:
+    """The column `conversation` of a table, turn by turn as JSON; none when completions are one turn each."""
+    played = [completion.conversation for completion in completions]
+    if not any(played):
+        return {}
+    return {"conversation": [None if one is None else one.as_json() for one in played]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +117,8 @@ class Request:
     prompt_ids: Sequence[int]
     """Token ids of the prompt."""
     seed: int
+    max_tokens: int | None = None
+    """The most tokens of this completion, where that is less than `max_completion_length`; what a conversation has left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, pick_device, save_plain
-from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.conversations.play import Player, Start
+from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed, conversation_column
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
@@ -36,9 +38,12 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
         ModelError: the model cannot be loaded.
         RolloutError: a server fails.
     """
-    tokenizer = load_tokenizer(spec.ref, spec.model, spec.rollout.chat_template_kwargs)
-    with _engine(spec, tokenizer, directory) as engine:
-        return _sampled(spec, tokenizer, engine)
+    log = directory / "environments.log"
+    with player(spec.interaction, spec.ref, spec.model, spec.rollout, log=log) as found:
+        values = spec.rollout.chat_template_kwargs
+        tokenizer = load_tokenizer(spec.ref, spec.model, values) if found is None else found.tokenizer
+        with _engine(spec, tokenizer, directory) as engine:
+            return _sampled(spec, tokenizer, engine, found)
 
 
 @contextmanager
@@ -88,21 +93,27 @@ def _sampler(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequ
         sampler.close()
 
 
-def _sampled(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine) -> pl.DataFrame:
+def _sampled(
+    spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, engine: RolloutEngine, player: Player | None = None
+) -> pl.DataFrame:
     rows = chosen_rows(spec.prompts, spec.max_prompts, spec.only)
-    prompts = [prompt_ids(tokenizer, row.messages) for row in rows]
     samples = range(spec.first_sample, spec.first_sample + spec.num_samples)
-    requests = [
-        # Consecutive seeds for the samples of a prompt; see Request.
-        Request(ids, completion_seed(spec.seed, "sample", row.prompt_id) + index)
-        for row, ids in zip(rows, prompts, strict=True)
-        for index in samples
-    ]
-    drawn = engine.generate(requests, Sampling.of(spec.rollout, temperature=spec.temperature))
+
+    def draw(seeds: Sequence[tuple[PromptRow, int]], sampling: Sampling) -> list[Completion]:
+        if player is None:
+            ids = {row.prompt_id: prompt_ids(tokenizer, row.messages) for row in rows}
+            return engine.generate([Request(ids[row.prompt_id], seed) for row, seed in seeds], sampling)
+        # The environment of a prompt is the same in all its samples, and in those of other models.
+        starts = [Start(row, seed, completion_seed(spec.seed, "environment", row.prompt_id)) for row, seed in seeds]
+        return player.play(engine, starts, sampling)
+
+    # Consecutive seeds for the samples of a prompt; see Request.
+    seeds = [(row, completion_seed(spec.seed, "sample", row.prompt_id) + index) for row in rows for index in samples]
+    drawn = draw(seeds, Sampling.of(spec.rollout, temperature=spec.temperature))
     table = _table([row for row in rows for _ in samples], list(samples) * len(rows), drawn)
     if not spec.greedy:
         return table
-    greedy = engine.generate([Request(ids, 0) for ids in prompts], Sampling.of(spec.rollout, temperature=0.0))
+    greedy = draw([(row, 0) for row in rows], Sampling.of(spec.rollout, temperature=0.0))
     return pl.concat([table, _table(rows, [GREEDY] * len(rows), greedy)])
 
 
@@ -112,9 +123,10 @@ def _table(rows: Sequence[PromptRow], samples: Sequence[int], drawn: Sequence[Co
             "prompt_id": [row.prompt_id for row in rows],
             "sample": list(samples),
             "completion": [completion.text for completion in drawn],
-            "completion_tokens": [len(completion.token_ids) for completion in drawn],
+            "completion_tokens": [completion.num_written for completion in drawn],
             "finish_reason": [completion.finish_reason for completion in drawn],
             "token_ids": [completion.token_ids for completion in drawn],
+            **conversation_column(drawn),
         },
         schema_overrides={"sample": pl.Int64, "completion_tokens": pl.Int64, "token_ids": pl.List(pl.Int64)},
     )

@@ -6,10 +6,13 @@ SampleSpec -> spec.json -> grpo_tasks.rollout | grpo_tasks.cluster.sampling -> s
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from schemas.config.evaluation import EvaluationConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -45,6 +48,8 @@ class SampleSpec(Result):
     rollout: RolloutConfig
     resources: ResourcesConfig
     seed: int
+    interaction: InteractionConfig = Field(default_factory=InteractionConfig)
+    """Tools and environments that answer the policy."""
 
     @classmethod
     def of(
@@ -57,6 +62,7 @@ class SampleSpec(Result):
         rollout: RolloutConfig,
         resources: ResourcesConfig,
         seed: int,
+        interaction: InteractionConfig,
     ) -> "SampleSpec":
         """The completions of an evaluation."""
         return cls(
@@ -70,6 +76,7 @@ class SampleSpec(Result):
             rollout=rollout,
             resources=resources,
             seed=seed,
+            interaction=interaction,
         )
 
     @classmethod
@@ -83,6 +90,7 @@ class SampleSpec(Result):
         rollout: RolloutConfig,
         resources: ResourcesConfig,
         seed: int,
+        interaction: InteractionConfig,
     ) -> "SampleSpec":
         """Completions of every prompt, sampled as in training."""
         return cls(
@@ -96,6 +104,7 @@ class SampleSpec(Result):
             rollout=rollout,
             resources=resources,
             seed=seed,
+            interaction=interaction,
         )
 
     def part(self, only: Sequence[str] | None, numbers: range) -> "SampleSpec":

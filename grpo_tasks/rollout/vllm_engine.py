@@ -137,7 +137,7 @@ class VllmSampler:
             "model": self._model(server),
             "prompt": list(group[0].prompt_ids),
             "n": len(group),
-            "max_tokens": sampling.max_completion_length,
+            "max_tokens": min(sampling.max_completion_length, group[0].max_tokens or sampling.max_completion_length),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -381,14 +381,15 @@ def _trains_embeddings(policy: CausalLM) -> bool:
 
 
 def _groups(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call can serve: neighbours with equal prompts and consecutive seeds.
+    """Requests that one call can serve: neighbours with equal prompts and limits, and consecutive seeds.
 
     vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
     """
     groups: list[list[Request]] = []
     for request in requests:
         last = groups[-1][-1] if groups else None
-        if last is not None and request.prompt_ids == last.prompt_ids and _seed(request) == _seed(last) + 1:
+        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
+        if last is not None and alike and _seed(request) == _seed(last) + 1:
             groups[-1].append(request)
         else:
             groups.append([request])

@@ -25,6 +25,7 @@ from grpo_tasks.content.hub import hub_commit
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.content.modules import modules_sha256
 from schemas.config.data import DataSource
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
@@ -114,6 +115,9 @@ def _model_json(value: BaseModel) -> Any:
     if isinstance(value, JudgeConfig):
         # Another address, limit or cache is no other judge: a stage that an outage or a limit has stopped goes on.
         fields = {name: given for name, given in fields.items() if name in JUDGES_BY}
+    if isinstance(value, InteractionConfig):
+        # Which worker serves a conversation does not change it.
+        fields.pop("workers")
     return fields | {"contents": _contents(value)}
 
 
@@ -126,15 +130,17 @@ def _contents(value: BaseModel) -> str:
         return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
-    if isinstance(value, JudgeConfig | DemonstrationsConfig):
+    if isinstance(value, JudgeConfig | DemonstrationsConfig | InteractionConfig):
         return _supervision(value)
     if isinstance(value, RewardsConfig):
         return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
     return ""
 
 
-def _supervision(value: JudgeConfig | DemonstrationsConfig) -> str:
-    """Digest of what people have judged, or of the code that writes demonstrations."""
+def _supervision(value: JudgeConfig | DemonstrationsConfig | InteractionConfig) -> str:
+    """Digest of what people have judged, or of the code that writes demonstrations or answers the policy."""
+    if isinstance(value, InteractionConfig):
+        return " ".join(modules_sha256(name.partition(":")[0], [Path.cwd()]) for name in value.references)
     if isinstance(value, JudgeConfig):
         return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""
     return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""

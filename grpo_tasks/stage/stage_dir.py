@@ -22,6 +22,7 @@ from pydantic import Field
 from grpo_tasks.processes.entry import LOG, RESULT, SPEC
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import TaskConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
@@ -56,6 +57,13 @@ class StageSpec(Result):
     """data.tasks of the config: mixing weights, and the reward functions of each task."""
     pruning: Pruning | None = None
     """Only in a sweep: where the other runs are, and when this one ends early. No part of the key."""
+    interaction: InteractionConfig = Field(default_factory=InteractionConfig)
+    """Tools and environments that answer the policy."""
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """The most tokens after a prompt."""
+        return self.interaction.longest(self.rollout)
 
     @property
     def task_rewards(self) -> dict[str, list[str] | None]:

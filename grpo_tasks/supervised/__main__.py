@@ -15,6 +15,7 @@ import_libraries()
 from grpo_tasks.grpo.launch import rollout_servers, start_ranks
 from grpo_tasks.processes.entry import run_child
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.stage.run import SUPERVISED
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.supervised.trainer import DemonstrationTrainer, RejectionTrainer
@@ -34,12 +35,16 @@ def main(root: Path) -> None:
     suite = RewardSuite(spec.rewards, stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log)
     with ExitStack() as stack:
         # Demonstrations are neither sampled nor scored: no process of reward functions, no server.
-        servers = []
+        servers, found = [], None
         if samples:
             stack.enter_context(suite)
             servers = stack.enter_context(rollout_servers(spec, directory))
+        if samples or spec.interaction.tools:
+            # A prompt shows the tools, whoever continues it.
+            settings = (spec.interaction, spec.start, spec.model, spec.rollout)
+            found = stack.enter_context(player(*settings, log=directory.log))
         trainer = DemonstrationTrainer if stage.kind == "sft" else RejectionTrainer
-        trainer(directory, suite, servers).train()
+        trainer(directory, suite, servers, found).train()
 
 
 if __name__ == "__main__":

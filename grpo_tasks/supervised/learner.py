@@ -36,4 +36,4 @@ class SupervisedLearner(Learner):
             self.ranks.accelerator.backward(0.0 * loss)
             return
         self.ranks.accelerator.backward(loss)
-        figures.add_supervised(loss, microbatch.weights > 0, scores.entropies, scores.hits)
+        figures.add_supervised(loss, microbatch.trained, scores.entropies, scores.hits)

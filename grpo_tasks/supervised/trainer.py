@@ -7,7 +7,7 @@ Prompts, order, packed rows, optimizer, journal, checkpoints, guards and resume 
 and started again ends in the same bytes: nothing here depends on anything but the number of the update.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,42 +44,23 @@ class SupervisedTrainer(Trainer):
     def _kl_due(self) -> bool:
         return False
 
-    def _pass(
-        self, rollout: Rollout, indices: Sequence[int], trained: Callable[[int], Sequence[bool] | None]
-    ) -> list[Microbatch]:
-        """The microbatches of one update.
-
-        Args:
-            rollout: prompts and what follows each.
-            indices: the completions that the update trains on; may be empty.
-            trained: for a completion which of its tokens have a loss; None: all.
-        """
+    def _pass(self, rollout: Rollout, indices: Sequence[int]) -> list[Microbatch]:
+        """The microbatches of one update on the completions `indices`, which may be none."""
         if not indices:
             return []
-        masks = {index: trained(index) for index in indices}
-        lengths = {index: len(rollout.completions[index].token_ids) for index in indices}
-        total = sum(lengths[index] if (mask := masks[index]) is None else sum(mask) for index in indices)
+        total = sum(rollout.completions[index].num_written for index in indices)
         microbatches = make_microbatches(
             rollout,
             _unweighted(rollout),
             indices,
             self.stage,
-            max_completion_length=self.spec.rollout.max_completion_length,
+            max_completion_length=self.spec.max_completion_tokens,
             device=self.device,
             ranks=self.ranks,
             same_count=self.learner.policies.sharded,
         )
-
-        def weighted(microbatch: Microbatch) -> Microbatch:
-            counts = microbatch.tokens.completion_mask.clone()  # [N, T]
-            for row, index in enumerate(microbatch.indices):
-                mask = masks[index]
-                if mask is not None:
-                    counts[row, : len(mask)] = torch.tensor(mask, device=counts.device)
-            # The mean over the update: accumulation and ranks add up to the loss of one large batch.
-            return replace(microbatch, weights=counts.float() / max(1, total))
-
-        return [weighted(microbatch) for microbatch in microbatches]
+        # The mean over the update: accumulation and ranks add up to the loss of one large batch.
+        return [replace(microbatch, weights=microbatch.trained.float() / max(1, total)) for microbatch in microbatches]
 
 
 class DemonstrationTrainer(SupervisedTrainer):
@@ -90,7 +71,7 @@ class DemonstrationTrainer(SupervisedTrainer):
     def _training_rows(self) -> list[PromptRow]:
         settings = self.stage.demonstrations
         assert settings is not None
-        rows, limit = read_prompts(self.spec.train), self.spec.rollout.max_completion_length
+        rows, limit = read_prompts(self.spec.train), self.spec.max_completion_tokens
         self.found = read_demonstrations(rows, settings, self.tokenizer, max_tokens=limit)
         listed = self.dir.root / REFUSED
         if self.ranks.writes:
@@ -112,7 +93,9 @@ class DemonstrationTrainer(SupervisedTrainer):
         """The next demonstrations, as completions that somebody else wrote."""
         rows = [self.rows[number] for number in self.schedule.prompts_of(self.step)]
         made = [self.found.tokens[row.prompt_id] for row in rows]
-        completions = [Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop") for one in made]
+        completions = [
+            Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made
+        ]
         rollout = Rollout(rows, [one.prompt for one in made], completions, group_size=1, seconds=0.0)
         self.counters.tokens += rollout.num_tokens
         scored = ScoredRollout(rollout, _no_scores(len(rows)), 0.0)
@@ -120,9 +103,8 @@ class DemonstrationTrainer(SupervisedTrainer):
 
     def _microbatches(self, current: Round) -> Batch:
         rollout = current.scored.rollout
-        trained = [self.found.tokens[row.prompt_id].trained for row in rollout.rows]
         self._seed_dropout("score")
-        return Batch([self._pass(rollout, range(len(trained)), trained.__getitem__)], None)
+        return Batch([self._pass(rollout, range(len(rollout.completions)))], None)
 
     def _rollout_metrics(self, current: Round) -> dict[str, float]:
         lengths = np.array([len(completion.token_ids) for completion in current.scored.rollout.completions])
@@ -138,7 +120,7 @@ class RejectionTrainer(SupervisedTrainer):
         starts = range(0, len(rollout.completions), size)
         parts = [[index for index in chosen if start <= index < start + size] for start in starts]
         self._seed_dropout("score")
-        return Batch([self._pass(rollout, part, lambda _: None) for part in parts], None)
+        return Batch([self._pass(rollout, part) for part in parts], None)
 
     def _rollout_metrics(self, current: Round) -> dict[str, float]:
         chosen, totals = chosen_completions(current.scored, self.stage), current.scored.scores.totals

@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.tokenizer import special_tokens
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.chat import RefusedError, end_marker, prompt_ids, rendered
 from schemas.prompts import PLAIN
 
 Turn = Mapping[str, Any]
@@ -61,7 +59,7 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], tur
         for text, mine in _parts(tokenizer, prompt, turns):
             more = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
             # A template without an end marker leaves the policy without a way to stop.
-            more += _end(tokenizer) if mine and not _marker(tokenizer, text) else []
+            more += _end(tokenizer) if mine and not end_marker(tokenizer, text) else []
             ids += more
             trained += [mine] * len(more)
     return Demonstration(prompt_ids(tokenizer, prompt), ids, trained, "\n\n".join(said))
@@ -79,7 +77,7 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
         if not before.startswith(written) or not after.startswith(before):
             raise UnusableError("template", "the chat template writes earlier turns differently once more follow")
         said = after[len(before) :]
-        marker = _marker(tokenizer, said)
+        marker = end_marker(tokenizer, said)
         if marker:
             said = said[: said.index(marker) + len(marker)]
         parts += [(before[len(written) :], False), (said, True)]
@@ -89,19 +87,9 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Turn], *, opened: bool) -> str:
     try:
-        chat = [dict(message) for message in messages]
-        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False))
-    # A template is a program: what it does not expect in a message can fail in many ways.
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UnusableError("template", f"the chat template refuses the messages: {error}"[:300]) from error
-
-
-def _marker(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
-    """The special token that ends a turn: the end-of-text token, or else the first one in the text."""
-    if tokenizer.eos_token and tokenizer.eos_token in text:
-        return str(tokenizer.eos_token)
-    found = [token for token in special_tokens(tokenizer).values() if token in text]
-    return min(found, key=text.index) if found else None
+        return rendered(tokenizer, messages, opened=opened)
+    except RefusedError as error:
+        raise UnusableError("template", str(error)) from error
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:

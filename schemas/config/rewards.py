@@ -17,6 +17,7 @@ BUILTIN_REWARDS: dict[str, float] = {
     "repetition": 0.5,
     "style": 0.5,
     "soft_overlong": 1.0,
+    "environment": 1.0,
 }
 """Built-in reward functions and their default weights; a test keeps it equal to `grpo_tasks.rewards.builtin`."""
 

@@ -8,6 +8,7 @@
       completion  what an answer is, where it stands, and when it is right
       rewards     reward functions with weights
       rollout     how completions are sampled
+      interaction tools and environments that answer the policy
       difficulty  pass rates of the training prompts, known before training
       stages[]    GRPO or supervised, one entry per stage; each starts from the model of the previous one
       evaluation  held-out evaluation, before and after training
@@ -30,6 +31,7 @@ from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
@@ -53,6 +55,7 @@ class RunConfig(Section):
         "machine_and_checks": (
             "validation",
             "lab",
+            "interaction",
             "difficulty",
             "tracking",
             "resources",
@@ -77,6 +80,8 @@ class RunConfig(Section):
     """How the reward lab probes reward functions before training."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
+    interaction: InteractionConfig = Field(default_factory=InteractionConfig)
+    """Tools and environments that answer the policy between its turns."""
     difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
     """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
@@ -99,6 +104,22 @@ class RunConfig(Section):
         for index, stage in enumerate(self.stages):
             for reward in stage.rewards:
                 self._check_reward(f"stages.{index}.rewards", reward)
+        return self
+
+    @model_validator(mode="after")
+    def _check_interaction(self) -> Self:
+        if not self.interaction.active:
+            return self
+        for index, stage in enumerate(self.stages):
+            if stage.engine == "trl":
+                raise ValueError(f"engine trl plays no conversations; fix: stages.{index}.engine: native")
+        if self.resources.cluster.engine == "ray":
+            raise ValueError("tools and environments answer on one machine only; fix: resources.cluster.engine: local")
+        if self.interaction.max_tokens < self.rollout.max_completion_length:
+            raise ValueError(
+                f"interaction.max_tokens {self.interaction.max_tokens} is less than one turn of rollout.max_completion_length "
+                f"{self.rollout.max_completion_length}; fix: interaction.max_tokens: {4 * self.rollout.max_completion_length}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -206,6 +227,8 @@ class RunConfig(Section):
             )
         if refusal := self.completion.refusal(resolved.function or ""):
             raise ValueError(f"{place} names {reward}: {refusal}")
+        if resolved.function == "environment" and self.interaction.environment is None:
+            raise ValueError(f"{place} names {reward}, and no environment answers; fix: interaction.environment: module:Class")
         if missing := resolved.missing(reward, max_completion_length=self.rollout.max_completion_length):
             raise ValueError(f"{place}: {missing}")
 

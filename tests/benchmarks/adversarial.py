@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.rewards.builtin import BUILTIN
 from grpo_tasks.rewards.contract import Fault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
@@ -19,7 +18,7 @@ from schemas.errors import DataError
 from tests.answers.test_equality import HOSTILE
 from tests.data.test_sources import BROKEN, UNREADABLE, faults, load
 from tests.rewards.conftest import PlainRow
-from tests.rewards.test_builtin import GAMES, LONG, TAGS, score, total
+from tests.rewards.test_builtin import GAMES, LONG, OF_TEXT, TAGS, score, total
 from tests.rewards.test_worker import BREACHES, FUNCTIONS, LIMIT_S
 
 WORK = "15 and 27 make together what is asked for"
@@ -41,10 +40,10 @@ def _honest(answer: str) -> str:
 
 
 def _long() -> Iterator[Line]:
-    slowest = max((_seconds(lambda name=name, text=text: score(name, text)), name) for name in BUILTIN for text in LONG.values())
+    slowest = max((_seconds(lambda name=name, text=text: score(name, text)), name) for name in OF_TEXT for text in LONG.values())
     yield (
         "a million characters of words, tags, half tags, digits, brackets, blanks, ...; each built-in reward",
-        len(BUILTIN) * len(LONG),
+        len(OF_TEXT) * len(LONG),
         f"slowest {slowest[0] * 1000:.0f} ms ({slowest[1]})",
     )
 
@@ -89,8 +88,8 @@ def _soups() -> Iterator[Line]:
 
 def _empty() -> Iterator[Line]:
     texts = [*BLANKS, *(f"<reasoning>{WORK}</reasoning><answer>{blank}</answer>" for blank in BLANKS)]
-    best = max(score(name, text)[0] for name in BUILTIN for text in texts)
-    yield "empty and invisible answers, each built-in reward", len(BUILTIN) * len(texts), f"the best earns {best:g}"
+    best = max(score(name, text)[0] for name in OF_TEXT for text in texts)
+    yield "empty and invisible answers, each built-in reward", len(OF_TEXT) * len(texts), f"the best earns {best:g}"
 
 
 def _listings() -> Iterator[Line]:

@@ -14,6 +14,8 @@ from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import BUILTIN_REWARDS
 
 TAGS = Tags()
+OF_TEXT = [name for name in BUILTIN if name != "environment"]
+"""The reward of an environment is that of the environment, whatever the text."""
 LONG = long_texts(TAGS)
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 
@@ -31,7 +33,7 @@ def score(name: str, *texts: str, answer: str = "42", **params: object) -> list[
 
 
 def total(text: str, answer: str = "42") -> float:
-    return sum(score(name, text, answer=answer)[0] * weight for name, weight in BUILTIN_REWARDS.items())
+    return sum(score(name, text, answer=answer)[0] * weight for name, weight in BUILTIN_REWARDS.items() if name in OF_TEXT)
 
 
 def test_the_configuration_knows_exactly_the_functions_there_are():
@@ -39,12 +41,12 @@ def test_the_configuration_knows_exactly_the_functions_there_are():
     assert FULL_SCORES.keys() <= BUILTIN.keys()
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_an_honest_completion_has_the_full_score_everywhere(name):
     assert score(name, HONEST) == [FULL_SCORES.get(name, 1.0)]
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_chat_messages_score_like_their_text(name):
     texts = [HONEST, "42", HONEST * 2, ""]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
@@ -129,13 +131,13 @@ def test_no_soup_of_tags_earns_more_than_an_honest_completion(text):
 @given(soup, st.sampled_from(["", " ", "\u200b", "\n\t"]))
 def test_an_empty_answer_earns_nothing_ever(text, blank):
     for completion in (blank, f"{text}<answer>{blank}</answer>", f"<reasoning>{text}</reasoning><answer>{blank}</answer>"):
-        assert all(score(name, completion)[0] <= 0.0 for name in BUILTIN)
+        assert all(score(name, completion)[0] <= 0.0 for name in OF_TEXT)
 
 
 @given(st.lists(st.one_of(soup, st.text(max_size=100)), max_size=8))
 def test_scores_stay_in_their_range_and_do_not_depend_on_the_batch(texts):
     lowest = {"repetition": -1.0, "style": -1.0}
-    for name in BUILTIN:
+    for name in OF_TEXT:
         scores = score(name, *texts)
         assert all(lowest.get(name, 0.0) <= value <= FULL_SCORES.get(name, 1.0) for value in scores)
         assert scores == [score(name, text)[0] for text in texts]
@@ -147,7 +149,7 @@ def test_correctness_looks_at_the_answer_block_only():
 
 
 @pytest.mark.parametrize("kind", LONG)
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_a_million_hostile_characters_take_under_100_ms(name, kind):
     text = LONG[kind]
     assert len(text) >= 1_000_000

@@ -156,3 +156,14 @@ def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured(
     for _ in range(EAGER_STEPS + 1):
         steps.run()  # a second warning would be an error
     assert len(done) == 2 * (EAGER_STEPS + 1)
+
+
+def test_a_request_may_have_a_limit_of_its_own(policy, tokenizer, prompts):
+    engine = LocalEngine(policy, tokenizer)
+    limits = [3, None, 9, 1]
+    sampling = Sampling.of(RolloutConfig(max_completion_length=20))
+    free = engine.generate([Request(ids, 5) for ids in prompts], sampling)
+    drawn = engine.generate([Request(ids, 5, limit) for ids, limit in zip(prompts, limits, strict=True)], sampling)
+    for short, full, limit in zip(drawn, free, limits, strict=True):
+        assert short.token_ids == full.token_ids[:limit]
+        assert short.finish_reason == ("length" if limit and limit < len(full.token_ids) else full.finish_reason)

@@ -22,6 +22,8 @@ from schemas.config.rollout import RolloutConfig
 from schemas.errors import RolloutError
 from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
+from tests.rollout.counting import six_starts
+from tests.rollout.identity import assert_exact
 from tests.rollout.servers import CONFIG, MARKS, engine_on, listener, moved, sampling, served
 from tests.web_pages import FOREIGN, status
 
@@ -54,6 +56,10 @@ def engines(policy, tokenizer, server, request, tmp_path):
     yield {"local": LocalEngine(policy, tokenizer), "vllm": remote}
     remote.close()
     assert not (tmp_path / "served").exists()
+
+
+def test_five_turns_continue_from_the_exact_tokens_so_far(engines, policy, tokenizer):
+    assert_exact(engines["vllm"], policy, tokenizer, six_starts())
 
 
 def test_log_probs_of_sampled_tokens_are_the_trainers(engines, policy, prompts):

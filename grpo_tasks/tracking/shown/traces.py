@@ -14,6 +14,7 @@ import polars as pl
 from mlflow import MlflowClient
 from mlflow.entities import AssessmentSource, NoOpSpan
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.tracking.handle import RunHandle
 from schemas.metrics import REWARD
 from schemas.results.data import DataReport
@@ -37,7 +38,7 @@ def record_traces(run: RunHandle, result: EvalReport, data: DataReport | None, *
     first = pl.col("sample") == pl.col("sample").min().over("prompt_id")
     samples = pl.read_parquet(result.samples).filter(first).unique("prompt_id", keep="first", maintain_order=True)
     prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"]).unique("prompt_id", keep="first")
-    rows = samples.head(MAX_TRACES).join(prompts, on="prompt_id", how="inner", maintain_order="left")
+    rows = turn_by_turn(samples.head(MAX_TRACES)).join(prompts, on="prompt_id", how="inner", maintain_order="left")
     run.store.ask(partial(_log_missing, run=run, label=result.label, rows=rows, timestamp_ms=timestamp_ms))
 
 

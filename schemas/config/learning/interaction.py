@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
 from schemas.config.types import MOST_TOKENS, FreeSettings
 
@@ -48,6 +49,15 @@ class InteractionConfig(Section):
         if self.settings and not self.environment:
             raise ValueError("settings belong to an environment; fix: environment: module:Class, or leave settings out")
         return self
+
+    @property
+    def references(self) -> list[str]:
+        """The tools, or the environment, as module:name."""
+        return [*self.tools, *([self.environment] if self.environment else [])]
+
+    def longest(self, rollout: RolloutConfig) -> int:
+        """The most tokens after a prompt."""
+        return self.max_tokens if self.active else rollout.max_completion_length
 
     @property
     def active(self) -> bool:

@@ -1,0 +1,220 @@
+"""Conversations from their prompt to their end: the policy's turns are sampled, and an environment answers them.
+
+    begin -> prompts -> sample a turn of all live conversations -> answer -> tokens of the answers -> sample the next turn -> ...
+
+Every turn continues from the exact token ids so far: those that were sampled, and those of what was said. All live conversations
+of a rollout decode together. A turn's random numbers depend on the conversation's seed and on the number of the turn alone, so a
+conversation does not depend on the others.
+
+A completion ends with a turn of the policy: what was said afterwards stands in its `conversation`, and has no tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_tasks.data.table import PromptRow
+from grpo_tasks.environments.contract import Environments, Observation, Opening
+from grpo_tasks.policy.chat import completion_text
+from grpo_tasks.rollout.conversations.record import Conversation, Ending, Message, Turn
+from grpo_tasks.rollout.conversations.turn_tokens import TurnTokens
+from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
+from schemas.config.learning.interaction import InteractionConfig
+from schemas.errors import ConfigError
+
+OTHER_BEGINNING = "the environment begins otherwise than for another conversation of the same row and seed"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A conversation to be played."""
+
+    row: PromptRow
+    seed: int
+    """Of the policy's turns; one of its own for each conversation."""
+    environment_seed: int
+    """Of the environment; conversations of a row that are compared have the same one, and so the same prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """What plays conversations, for as long as its environments are open."""
+
+    environments: Environments
+    config: InteractionConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    def play(self, engine: RolloutEngine, starts: Sequence[Start], sampling: Sampling) -> list[Completion]:
+        """See `play`."""
+        return play(engine, self.environments, starts, sampling, self.config, self.tokenizer)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A conversation on its way."""
+
+    number: int
+    start: Start
+    prompt_ids: list[int]
+    prompt: Sequence[Message]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_logprobs: list[float] | None = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    ending: Ending | None = None
+    error: str | None = None
+    final_reward: float | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*self.prompt, *(message for turn in self.turns for message in (turn.message, *turn.answers))]
+
+    def request(self, max_tokens: int) -> Request:
+        turn = len(self.turns)
+        # The seeds of a group's first turns stay consecutive, as servers like them.
+        seed = completion_seed(self.start.seed, "turn", turn) if turn else self.start.seed
+        return Request([*self.prompt_ids, *self.token_ids], seed, max_tokens - len(self.token_ids))
+
+    def say(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not write."""
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.written += [False] * len(ids)
+        if self.policy_logprobs is not None:
+            self.policy_logprobs += [0.0] * len(ids)
+
+    def write(self, drawn: Completion) -> None:
+        """Append a turn of the policy, which nobody has answered yet."""
+        begin = len(self.token_ids)
+        self.token_ids += drawn.token_ids
+        self.logprobs += drawn.logprobs
+        self.written += [True] * len(drawn.token_ids)
+        if self.policy_logprobs is None or drawn.policy_logprobs is None:
+            self.policy_logprobs = None
+        else:
+            self.policy_logprobs += drawn.policy_logprobs
+        message = {"role": "assistant", "content": drawn.text}
+        self.turns.append(Turn(begin, len(self.token_ids), drawn.text, drawn.finish_reason, message))
+
+    def end(self, ending: Ending, error: str | None = None) -> None:
+        self.ending, self.error = ending, error
+
+    def completion(self) -> Completion:
+        assert self.ending is not None
+        last = self.turns[-1] if self.turns else None
+        cut = self.ending in ("turns", "tokens") or (last is not None and last.finish_reason == "length")
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=last.text if last else "",
+            finish_reason="length" if cut else "stop",
+            policy_logprobs=self.policy_logprobs,
+            written=self.written,
+            conversation=Conversation(self.prompt_ids, self.prompt, self.turns, self.ending, self.error, self.final_reward),
+        )
+
+
+def play(
+    engine: RolloutEngine,
+    environments: Environments,
+    starts: Sequence[Start],
+    sampling: Sampling,
+    config: InteractionConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Completion]:
+    """One conversation for each start, in order. Starts with equal prompts should be neighbours, as requests should.
+
+    Raises:
+        ConfigError: a prompt is a string, not a chat.
+        ModelError: the chat template cannot render a conversation.
+    """
+    tokens = TurnTokens(tokenizer)
+    numbers = range(len(starts))
+    try:
+        conversations = _begin(environments, starts, tokens)
+        live = [one for one in conversations if one.ending is None]
+        while live:
+            drawn = engine.generate([one.request(config.max_tokens) for one in live], sampling)
+            for one, turn in zip(live, drawn, strict=True):
+                one.write(turn)
+            words = [_words(turn, tokens, tokenizer) for turn in drawn]
+            observed = environments.answer(list(zip((one.number for one in live), words, strict=True)))
+            for one, observation in zip(live, observed, strict=True):
+                _continue(one, observation, tokens, config)
+            live = [one for one in live if one.ending is None]
+    finally:
+        rewards = environments.end(numbers)
+    for one, reward in zip(conversations, rewards, strict=True):
+        one.final_reward = reward
+    return [one.completion() for one in conversations]
+
+
+def _begin(environments: Environments, starts: Sequence[Start], tokens: TurnTokens) -> list[_Live]:
+    for start in starts:
+        if start.row.plain:
+            raise ConfigError(
+                "prompts of strings cannot be answered by tools or an environment",
+                place="interaction",
+                fix="give the prompts as messages (data.format: conversational), or remove the section interaction",
+            )
+    asked = [(number, row_columns(start.row), start.environment_seed) for number, start in enumerate(starts)]
+    openings = environments.begin(asked)
+    first: dict[tuple[str, int], list[int]] = {}
+    begun = []
+    for number, (start, opening) in enumerate(zip(starts, openings, strict=True)):
+        messages = _prompt(start.row, opening)
+        one = _Live(number, start, tokens.prompt(messages), messages)
+        if opening.error is not None:
+            one.end("error", opening.error)
+        elif first.setdefault((start.row.prompt_id, start.environment_seed), one.prompt_ids) != one.prompt_ids:
+            # Completions of a group are compared with each other, so they have to answer the same prompt.
+            one.end("error", OTHER_BEGINNING)
+        begun.append(one)
+    return begun
+
+
+def row_columns(row: PromptRow) -> dict[str, Any]:
+    """What an environment gets of a row: its columns, by their names."""
+    answer = row.answer if row.answers is None else list(row.answers)
+    own = {"messages": [dict(message) for message in row.messages], "answer": answer}
+    return {**row.extra, **own, **({"task": row.task} if row.task else {})}
+
+
+def _prompt(row: PromptRow, opening: Opening) -> list[Mapping[str, Any]]:
+    return [dict(message) for message in (opening.messages or row.messages)]
+
+
+def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The policy's turn as its environment reads it: markers of calls included, without the end of the turn."""
+    ids = drawn.token_ids[:-1] if tokens.closed(drawn.token_ids) else drawn.token_ids
+    return completion_text(tokenizer, ids, special=True)
+
+
+def _continue(one: _Live, observation: Observation, tokens: TurnTokens, config: InteractionConfig) -> None:
+    """Add what followed the turn, and end the conversation where it is over."""
+    before, turn = one.messages[:-1], one.turns[-1]
+    one.turns[-1] = replace(
+        turn,
+        message=observation.turn,
+        answers=observation.messages,
+        reward=observation.reward,
+        calls=observation.calls,
+        info=observation.info,
+    )
+    if observation.error is not None:
+        one.end("error", observation.error)
+    elif observation.done:
+        one.end("done")
+    elif len(one.turns) == config.max_turns:
+        one.end("turns")
+    if one.ending is not None:
+        return
+    said = tokens.after(before, observation.turn, observation.messages, closed=tokens.closed(one.token_ids))
+    # A turn of the policy has to fit behind it. Otherwise nothing is added: what nobody answers teaches nothing.
+    if len(one.token_ids) + len(said) >= config.max_tokens:
+        one.end("tokens")
+    else:
+        one.say(said)

@@ -1,0 +1,272 @@
+"""Stages whose policy is answered: what is trained, what is rewarded, what is written down."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.groups import play_groups, score_groups
+from grpo_tasks.grpo.losses import LossInputs, policy_loss
+from grpo_tasks.grpo.measure import completions_table, conversation_metrics
+from grpo_tasks.grpo.microbatches import make_microbatches
+from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.rounds import rewards_of
+from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.policy.load import load_tokenizer
+from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.conversations.play import Player
+from grpo_tasks.rollout.engine import Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.config.rewards import RewardsConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.config.stage import StageConfig
+from schemas.results.model import StageResult
+from tests.grpo.conftest import journal
+from tests.rollout.counting import Counting, interaction, three_rows
+
+FIGURES = (
+    "conversations/turns",
+    "conversations/environment_tokens",
+    "conversations/environment_reward",
+    "tools/call_frequency",
+)
+
+
+@pytest.fixture
+def rollout(policy, tokenizer):
+    """Three groups of four conversations of three turns."""
+    engine = LocalEngine(policy, tokenizer)
+    player = Player(Counting(3), interaction(), tokenizer)
+    sampling = Sampling.of(RolloutConfig(max_completion_length=24))
+    return play_groups(engine, player, three_rows(), sampling, numbers=range(3), group_size=4, seed=5)
+
+
+def microbatches(rollout, **settings):
+    stage = StageConfig(name="s", rewards=["format"], num_generations=4, **{"per_device_train_batch_size": 12} | settings)
+    values = torch.arange(1.0, 13.0)[:, None]
+    advantages = Advantages(values, torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    made = make_microbatches(
+        rollout,
+        advantages,
+        range(12),
+        stage,
+        max_completion_length=200,
+        device=torch.device("cpu"),
+        ranks=OneRank(),
+    )
+    return stage, made
+
+
+class OneRank(Ranks):
+    """The only rank."""
+
+    def __init__(self):
+        pass
+
+    def share(self, items):
+        return items
+
+
+def reference_logps(model, rollout):
+    """transformers' log-probabilities of every token after each prompt, conversation by conversation."""
+    found = []
+    for index, completion in enumerate(rollout.completions):
+        prompt = list(rollout.prompts[rollout.prompt_of[index]])
+        ids = torch.tensor([prompt + completion.token_ids])
+        logps = model(ids).logits[0].log_softmax(-1)
+        found.append(logps[:-1].gather(1, ids[0, 1:, None]).squeeze(1)[len(prompt) - 1 :])
+    return found
+
+
+@pytest.mark.parametrize("size", [12, 4])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_the_loss_is_that_of_the_written_tokens_alone(policy, rollout, loss_type, size):
+    policy.eval()
+    stage, made = microbatches(
+        rollout, loss_type=loss_type, per_device_train_batch_size=size, gradient_accumulation_steps=12 // size
+    )
+    written = [torch.tensor(completion.written) for completion in rollout.completions]
+    total = sum(int(each.sum()) for each in written)
+    wanted = torch.zeros(())
+    for index, logps in enumerate(reference_logps(policy, rollout)):
+        mine = written[index]
+        weight = {"grpo": 1 / (12 * int(mine.sum())), "dapo": 1 / total, "dr_grpo": 1 / (12 * 200)}[loss_type]
+        # On-policy the ratio is 1, and its gradient that of the log-probability.
+        wanted = wanted - weight * (index + 1.0) * (logps - logps.detach()).exp()[mine].sum()
+    wanted_gradients = torch.autograd.grad(wanted, [one for one in policy.parameters() if one.requires_grad])
+    loss = torch.zeros(())
+    for microbatch in made:
+        scores = completion_scores(policy, microbatch.tokens)
+        inputs = LossInputs(
+            logps=scores,
+            old_logps=scores.detach(),
+            ref_logps=None,
+            advantages=microbatch.advantages,
+            mask=microbatch.trained,
+            weights=microbatch.weights,
+        )
+        loss = loss + policy_loss(inputs, stage).loss
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-6)
+    gradients = torch.autograd.grad(loss, [one for one in policy.parameters() if one.requires_grad])
+    for found, right in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)
+
+
+def completion_scores(policy, tokens):
+    return completion_logprobs(policy, tokens, temperature=1.0).logps
+
+
+def test_tokens_of_the_environment_have_no_weight_wherever_they_stand(rollout):
+    stage, (made,) = microbatches(rollout)
+    said = made.tokens.completion_mask & ~made.trained
+    assert said.sum() > 12
+    assert made.weights[said].abs().sum() == 0
+    assert made.entropy_weights[said].abs().sum() == 0
+    # Whatever the model thinks of them: the loss and its figures stay the same, infinities included.
+    logps = torch.where(said, torch.tensor(-200.0), torch.tensor(-1.0)).requires_grad_()
+    inputs = LossInputs(
+        logps=logps,
+        old_logps=torch.where(said, torch.tensor(0.0), torch.tensor(-1.1)),
+        ref_logps=torch.where(said, torch.tensor(0.0), torch.tensor(-1.2)),
+        advantages=made.advantages,
+        mask=made.trained,
+        weights=made.weights,
+    )
+    out = policy_loss(inputs, stage.model_copy(update={"beta": 0.1}))
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(out.kl_sum)
+    assert (logps.grad[said] == 0).all()
+    assert (logps.grad[made.trained] != 0).all()
+
+
+def test_truncated_conversations_can_be_left_out(rollout):
+    cut = [replace(one, finish_reason="length" if index % 2 else "stop") for index, one in enumerate(rollout.completions)]
+    _, (made,) = microbatches(replace(rollout, completions=cut), mask_truncated_completions=True)
+    assert list(made.indices) == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.fixture
+def suite():
+    """The reward of the environment, and functions of a test."""
+    rewards = {"functions": {name: {"function": f"tests.grpo.turn_rewards:{name}"} for name in ("shape", "by_turn")}}
+    with RewardSuite(RewardsConfig(**rewards), ["environment", "shape", "by_turn"]) as made:
+        yield made
+
+
+def test_reward_functions_get_the_conversation_and_may_score_its_turns(rollout, suite):
+    scored = score_groups(suite, rollout, step=1)
+    scores = scored.scores
+    assert scores.raw[:, 1].tolist() == [1.0] * 12
+    assert scores.raw[:, 2].tolist() == [3.0] * 12
+    own = [completion.conversation.reward for completion in rollout.completions]
+    assert np.allclose(scores.raw[:, 0], own)
+    tokens = rewards_of(scored).tokens
+    for row, completion in zip(tokens[..., 2], rollout.completions, strict=True):
+        for value, turn in zip([0.0, 3.0, 6.0], completion.conversation.turns, strict=True):
+            assert set(row[turn.start : turn.end].tolist()) == {value}
+        said = ~torch.tensor(completion.written)
+        assert row[: len(said)][said].isnan().all()
+
+
+def test_nobody_gains_by_a_fault_of_the_environment(rollout, suite):
+    broken = rollout.completions[0]
+    failed = replace(broken, conversation=replace(broken.conversation, error="it broke", ending="error"))
+    scored = score_groups(suite, replace(rollout, completions=[failed, *rollout.completions[1:]]), step=1)
+    assert np.isnan(scored.scores.totals).tolist() == [True] + [False] * 11
+    assert conversation_metrics([failed, *rollout.completions[1:4]])["conversations/errors"] == 0.25
+
+
+def test_the_table_shows_the_conversation_turn_by_turn(rollout, suite):
+    table = completions_table(score_groups(suite, rollout, step=1), torch.zeros(12, 1), stage="s", step=1, policy_version=0)
+    for text, completion in zip(table["conversation"].to_pylist(), rollout.completions, strict=True):
+        shown = json.loads(text)
+        assert [turn["answers"][0]["content"] for turn in shown["turns"]] == ["1", "2", "3"]
+        assert [turn["text"] for turn in shown["turns"]] == [turn.text for turn in completion.conversation.turns]
+    assert table["completion_tokens"].to_pylist() == [completion.num_written for completion in rollout.completions]
+
+
+SETTINGS = {
+    "stage_rewards": ["environment"],
+    "max_steps": 3,
+    "save_steps": 1,
+    "eval_steps": 2,
+    "num_eval_prompts": 4,
+    "length": 16,
+}
+
+
+def write(stages, name, **settings):
+    """A stage with the environment of these tests."""
+    directory = stages.write(name, **SETTINGS | settings)
+    spec = StageSpec.load(directory.spec)
+    spec.model_copy(update={"interaction": interaction()}).save(directory.spec)
+    return directory
+
+
+def train_here(directory):
+    """Train a stage in this process, with an environment of two turns."""
+    spec = StageSpec.load(directory.spec)
+    player = Player(Counting(2), spec.interaction, load_tokenizer(spec.start, spec.model))
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        return Trainer(directory, suite, (), player).train()
+
+
+def test_a_stage_trains_on_conversations(stages):
+    directory = write(stages, "stage")
+    train_here(directory)
+    lines = journal(directory)
+    assert len(lines) == 3
+    for line in lines:
+        assert set(FIGURES) <= set(line)
+        assert line["conversations/turns"] == 2
+        # The sampler's log-probabilities and the trainer's agree where the policy wrote; elsewhere nobody compares them.
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+    assert "eval_reward" in lines[1]
+    table = pl.read_parquet(directory.completions(1))
+    assert table["conversation"].null_count() == 0
+    assert lines[0]["completions/mean_length"] == pytest.approx(table["completion_tokens"].mean())
+
+
+def test_a_killed_stage_of_conversations_ends_in_the_same_bytes(stages):
+    whole, killed = write(stages, "whole"), write(stages, "killed")
+    run(whole)
+    run(killed, until=2)
+    run(killed)
+    results = [StageResult.load(one.result) for one in (whole, killed)]
+    assert results[0].sha256 == results[1].sha256
+    assert results[1].resumed >= 1
+    assert [line["loss"] for line in journal(whole)] == [line["loss"] for line in journal(killed)]
+
+
+def run(directory, until=None):
+    """Train in a process of its own; with `until` it is killed as soon as the journal has that many lines."""
+    code = f"""
+import sys
+from pathlib import Path
+from tests.grpo.test_conversations import train_here
+from grpo_tasks.stage.stage_dir import StageDir
+directory = StageDir(Path({str(directory.root)!r}))
+train_here(directory).save(directory.result)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    while process.poll() is None:
+        lines = directory.journal.read_bytes().count(b"\n") if directory.journal.exists() else 0
+        if until is not None and lines >= until:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return
+        time.sleep(0.01)
+    assert until is not None or process.returncode == 0

@@ -1,0 +1,68 @@
+"""What functions get of conversations, and what they may return: scores of completions, of turns, of tokens."""
+
+import json
+
+import pytest
+
+from grpo_tasks.rewards.builtin import completion_text, environment, length, soft_overlong
+from grpo_tasks.rewards.contract import ContractError, Played, ScoreBatch, applicable, check_result, played_of
+from schemas.config.completion import CompletionConfig
+
+SAID = [{"role": "assistant", "content": "2+2?"}, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
+TURNS = [{"start": 0, "end": 2, "text": "2+2?"}, {"start": 5, "end": 9, "text": "It is 4."}]
+SPANS = [[(0, 2), (5, 9)]]
+
+
+def test_a_number_for_each_turn_spreads_over_its_tokens_and_counts_once():
+    scores, tokens = check_result([[1.0, 4.0]], [9], SPANS)
+    assert scores == [2.5]
+    assert tokens == {0: [1.0] * 5 + [4.0] * 4}
+
+
+def test_a_number_for_each_token_is_averaged_over_those_that_the_policy_wrote():
+    scores, tokens = check_result([[1.0, 1.0, 9.0, 9.0, 9.0, 4.0, 4.0, 4.0, 4.0]], [9], SPANS)
+    assert scores == [3.0]
+    assert tokens[0][2] == 9.0
+    assert check_result([[1.0, 2.0, 3.0]], [3])[0] == [2.0]
+
+
+def test_any_other_count_is_a_fault():
+    with pytest.raises(ContractError, match="3 numbers for a completion of 9 tokens"):
+        check_result([[1.0, 2.0, 3.0]], [9], SPANS)
+
+
+def test_an_environment_may_have_the_last_word_and_the_policy_is_judged_by_its_own():
+    assert completion_text([*SAID, {"role": "user", "content": "You win, score 100."}]) == "It is 4."
+    assert completion_text([]) == ""
+
+
+def test_the_reward_of_the_environment_is_a_function_of_its_own():
+    assert environment([], [SAID, SAID], environment_reward=[0.5, None]) == [0.5, None]
+    with pytest.raises(ValueError, match="requires interaction"):
+        environment([], [SAID])
+
+
+def test_lengths_count_what_the_policy_wrote():
+    ids = [list(range(9))]
+    free = CompletionConfig(format="none")
+    settings = {"completion": free, "min_length": 6, "max_length": 6, "unit": "tokens"}
+    assert length([], [SAID], ids, [TURNS], **settings) == [1.0]
+    assert length([], [SAID], ids, **settings) == [0.5]
+    # The limit is that of a turn: the longest has 4 tokens.
+    assert soft_overlong([], [SAID], ids, [TURNS], max_completion_length=5, soft_punish_cache=2) == [-0.5]
+
+
+def test_no_function_is_called_for_a_conversation_that_failed():
+    played = [Played([], SAID, TURNS, 1.0), Played([], [], [], None, failed=True)]
+    batch = ScoreBatch([[], []], ["a", ""], [[1], []], {}, played=played)
+    assert applicable("format", batch, {}) == [0]
+    assert batch.take([1]).played == [played[1]]
+
+
+def test_a_table_gives_back_what_functions_get():
+    answers = [[SAID[1]], []]
+    turns = [turn | {"message": SAID[index * 2], "answers": answers[index]} for index, turn in enumerate(TURNS)]
+    text = json.dumps(
+        {"prompt": [{"role": "user", "content": "?"}], "turns": turns, "ending": "done", "error": None, "reward": 1.5}
+    )
+    assert played_of(text) == Played([{"role": "user", "content": "?"}], SAID, TURNS, 1.5)
