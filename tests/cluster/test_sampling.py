@@ -15,6 +15,7 @@ from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from schemas.config.evaluation import EvaluationConfig
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -40,6 +41,7 @@ def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):
         rollout=RolloutConfig(max_completion_length=length),
         resources=ResourcesConfig(device="cpu", num_threads=1, cluster=cluster),
         seed=5,
+        interaction=InteractionConfig(),
     )
 
 

@@ -67,6 +67,7 @@ def measured(run, rows, config, start=None, rollout=None):
         config.difficulty_of(config.stages),
         model=_sampled_model(config.model, ModelRef(path="embedded:base")),
         rollout=rollout or config.rollout,
+        interaction=config.interaction,
         seed=MEASURING_SEED,
     )
 
