@@ -18,6 +18,7 @@ from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
 from schemas.config.evaluation import PromotionGuard
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.run import GUARD, JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
@@ -220,6 +221,8 @@ def _guard_evaluation(run: FlowRun, guard: PromotionGuard, label: str, ref: Mode
         model=config.model,
         completion=config.completion,
         rollout=config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine}),
+        # An environment begins with rows of its own kind, which the prompts of a guard are not.
+        interaction=config.interaction if config.interaction.tools else InteractionConfig(),
         evaluation=config.evaluation,
         scoring=guard_scoring(config, guard),
         seed=config.seed,

@@ -1,14 +1,16 @@
 """Step: the reward lab. It tries all reward functions, on made-up completions and samples of the base model, before training."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.table import read_prompts
+from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.report import report_markdown
-from grpo_tasks.lab.run import lab_error, run_lab
+from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
 from grpo_tasks.processes.entry import LOG
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
@@ -17,11 +19,12 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import LabInputs
 from schemas.results.data import DataReport
-from schemas.results.lab import LabReport
+from schemas.results.lab import LabCheck, LabReport
 from schemas.results.model import ModelRef
 
 NO_REWARDS = "no stage has rewards"
 """Why a run of demonstrations alone has nothing to check."""
+NOT_SAMPLED = "rewards: tools and environments have to work first"
 
 
 @step(
@@ -44,6 +47,12 @@ def probe_rewards(
     began = time.perf_counter()
     if not inputs.stages:
         return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
+    rows = read_prompts(data.train)
+    played = _played(interaction, rows, model, work.directory / LOG)
+    checks = [weighed(check, inputs.lab) for check in played]
+    if any(check.outcome == "failed" for check in checks):
+        # Nothing can be sampled from conversations that go wrong by themselves.
+        return _reported(work, LabFindings(checks, [], pl.DataFrame(), [NOT_SAMPLED]), began)
     spec = SampleSpec(
         model=model,
         ref=ModelRef(path=model.path, revision=model.revision),
@@ -58,15 +67,30 @@ def probe_rewards(
         interaction=interaction,
     )
     run_sampling(spec, work.directory)
-    groups = _groups(work.directory / SAMPLES)
     findings = run_lab(
         inputs,
-        read_prompts(data.train),
-        groups,
+        rows,
+        _groups(work.directory / SAMPLES),
         tasks=inputs.tasks,
         max_completion_length=rollout.max_completion_length,
         log=work.directory / LOG,
     )
+    return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
+
+
+def _played(interaction: InteractionConfig, rows: Sequence[PromptRow], model: ModelConfig, log: Path) -> list[LabCheck]:
+    """The trial of tools or an environment."""
+    if not interaction.active:
+        return []
+    # Imports transformers, which other runs do without here.
+    from grpo_tasks.data.chat_tokens import load_counter
+    from grpo_tasks.lab.environment_checks import check_interaction
+
+    return check_interaction(interaction, rows, chat_template=load_counter(model).tokenizer.chat_template or "", log=log)
+
+
+def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:
+    """Write tables and report; raises LabError if a check failed."""
     findings.probes.write_parquet(work.directory / "probes.parquet")
     markdown = report_markdown(findings.checks, findings.forecasts, findings.left_out)
     (work.directory / "report.md").write_text(markdown, encoding="utf-8")

@@ -6,7 +6,7 @@ samples of the base model                                    -> another
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
@@ -24,6 +24,8 @@ BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
 SHOWN_CHARS = 200
 """Characters of a completion kept in a check."""
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def finding(function: str, check: str, detail: str, row: Row, *, probe: str, tex
     )
 
 
-def choose_rows(rows: Sequence[Row], num: int) -> list[Row]:
+def choose_rows(rows: Sequence[AnyRow], num: int) -> list[AnyRow]:
     """The rows that probes are made from, by prompt_id. It is a hash, so the order of the rows does not matter."""
     assert rows, "no rows to make probes from"
     return sorted(rows, key=lambda row: row.prompt_id)[:num]

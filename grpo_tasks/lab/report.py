@@ -23,6 +23,12 @@ FIXES = {
     "order_bias": "take a stronger model, or add votes; scores use both orders, so the bias costs signal only",
     "length_bias": "say in a criterion that empty talk earns nothing, or add a length reward",
     "verdicts": "take a model or a server that keeps to a JSON schema, or raise judge.max_tokens",
+    "begins": "correct the environment's reset, or the row",
+    "faults": "correct the environment's step, or make it answer what it cannot understand",
+    "leak": "keep what belongs to a conversation in self, not in the class or the module",
+    "ranking": "reward what the task asks for, and nothing else",
+    "length": "let step say done, or raise interaction.max_turns",
+    "perfect": "let perfect(row) return the turns of a good player as a list of texts",
     "signal": "add an incremental reward, or raise num_generations or rollout.temperature",
 }
 """What to do about a failed check or a warning."""

@@ -27,7 +27,7 @@ from schemas.config.run import LabInputs, RunConfig
 from schemas.errors import LabError
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
 
-FAULTS = frozenset({"contract"})
+FAULTS = frozenset({"contract", "begins", "faults", "leak"})
 """Checks that stop the run whatever the configuration says."""
 TABLE_CHARS = 2_000
 """Characters of a completion kept in the table of probes."""
@@ -84,7 +84,7 @@ def run_lab(
     checks = [*_columns(rows), *judged, *(check for function in functions.values() for check in function.checks)]
     checks += [check for stage in stages for check in check_stage(stage, probe_set, functions)]
     checks += check_signal(stages, forecasts, config.lab.min_signal, supervised_first=config.supervised_first)
-    checks = [_weighed(check, config.lab) for check in checks]
+    checks = [weighed(check, config.lab) for check in checks]
     return LabFindings(
         checks, forecasts, _table(config, probe_set, functions), [*_left_out(probe_set, base_samples), *not_judged]
     )
@@ -133,7 +133,7 @@ def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
     return settings
 
 
-def _weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
+def weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
     """The check with its consequence: faults stop the run, opinions warn unless `lab.strict` is set."""
     if check.outcome == "passed":
         return check

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.rewards.contract import Fault, FunctionScores
 from grpo_tasks.processes.worker_supervisor import MAX_BYTES, MAX_LINES, Output
+from grpo_tasks.rewards.contract import Fault, FunctionScores
 from grpo_tasks.rewards.worker import RewardWorker
 from tests.rewards.processes import is_gone, server_process, wait_until
 

@@ -1,0 +1,56 @@
+"""The checks of tools and environments: they are played with scripted turns before any completion is sampled.
+
+What a trial finds is described in environments/trial.py. A conversation that cannot begin, a step that ends its process, and
+a leak between conversations are faults. Everything else is an opinion.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_tasks.data.table import PromptRow
+from grpo_tasks.environments.calls import call_format_of
+from grpo_tasks.environments.pool import EnvironmentPool
+from grpo_tasks.environments.trial import check_environment, perfect_turns, scripts_of
+from grpo_tasks.lab.probe_set import choose_rows
+from grpo_tasks.rollout.conversations.play import row_columns
+from schemas.config.learning.interaction import InteractionConfig
+from schemas.results.lab import LabCheck
+
+TRIED_ROWS = 4
+"""Rows whose conversations are played. Each is played three times by two or three players."""
+
+
+def check_interaction(
+    config: InteractionConfig, rows: Sequence[PromptRow], *, chat_template: str, log: Path | None = None
+) -> list[LabCheck]:
+    """The checks of the section `interaction`; empty where nothing answers the policy.
+
+    Args:
+        config: tools, or an environment.
+        rows: all training rows, at least one.
+        chat_template: the model's, which names the format of calls.
+        log: file that receives what tools and environments print.
+
+    Raises:
+        UserError: a tool or the environment cannot be loaded.
+    """
+    if not config.active:
+        return []
+    name = config.environment or "tools"
+    with EnvironmentPool(config, chat_template=chat_template, log=log) as pool:
+        schemas = pool.schemas()
+        columns = [row_columns(row) for row in choose_rows(rows, TRIED_ROWS)]
+        perfect = perfect_turns(pool, columns)
+        failed = next((text for text in perfect if isinstance(text, str)), None)
+        scripts = scripts_of(
+            columns,
+            schemas,
+            perfect=[turns if isinstance(turns, list) else None for turns in perfect],
+            max_turns=config.max_turns,
+            call_format=call_format_of(config.call_format, chat_template) if schemas else "hermes",
+        )
+        checks, _ = check_environment(pool, scripts, name=name, timeout_s=config.timeout_s)
+    if failed is not None:
+        fix = "let perfect(row) return the turns of a good player as a list of texts"
+        checks.append(LabCheck(function=name, check="perfect", outcome="failed", detail=failed[:1_000], fix=fix))
+    return checks
