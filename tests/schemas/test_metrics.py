@@ -15,16 +15,11 @@ PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if le
 """What a name of a family consists of: `rewards/` and `/mean`."""
 OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/show.py": {"reward"},  # a column of the completions
-    **dict.fromkeys(  # what an environment gave, in the record of a conversation
-        (
-            "grpo_tasks/content/conversations.py",
-            "grpo_tasks/lab/probe_set.py",
-            "grpo_tasks/rewards/arguments.py",
-            "grpo_tasks/rewards/worker.py",
-            "grpo_tasks/rollout/conversations/record.py",
-        ),
-        {"reward"},
-    ),
+    "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
+    "grpo_tasks/lab/probe_set.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rewards/arguments.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rewards/worker.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rollout/conversations/record.py": {"reward"},  # what an environment gave
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
     "grpo_tasks/grpo/schedule.py": {"epoch"},  # a purpose of random numbers
     "grpo_tasks/tracking/records.py": {"rewards/"},  # a folder of artifacts
