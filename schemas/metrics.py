@@ -36,34 +36,6 @@ class Metric:
     """Whether the summary tables of an evaluation show it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure of a stage."""
-
-    name: str
-    title: str
-    overview: bool = False
-    """Whether the overview of all stages shows it."""
-
-
-PLOTS: tuple[Plot, ...] = (
-    Plot("reward", "Reward", overview=True),
-    Plot("rewards", "Each reward function", overview=True),
-    Plot("reward_std", "Reward std within groups", overview=True),
-    Plot("kl", "KL from the reference", overview=True),
-    Plot("completion_length", "Completion length", overview=True),
-    Plot("dead_groups", "Dead groups", overview=True),
-    Plot("tasks", "Reward of each task"),
-    Plot("reward_weights", "Reward weights"),
-    Plot("truncated", "Truncated completions"),
-    Plot("learning_rate", "Learning rate"),
-    Plot("tokens_per_s", "Tokens per second"),
-    Plot("loss", "Loss (may rise while the model gets better)"),
-    Plot("token_accuracy", "Token accuracy"),
-    Plot("entropy", "Entropy"),
-    Plot("grad_norm", "Gradient norm"),
-)
-
 # Measured once per update.
 REWARD = "reward"
 REWARD_STD = "reward_std"

@@ -1,12 +1,50 @@
-"""Conversations of a table as text for people, turn by turn."""
+"""The column `conversation` of a table: for reward functions, and as text for people, turn by turn.
+
+Reward functions run in processes without polars: it is imported where a table is shown.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
+if TYPE_CHECKING:
+    import polars as pl
 
 
-def turn_by_turn(table: pl.DataFrame) -> pl.DataFrame:
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a conversation adds to its completion."""
+
+    prompt: Sequence[Mapping[str, Any]]
+    """Messages of the prompt."""
+    said: Sequence[Mapping[str, Any]]
+    """All messages after the prompt."""
+    turns: Sequence[Mapping[str, Any]]
+    """The policy's turns, as functions get them; `start` and `end` are token indices."""
+    reward: float | None
+    """Sum of what the environment gave."""
+    failed: bool = False
+    """A fault of the environment ended it. No function is called for it, so that nobody gains by a fault."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First token of each turn, and the one behind its last."""
+        return [(turn["start"], turn["end"]) for turn in self.turns]
+
+
+def played_of(text: str) -> Played:
+    """The conversation of a table's column `conversation`."""
+    found = json.loads(text)
+    turns = found["turns"]
+    said = [message for turn in turns for message in (turn.pop("message"), *turn.pop("answers"))]
+    return Played(found["prompt"], said, turns, found["reward"], found["error"] is not None)
+
+
+def turn_by_turn(table: "pl.DataFrame") -> "pl.DataFrame":
     """The table with whole conversations in the column `completion`, where it has the column `conversation`."""
+    import polars as pl
+
     if "conversation" not in table.columns:
         return table
     shown = pl.col("conversation").map_elements(spoken, return_dtype=pl.String)

@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_tasks.content.conversations import Played
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.rewards.contract import Played, batch_of
+from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.conversations.play import Player, Start
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
-from grpo_tasks.rewards.contract import Fault, FunctionScores, Played, Row, ScoreBatch, batch_of, played_of, shorten
+from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig

@@ -27,13 +27,13 @@ A function without **kwargs receives the arguments that it names. In code: a `Sc
 comes out. A fault is data until the suite applies the function's `on_error`; `reward_error` words it for the user.
 """
 
-import json
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.places import row_place
 from schemas.errors import RewardError
 
@@ -111,35 +111,6 @@ class Row(Protocol):
     def extra(self) -> Mapping[str, Any]:
         """Other columns of the data."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """What a conversation adds to its completion."""
-
-    prompt: Sequence[Mapping[str, Any]]
-    """Messages of the prompt."""
-    said: Sequence[Mapping[str, Any]]
-    """All messages after the prompt."""
-    turns: Sequence[Mapping[str, Any]]
-    """The policy's turns, as functions get them; `start` and `end` are token indices."""
-    reward: float | None
-    """Sum of what the environment gave."""
-    failed: bool = False
-    """A fault of the environment ended it. No function is called for it, so that nobody gains by a fault."""
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """First token of each turn, and the one behind its last."""
-        return [(turn["start"], turn["end"]) for turn in self.turns]
-
-
-def played_of(text: str) -> Played:
-    """The conversation of a table's column `conversation`."""
-    found = json.loads(text)
-    turns = found["turns"]
-    said = [message for turn in turns for message in (turn.pop("message"), *turn.pop("answers"))]
-    return Played(found["prompt"], said, turns, found["reward"], found["error"] is not None)
 
 
 @dataclass(frozen=True, slots=True)

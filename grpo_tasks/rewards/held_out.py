@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from grpo_tasks.rewards.contract import Row, batch_of, played_of
+from grpo_tasks.content.conversations import played_of
+from grpo_tasks.rewards.contract import Row, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
 from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig

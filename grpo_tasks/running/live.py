@@ -21,7 +21,8 @@ from grpo_tasks.content.live_folder import live_address, live_folder
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import artifact_key, show_live, show_progress
 from schemas.config.stage import StageConfig
-from schemas.metrics import EPOCH, PLOTS, PROGRESS
+from schemas.metrics import EPOCH, PROGRESS
+from schemas.plots import PLOTS
 
 EVERY_S = 2.0
 """Shortest time between two versions of the page."""

@@ -18,7 +18,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from grpo_tasks.stage.journal import Journal
-from schemas.metrics import PLOTS, describe
+from schemas.metrics import describe
+from schemas.plots import PLOTS
 
 FloatArray = NDArray[np.float64]
 Steps = Mapping[int, Mapping[str, float | None]]

@@ -31,7 +31,7 @@ from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
-from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.learning.interaction import InteractionConfig, check_interaction
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
@@ -107,22 +107,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_interaction(self) -> Self:
-        if not self.interaction.active:
-            return self
-        for index, stage in enumerate(self.stages):
-            if stage.engine == "trl":
-                raise ValueError(f"engine trl plays no conversations; fix: stages.{index}.engine: native")
-        if self.resources.cluster.engine == "ray":
-            raise ValueError("tools and environments answer on one machine only; fix: resources.cluster.engine: local")
-        if self.interaction.max_tokens < self.rollout.max_completion_length:
-            raise ValueError(
-                f"interaction.max_tokens {self.interaction.max_tokens} is less than one turn of rollout.max_completion_length "
-                f"{self.rollout.max_completion_length}; fix: interaction.max_tokens: {4 * self.rollout.max_completion_length}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         for task in self.data.tasks:
             allowed = self.data.rewards_of(task)
@@ -140,8 +124,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_difficulty(self) -> Self:
+    def _check_stages(self) -> Self:
         check_difficulty(self.difficulty, self.stages)
+        check_interaction(self.interaction, self.rollout, self.stages, on_cluster=self.resources.cluster.engine == "ray")
         return self
 
     @model_validator(mode="after")

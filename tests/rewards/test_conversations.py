@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.rewards.builtin import completion_text, environment, length, soft_overlong
-from grpo_tasks.rewards.contract import ContractError, Played, ScoreBatch, applicable, check_result, played_of
+from grpo_tasks.rewards.contract import ContractError, ScoreBatch, applicable, check_result
 from schemas.config.completion import CompletionConfig
 
 SAID = [{"role": "assistant", "content": "2+2?"}, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]

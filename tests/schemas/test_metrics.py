@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from schemas import metrics
-from schemas.metrics import CURVES, EVALUATION, HEADLINES, PLOTS, PROGRESS, TRAINING, describe, member
+from schemas.metrics import CURVES, EVALUATION, HEADLINES, PROGRESS, TRAINING, describe, member
+from schemas.plots import PLOTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = {metric.name for metric in TRAINING + EVALUATION}
@@ -14,6 +15,11 @@ PARTS = {part for name in NAMES if "*" in name for part in name.split("*") if le
 """What a name of a family consists of: `rewards/` and `/mean`."""
 OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/show.py": {"reward"},  # a column of the completions
+    "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
+    "grpo_tasks/lab/probe_set.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rewards/arguments.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rewards/worker.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rollout/conversations/record.py": {"reward"},  # what an environment gave
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures
     "grpo_tasks/grpo/schedule.py": {"epoch"},  # a purpose of random numbers
     "grpo_tasks/tracking/records.py": {"rewards/"},  # a folder of artifacts

@@ -1,11 +1,13 @@
 """Section `interaction`: tools and environments that answer the policy between two turns of a conversation."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
+from schemas.config.stage import StageConfig
 from schemas.config.types import MOST_TOKENS, FreeSettings
 
 Reference = Annotated[str, StringConstraints(pattern=r"^[\w.]+:[\w.]+$", max_length=200)]
@@ -36,7 +38,7 @@ class InteractionConfig(Section):
     """Characters kept of one answer of a tool or environment."""
     timeout_s: float = Field(10.0, gt=0.0, le=3600.0)
     """Seconds that one call, one reset or one step may take. Then its worker is ended."""
-    memory_mb: int = Field(1024, ge=256)
+    memory_mb: int = Field(1024, ge=256, le=1_048_576)
     """Memory in MiB that a worker process may take, with everything that it starts. Resident memory is measured every 0.05 s; the
     conversations of a worker share it. Python and what makes the schemas of tools take about 130 MiB."""
     workers: int = Field(2, ge=1, le=256)
@@ -63,3 +65,21 @@ class InteractionConfig(Section):
     def active(self) -> bool:
         """True if conversations have turns of somebody else."""
         return bool(self.tools) or self.environment is not None
+
+
+def check_interaction(
+    interaction: InteractionConfig, rollout: RolloutConfig, stages: Sequence[StageConfig], *, on_cluster: bool
+) -> None:
+    """Raise ValueError where a run with tools or an environment could not play."""
+    if not interaction.active:
+        return
+    for index, stage in enumerate(stages):
+        if stage.engine == "trl":
+            raise ValueError(f"engine trl plays no conversations; fix: stages.{index}.engine: native")
+    if on_cluster:
+        raise ValueError("tools and environments answer on one machine only; fix: resources.cluster.engine: local")
+    if interaction.max_tokens < rollout.max_completion_length:
+        raise ValueError(
+            f"interaction.max_tokens {interaction.max_tokens} is less than one turn of rollout.max_completion_length "
+            f"{rollout.max_completion_length}; fix: interaction.max_tokens: {4 * rollout.max_completion_length}"
+        )
