@@ -374,6 +374,7 @@ def _tag(
     for check in regressions:
         tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
     for test in tests:
+        tags[f"against_{test.against}.metric"] = test.metric
         tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
         tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"
     for metric, interval in evaluation.metrics.items():
