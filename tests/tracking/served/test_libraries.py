@@ -50,7 +50,14 @@ def test_neither_child_imports_mlflow_or_transformers_for_itself(published_by_ch
     for log in (tmp_path / "log.txt", tmp_path / "served" / "log.txt"):
         imported = {line.rpartition("|")[2].strip() for line in log.read_text().splitlines() if line.startswith("import time:")}
         assert imported, "the log names what was imported"
-        assert not imported & {"mlflow", "mlflow.pyfunc", "mlflow.transformers", "transformers", "transformers.pipelines", "torch"}
+        assert not imported & {
+            "mlflow",
+            "mlflow.pyfunc",
+            "mlflow.transformers",
+            "transformers",
+            "transformers.pipelines",
+            "torch",
+        }
 
 
 def test_a_model_that_answers_otherwise_is_still_refused(published_by_children, make_merge, database):
