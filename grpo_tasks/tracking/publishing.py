@@ -22,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.description import describe_environment
-from grpo_tasks.tracking.log_model import LogSpec, pinned, require_proved
+from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
 from grpo_tasks.tracking.models import (
     Champion,
     current_champion,
@@ -41,13 +41,13 @@ from grpo_tasks.tracking.registry import (
     SHA_TAG,
     approval_of,
     await_approval,
+    hashes_tag,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import model_card
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
-from schemas.config.run import RunConfig
 from schemas.errors import ServedModelError, TrackingError
 from schemas.results.evaluation import EvalReport, PairedTest, Regression
 from schemas.results.model import MergeProof
@@ -94,7 +94,7 @@ def publish(
         champion: the champion of the comparison; None when there was none.
         evaluation: evaluation of the merged model. Its figures become tags of the version.
         regressions: metrics that must not get worse.
-        origin: further tags of the version: its data, code, config and adapter.
+        origin: hashes of the version's data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
         prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
 
@@ -254,7 +254,7 @@ def _register(
         if found:
             return found[-1]
         _create_model(run.store, name)
-        tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key, "grpo.merge_key": proof.key}
+        tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
         # The registry of a database store finds the logged model only in mlflow's global store.
         with run.store.as_default():
             return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
@@ -334,30 +334,11 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             path=Path(proof.model.path),
             sha256=proof.sha256,
             requirements=pinned(packages, _REQUIREMENTS),
-            settings=_settings(run.config),
+            settings=default_settings(run.config),
             example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
         )
     )
     return made.model_id
-
-
-def _settings(config: RunConfig) -> dict[str, str | int | float | bool | list[str] | list[int | str]]:
-    """How the published model generates where a request says nothing: greedily, with the limits and the stops of the training."""
-    rollout = config.rollout
-    return {
-        "name": config.registered_model,
-        "max_tokens": rollout.max_completion_length,
-        "temperature": 0.0,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "min_p": rollout.min_p,
-        "repetition_penalty": rollout.repetition_penalty,
-        "stop": list(rollout.stop),
-        "include_stop": rollout.include_stop_str_in_output,
-        "stop_token_ids": list(rollout.stop_token_ids),
-        "device": "auto",
-        "dtype": "auto",
-    }
 
 
 def _tag(
@@ -370,7 +351,7 @@ def _tag(
     origin: Mapping[str, str],
 ) -> None:
     """Tag the version with the decision, its figures and the model's origin, so that the registry shows them."""
-    tags = {DECISION_TAG: decision.reason, **origin}
+    tags = {DECISION_TAG: decision.reason} | hashes_tag(origin)
     for check in regressions:
         tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
     for test in tests:

@@ -26,7 +26,7 @@ from grpo_tasks.tracking import records
 from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
-from grpo_tasks.tracking.registry import ADAPTER_TAG
+from grpo_tasks.tracking.registry import ADAPTER_HASH
 from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
@@ -161,8 +161,8 @@ class TrackedRun:
 
     @property
     def origin(self) -> dict[str, str]:
-        """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
-        last = {ADAPTER_TAG: self._stages[-1].sha256} if self._stages else {}
+        """Hashes of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
+        last = {ADAPTER_HASH: self._stages[-1].sha256} if self._stages else {}
         return last | ({"grpo.data_digest": self.data.digest} if self.data else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
