@@ -20,8 +20,9 @@ from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.flow_run import CHAMPION_CHANGED
+from flows.flow_run import CHAMPION_CHANGED, warn
 from grpo_tasks.operating.automations import SUSPENDED
+from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from schemas.config.run import RunConfig
@@ -85,6 +86,9 @@ def ask_for_approval(config: RunConfig, publication: Publication, headline: str,
     else:
         if approval.decision == "promote":
             send_event(CHAMPION_CHANGED, f"grpo.model.{publication.model_name}", payload | {"detail": str(approval)})
+            before, tracking = pending.champion if pending else "", config.tracking
+            version = publication.model_version
+            warn(tell_champion_changed(publication.model_name, version, before, "approved", tracking, tracking.webhook))
     send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
 

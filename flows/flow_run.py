@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
+from flows.preflight import check_inputs, check_installed, check_output, check_webhook, check_working_directory
+from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_name, send_event
+from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_logger, run_name, send_event
 from grpo_tasks.running.step import LOCKS
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.pruning import curve_of, publish_curve
@@ -59,7 +60,7 @@ class FlowRun:
 
     @property
     def origin(self) -> dict[str, str]:
-        """What the model was made from, as tags of its registered version."""
+        """Hashes of what the model was made from."""
         hashes = {
             "grpo.config_sha256": content_key("config", (), _sections(self.config)),
             "grpo.code_sha256": content_key("code", ROOMS, {}),
@@ -100,7 +101,7 @@ class FlowRun:
         show_links(pages, self._shown, report=report, version=version)
 
     def announce(self, publication: Publication, before: Champion | None) -> None:
-        """Send the event grpo.champion.changed if the version has become the champion."""
+        """Send the event grpo.champion.changed, and the message to the webhook, if the version has become the champion."""
         if publication.champion and (before is None or before.version != publication.model_version):
             name, version = publication.model_name, publication.model_version
             payload = {
@@ -110,10 +111,18 @@ class FlowRun:
                 "detail": publication.headline(),
             }
             send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
+            tracking = self.config.tracking
+            warn(tell_champion_changed(name, version, payload["before"], "promoted", tracking, tracking.webhook))
 
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""
         return self.tracked.follow(stage_dir)
+
+
+def warn(problem: str) -> None:
+    """Log a problem that must not fail the run."""
+    if problem:
+        run_logger().warning("%s", problem)
 
 
 @contextmanager
@@ -132,6 +141,7 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False, variant:
     check_installed(config)
     check_inputs(config)
     check_output(config)
+    check_webhook(config)
     key = content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:

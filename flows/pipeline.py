@@ -23,6 +23,7 @@ from flows.temporary_server import locked_flow
 from grpo_tasks.publish_model import publish_model
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.tracking.registry import tag_version
+from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, GuardData
@@ -54,6 +55,8 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
     """
     config = with_local_model(config)
     with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
+        # Now, because the fork server is idle while the data is read.
+        prepare_publishing()
         check_champion(config.registered_model, config.tracking)
         trained = train_and_evaluate(run)
         made = _published(run, trained, tags or {})

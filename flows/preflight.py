@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
+from grpo_tasks.operating.webhook.send import secret_of
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -141,6 +142,16 @@ def check_output(config: RunConfig) -> None:
             place="resources.output_dir",
             fix="remove what is in the way, or name another folder",
         ) from error
+
+
+def check_webhook(config: RunConfig) -> None:
+    """Refuse a receiver without a secret before the first step, instead of after the last one.
+
+    Raises:
+        ConfigError: with the environment variable.
+    """
+    if config.tracking.webhook.url is not None:
+        secret_of(config.tracking.webhook)
 
 
 def check_installed(config: RunConfig) -> None:

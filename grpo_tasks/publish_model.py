@@ -14,6 +14,7 @@ from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
+from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.evaluation import PromotionConfig
@@ -35,6 +36,7 @@ def publish_model(
 ) -> Publication:
     """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
     began = time.perf_counter()
+    prepare_publishing()
     metric = deciding_metric(promotion, final)
     tests = [compare(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model

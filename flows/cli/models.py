@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,10 @@ from flows.cli.errors import report_errors
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
+
+if TYPE_CHECKING:
+    from grpo_tasks.operating.webhook.champion import How
+    from schemas.config.operations import TrackingConfig
 
 
 def tell_prefect(event: str, resource: str, detail: str) -> None:
@@ -32,6 +36,15 @@ def tell_prefect(event: str, resource: str, detail: str) -> None:
     emit_event(event, {"prefect.resource.id": resource}, payload={"detail": detail})
 
 
+def tell_webhook(name: str, version: str, before: str, how: "How", tracking: "TrackingConfig") -> None:
+    """Tell the receiver of the version's recorded config, if it has one, about the new champion."""
+    from grpo_tasks.operating.webhook.champion import tell_champion_changed
+
+    problem = tell_champion_changed(name, version, before, how, tracking)
+    if problem:
+        out.print(problem, soft_wrap=True, highlight=False)
+
+
 def rollback(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the registered model.")],
     to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Restore this version instead of `previous`.")] = None,
@@ -46,6 +59,7 @@ def rollback(
         left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
         tell_prefect("grpo.champion.changed", f"grpo.model.{name}", f"rolled back from version {left} to version {now}")
         out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
+        tell_webhook(name, now, left, "rolled back", tracking_at(tracking_uri))
 
 
 def promote(
@@ -58,7 +72,7 @@ def promote(
     """Decide about a version that passed its tests and waits for approval (promotion.approval: manual)."""
     with report_errors():
         prepare_environment()
-        from grpo_tasks.tracking.registry import decide_pending
+        from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
         from schemas.results.publication import Approval
 
         decided = Approval(decision="reject" if reject else "promote", by=by, note=note)
@@ -66,7 +80,11 @@ def promote(
         out.print(said, soft_wrap=True, highlight=False)
         tell_prefect("grpo.approval.decided", f"grpo.model.{version.replace('/', '.')}", said)
         if not reject:
-            tell_prefect("grpo.champion.changed", f"grpo.model.{version.partition('/')[0]}", said)
+            found = find_version(version, tracking_at(tracking_uri))
+            approved = approval_of(found)
+            tell_prefect("grpo.champion.changed", f"grpo.model.{found.name}", said)
+            before = approved.champion if approved else ""
+            tell_webhook(found.name, str(found.version), before, "approved", tracking_at(tracking_uri))
 
 
 def download(

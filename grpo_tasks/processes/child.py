@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from grpo_tasks.processes.entry import DISK_FULL, ERROR, LOG
+from grpo_tasks.processes.fork_server import IMPORTS
 from schemas.errors import ChildDied, DiskFullError, UserError
 
 POLL_S = 0.1
@@ -98,11 +99,18 @@ class Child:
                 self.is_running(GRACE_S)
 
 
-def prepare_child() -> None:
-    """Start a fork server while this process is busy with other things: the next child then need not wait for its imports."""
+def prepare_child(*modules: str) -> None:
+    """Start a fork server while this process is busy with other things: the next child then need not wait for its imports.
+
+    `modules` are what later children import beside the libraries that all of them need. The server imports them once.
+    """
     if not Child.idle_servers:
         # If it cannot start, the next child starts another one, with a log.
         Child.idle_servers.append(_start_server(Path(os.devnull)))
+    if modules:
+        # The server may have been killed. The next child finds that out, and starts another one.
+        with contextlib.suppress(OSError):
+            Child.idle_servers[-1].send_bytes(json.dumps({IMPORTS: modules}).encode())
 
 
 def _start_server(log: Path) -> Connection:

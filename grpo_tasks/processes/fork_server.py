@@ -3,7 +3,7 @@
 The libraries that every child needs take seconds to import, longer than many steps run. This process imports them once. It does
 so only with a CPU build of torch: a process that may have opened the driver of a GPU must not be forked, so with any other build
 each child imports for itself. The server forks one child at a time. Server and child end with the process that started the
-server, however it ends.
+server, however it ends. It also imports what it is told will be needed (`prepare_child`), once for all children that come after.
 
 The `forkserver` context of multiprocessing would do the same with less code, and was tried (Python 3.11, median of 5 starts after
 the first). It breaks these promises:
@@ -32,6 +32,8 @@ from setproctitle import setproctitle
 from grpo_tasks.processes.lifetime import PARENT
 
 POLL_S = 0.05
+IMPORTS = "imports"
+"""Key of a request that asks for no child, only for imports."""
 
 
 def main() -> None:
@@ -45,7 +47,8 @@ def main() -> None:
     gc.disable()
     import torch
 
-    if sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None:
+    is_safe = sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None
+    if is_safe:
         # By name: this room is a layer below the policy room, so it cannot import it.
         import_module("grpo_tasks.policy.libraries").import_libraries()
     gc.freeze()
@@ -53,12 +56,26 @@ def main() -> None:
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
         while True:
             request = json.loads(connection.recv_bytes())
+            if IMPORTS in request:
+                _import(request[IMPORTS] if is_safe else [])
+                continue
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 _become(**request)
             connection.send_bytes(str(pid).encode())
             connection.send_bytes(str(_exit_code(pid, connection)).encode())
+
+
+def _import(modules: list[str]) -> None:
+    """Import modules for all children to come."""
+    gc.disable()
+    for module in modules:
+        # The child that needs it fails too, and has a log that says why.
+        with suppress(Exception):
+            import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def _exit_code(pid: int, connection: Connection) -> int:

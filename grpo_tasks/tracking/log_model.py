@@ -25,6 +25,7 @@ from grpo_tasks.processes.entry import SPEC, run_child
 from grpo_tasks.tracking.models import FOLDER
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.config.operations import TrackingConfig
+from schemas.config.run import RunConfig
 from schemas.errors import DamagedError
 from schemas.prompts import PLAIN
 from schemas.results.base import Result
@@ -115,6 +116,25 @@ def example_request(prompt: Sequence[dict[str, str]]) -> dict[str, Any]:
     if prompt and prompt[0]["role"] == PLAIN:
         return {"prompt": prompt[0]["content"]}
     return {"messages": [dict(message) for message in prompt] or [{"role": "user", "content": "Hello"}]}
+
+
+def default_settings(config: RunConfig) -> dict[str, str | int | float | bool | list[str] | list[int | str]]:
+    """How the published model generates where a request says nothing: greedily, with the limits and the stops of the training."""
+    rollout = config.rollout
+    return {
+        "name": config.registered_model,
+        "max_tokens": rollout.max_completion_length,
+        "temperature": 0.0,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "repetition_penalty": rollout.repetition_penalty,
+        "stop": list(rollout.stop),
+        "include_stop": rollout.include_stop_str_in_output,
+        "stop_token_ids": list(rollout.stop_token_ids),
+        "device": "auto",
+        "dtype": "auto",
+    }
 
 
 def pinned(packages: dict[str, str], names: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
-from grpo_tasks.tracking.registry import ADAPTER_TAG, CHAMPION, SHA_TAG, find_version, version_or_none
+from grpo_tasks.tracking.registry import ADAPTER_HASH, CHAMPION, SHA_TAG, find_version, hash_of, version_or_none
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
@@ -110,7 +110,7 @@ def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) 
     """
     version = find_version(reference, tracking)
     store, run_id = open_store(tracking), version.run_id or ""
-    name, sha256 = f"version {version.version} of {version.name}", version.tags.get(ADAPTER_TAG, "")
+    name, sha256 = f"version {version.version} of {version.name}", hash_of(version, ADAPTER_HASH)
     target = directory / f"{version.name}-{version.version}-{run_id[:8] or 'none'}-adapter"
     if _is_adapter(target, sha256):
         return target

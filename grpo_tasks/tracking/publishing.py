@@ -22,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.description import describe_environment
-from grpo_tasks.tracking.log_model import LogSpec, pinned, require_proved
+from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
 from grpo_tasks.tracking.models import (
     Champion,
     current_champion,
@@ -41,13 +41,13 @@ from grpo_tasks.tracking.registry import (
     SHA_TAG,
     approval_of,
     await_approval,
+    hashes_tag,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import model_card
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.store import Store
-from schemas.config.run import RunConfig
 from schemas.errors import ServedModelError, TrackingError
 from schemas.metrics import GUARD_CHANGE, member
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
@@ -97,7 +97,7 @@ def publish(
         evaluation: evaluation of the merged model. Its figures become tags of the version.
         regressions: metrics that must not get worse.
         guards: further held-out sets that must not get worse.
-        origin: further tags of the version: its data, code, config and adapter.
+        origin: hashes of the version's data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
         prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
 
@@ -120,8 +120,7 @@ def publish(
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
         await_approval(run.store, name, decision.version, current.version if current else "")
-    seen = {member(GUARD_CHANGE, guard.name): str(guard) for guard in guards}
-    _tag(run, name, decision, tests, evaluation, regressions, seen | dict(origin or {}))
+    _tag(run, name, decision, tests, evaluation, [*regressions, *guards], origin or {})
     _write_card(run, name, decision, proof, tests, evaluation)
     _move_aliases(run.store, name, decision, current)
     if decision.champion and current is not None and current.version == decision.version:
@@ -254,7 +253,7 @@ def _register(
         if found:
             return found[-1]
         _create_model(run.store, name)
-        tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key, "grpo.merge_key": proof.key}
+        tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
         # The registry of a database store finds the logged model only in mlflow's global store.
         with run.store.as_default():
             return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
@@ -334,30 +333,11 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             path=Path(proof.model.path),
             sha256=proof.sha256,
             requirements=pinned(packages, _REQUIREMENTS),
-            settings=_settings(run.config),
+            settings=default_settings(run.config),
             example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],
         )
     )
     return made.model_id
-
-
-def _settings(config: RunConfig) -> dict[str, str | int | float | bool | list[str] | list[int | str]]:
-    """How the published model generates where a request says nothing: greedily, with the limits and the stops of the training."""
-    rollout = config.rollout
-    return {
-        "name": config.registered_model,
-        "max_tokens": rollout.max_completion_length,
-        "temperature": 0.0,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "min_p": rollout.min_p,
-        "repetition_penalty": rollout.repetition_penalty,
-        "stop": list(rollout.stop),
-        "include_stop": rollout.include_stop_str_in_output,
-        "stop_token_ids": list(rollout.stop_token_ids),
-        "device": "auto",
-        "dtype": "auto",
-    }
 
 
 def _tag(
@@ -366,14 +346,18 @@ def _tag(
     decision: Decision,
     tests: Sequence[PairedTest],
     evaluation: EvalReport,
-    regressions: Sequence[Regression],
+    checks: Sequence[Regression | GuardCheck],
     origin: Mapping[str, str],
 ) -> None:
     """Tag the version with the decision, its figures and the model's origin, so that the registry shows them."""
-    tags = {DECISION_TAG: decision.reason, **origin}
-    for check in regressions:
-        tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
+    tags = {DECISION_TAG: decision.reason} | hashes_tag(origin)
+    for check in checks:
+        if isinstance(check, GuardCheck):
+            tags[member(GUARD_CHANGE, check.name)] = str(check)
+        else:
+            tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
     for test in tests:
+        tags[f"against_{test.against}.metric"] = test.metric
         tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
         tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"
     for metric, interval in evaluation.metrics.items():

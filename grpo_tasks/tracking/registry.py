@@ -27,8 +27,11 @@ CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 PREFIX = "models:/"
 SHA_TAG = "grpo.sha256"
 """Tag of a version, a logged model or a stage's run: SHA-256 over all files of the model."""
-ADAPTER_TAG = "grpo.adapter_sha256"
-"""Tag of a version: SHA-256 of the weights of its last stage."""
+HASHES_TAG = "grpo.hashes"
+"""Tag of a version with all hashes of its origin in one JSON object: adapter_sha256, data_digest, config_sha256 ..."""
+ADAPTER_HASH = "grpo.adapter_sha256"
+"""SHA-256 of the weights of a version's last stage: the name in an origin. In `HASHES_TAG` the names have no prefix."""
+_PREFIX_OF_HASHES = "grpo."
 ROLLED_BACK_TAG = "grpo.rolled_back"
 DECISION_TAG = "grpo.decision"
 APPROVAL_TAG = "grpo.approval"
@@ -74,6 +77,22 @@ def parse_reference(reference: str) -> tuple[str, str, str]:
         return name, alias, ""
     name, _, number = plain.partition("/")
     return name, "" if number else CHAMPION, number
+
+
+def hashes_tag(origin: Mapping[str, str]) -> dict[str, str]:
+    """The origin of a model, such as {"grpo.adapter_sha256": ...}, as one tag."""
+    plain = {name.removeprefix(_PREFIX_OF_HASHES): value for name, value in origin.items()}
+    return {HASHES_TAG: json.dumps(plain, indent=1, sort_keys=True)} if plain else {}
+
+
+def hash_of(version: ModelVersion, name: str) -> str:
+    """One hash of a version's origin; empty if it has none. Versions of earlier releases have a tag for each."""
+    try:
+        known = json.loads(version.tags.get(HASHES_TAG, "{}"))
+    except ValueError:
+        known = {}
+    found = known.get(name.removeprefix(_PREFIX_OF_HASHES)) if isinstance(known, dict) else None
+    return str(found or version.tags.get(name, ""))
 
 
 def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) -> str | None:
@@ -209,11 +228,11 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
         run_id=run_id,
         experiment=store.ask(lambda client: client.get_experiment(run.info.experiment_id)).name,
         model_sha256=tags.get(SHA_TAG, ""),
-        adapter_sha256=tags.get(ADAPTER_TAG, ""),
-        data_digest=tags.get("grpo.data_digest", run.data.tags.get("grpo.data_digest", "")),
-        config_sha256=tags.get("grpo.config_sha256", ""),
-        code_sha256=tags.get("grpo.code_sha256", ""),
-        reward_sha256=tags.get("grpo.reward_sha256", ""),
+        adapter_sha256=hash_of(version, ADAPTER_HASH),
+        data_digest=hash_of(version, "grpo.data_digest") or run.data.tags.get("grpo.data_digest", ""),
+        config_sha256=hash_of(version, "grpo.config_sha256"),
+        code_sha256=hash_of(version, "grpo.code_sha256"),
+        reward_sha256=hash_of(version, "grpo.reward_sha256"),
         commit=run.data.tags.get("git.commit", ""),
         dirty=run.data.tags.get("git.dirty") == "true",
         python=environment.python if environment else run.data.tags.get("python", ""),

@@ -26,11 +26,11 @@ from grpo_tasks.tracking import records
 from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
-from grpo_tasks.tracking.registry import ADAPTER_TAG
-from grpo_tasks.tracking.shown.checkpoints import record_checkpoints, record_stage_figures
+from grpo_tasks.tracking.registry import ADAPTER_HASH
+from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
 from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
-from grpo_tasks.tracking.shown.prompts import record_system_prompt
+from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.shown.view import view_tags
 from grpo_tasks.tracking.store import Store, open_store
@@ -164,8 +164,8 @@ class TrackedRun:
 
     @property
     def origin(self) -> dict[str, str]:
-        """Tags of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
-        last = {ADAPTER_TAG: self._stages[-1].sha256} if self._stages else {}
+        """Hashes of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
+        last = {ADAPTER_HASH: self._stages[-1].sha256} if self._stages else {}
         return last | ({"grpo.data_digest": self.data.digest} if self.data else {})
 
     def follow(self, stage_dir: Path) -> JournalShipper:
@@ -211,11 +211,25 @@ class TrackedRun:
             record_checkpoints(child, result, stage_params(self.config, result.stage))
 
         done = child.once(f"train_stage.{_mark(result)}", work)
+        self._link_system_prompt(child, _mark(result))
         child.end("FINISHED")
         self._stages = [stage for stage in self._stages if stage.stage != result.stage] + [result]
         overview = f"overview.{_short_hash('-'.join(_mark(stage) for stage in self._stages))}"
         self.handle.once(overview, self._draw_overview)
         return done
+
+    def _link_system_prompt(self, child: RunHandle, mark: str) -> None:
+        """Link the system prompt to this run, to a stage's run and to its logged models."""
+        if self.system_prompt is None:
+            return
+        # Not inside of the work that records the stage: linking a run takes the same lock.
+        prompt = str(record_system_prompt(child, self.config.registered_model, self.config.data.system_prompt))
+
+        def work() -> None:
+            for model in logged_models(child):
+                link_to_model(child, prompt, model.model_id)
+
+        child.once(f"prompt_of_models.{mark}", work)
 
     def _record_data(self, result: DataReport) -> None:
         records.record_data(self.handle, result)

@@ -6,6 +6,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 
 from grpo_tasks.processes.child import Child, prepare_child, run_module
 from schemas.errors import ChildDied, ModelError
@@ -47,6 +48,31 @@ def test_a_server_that_was_prepared_forks_the_first_child(tmp_path):
         run_module("grpo_tasks.no_such_room", tmp_path)
     assert servers_of(os.getpid()) == prepared
     assert len(prepared) == 1
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a process that may have opened a GPU is not forked")
+def test_announced_modules_are_imported_once_for_all_children(tmp_path, monkeypatch):
+    count = tmp_path / "count"
+    (tmp_path / "announced.py").write_text(f"open({str(count)!r}, 'a').write('once ')")
+    (tmp_path / "asks.py").write_text("import announced")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for server in Child.idle_servers:
+        server.close()
+    Child.idle_servers.clear()
+    prepare_child("announced", "no_such_module")
+    for _ in range(2):
+        run_module("asks", tmp_path)
+    assert count.read_text() == "once "
+
+
+def test_modules_may_be_announced_to_a_server_that_was_killed(tmp_path):
+    prepare_child()
+    for server in servers_of(os.getpid()):
+        server.kill()
+        until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    prepare_child("json")
+    with pytest.raises(ChildDied, match="No module named"):
+        run_module("grpo_tasks.no_such_room", tmp_path)
 
 
 def test_a_child_works_in_the_directory_of_the_moment_although_its_server_was_started_in_another_one(tmp_path, monkeypatch):

@@ -127,6 +127,20 @@ def test_lineage_leads_from_a_version_to_run_data_config_and_environment(any_sto
     assert find_tagged(config.registered_model, {"grpo.key": "2"}, config.tracking) is None
 
 
+def test_all_hashes_of_a_versions_origin_are_one_tag_and_older_versions_are_read(database, publish_one):
+    config = publish_one(database, "1")
+    name, client = config.registered_model, MlflowClient(database)
+    tags = client.get_model_version(name, "1").tags
+    assert json.loads(tags["grpo.hashes"]) == {"adapter_sha256": "1" * 64, "data_digest": "d" * 64}
+    # What the registry is searched by keeps a tag of its own.
+    assert {tag for tag, value in tags.items() if len(value) == 64} == {"grpo.sha256"}
+    client.delete_model_version_tag(name, "1", "grpo.hashes")
+    client.set_model_version_tag(name, "1", "grpo.adapter_sha256", "a" * 64)
+    client.set_model_version_tag(name, "1", "grpo.code_sha256", "c" * 64)
+    old = lineage_of(f"{name}/1", config.tracking)
+    assert (old.adapter_sha256, old.code_sha256, old.config_sha256) == ("a" * 64, "c" * 64, "")
+
+
 def test_the_error_for_an_unknown_model_or_alias_lists_the_existing_ones(database, publish_one):
     config = publish_one(database, "1")
     with pytest.raises(ModelError) as caught:

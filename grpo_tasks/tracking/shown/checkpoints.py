@@ -30,7 +30,7 @@ _VALUE_CHARS = 500
 def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str, str]) -> None:
     """A logged model for each checkpoint that is on disk and one for the stage, with its settings and its journal's figures."""
     stage = StageDir(result.directory)
-    known = {model.name: model for model in _models(run)}
+    known = {model.name: model for model in logged_models(run)}
     lines = _journal(stage)
     for folder in sorted(stage.checkpoints.glob("step-*")):
         number = folder.name.removeprefix("step-")
@@ -53,7 +53,7 @@ def record_stage_figures(
     run: RunHandle, stage: StageResult, result: EvalReport, data: DataReport | None, *, timestamp_ms: int
 ) -> None:
     """The held-out figures of a stage, for its logged model and for its run."""
-    model = next((model for model in _models(run) if model.name == stage.stage), None)
+    model = next((model for model in logged_models(run) if model.name == stage.stage), None)
     if model is None:
         # The stage was recorded by an earlier version of this project.
         return
@@ -68,7 +68,8 @@ def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in read_lines(stage.journal, JOURNAL_KEYS | {"timestamp_ms": int})[0]}
 
 
-def _models(run: RunHandle) -> list[LoggedModel]:
+def logged_models(run: RunHandle) -> list[LoggedModel]:
+    """The logged models of a stage's run: its checkpoints and its end."""
     condition = f"source_run_id = '{run.run_id}'"
     return list(run.store.ask(lambda client: client.search_logged_models([run.experiment_id], condition)))
 

@@ -75,3 +75,19 @@ def test_a_system_prompt_has_a_version_for_each_text_linked_to_run_and_model(
     assert json.loads(model.tags["mlflow.linkedPrompts"]) == [linked]
     # The registry of models shows models only.
     assert [model.name for model in client.search_registered_models()] == [config.registered_model]
+
+
+def test_a_system_prompt_is_linked_to_the_run_and_the_models_of_each_stage(client, database, make_config, make_stage):
+    config = make_config(database)
+    stage = make_stage(config)
+    (stage.directory / "checkpoints" / "step-000020").mkdir(parents=True)
+    with open_run(config, key="one") as run:
+        run.record(stage)
+        name, _, number = run.system_prompt.rpartition("/")
+    linked = [{"name": name, "version": number}]
+    child = client.get_run(run.child(stage.stage, stage.key).run_id)
+    assert json.loads(child.data.tags["mlflow.linkedPrompts"]) == linked
+    assert child.data.tags["system_prompt"] == f"{name}/{number}"
+    models = {model.name: model for model in client.search_logged_models([run.experiment_id])}
+    assert set(models) == {"format", "format-step-20"}
+    assert all(json.loads(model.tags["mlflow.linkedPrompts"]) == linked for model in models.values())
