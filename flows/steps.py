@@ -17,10 +17,10 @@ from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
-from schemas.config.evaluation import PromotionGuard
+from schemas.config.evaluation import GUARD, PromotionGuard
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
-from schemas.config.run import GUARD, JudgeInputs, LabInputs, RunConfig
+from schemas.config.run import JudgeInputs, LabInputs, RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport

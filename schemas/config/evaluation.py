@@ -1,9 +1,11 @@
 """Sections `evaluation` and `promotion`: held-out samples, and when the alias `champion` moves."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataSource
 from schemas.config.section import Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
@@ -18,6 +20,8 @@ from schemas.metrics import (
     TRUNCATED_RATE,
 )
 
+GUARD = "guard-"
+"""Beginning of the label of an evaluation on the prompts of a guard."""
 CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR = "contains", "lacks", "script_share", "evaluator"
 GUARDING = (ACCURACY, LENIENT_ACCURACY, FORMAT_RATE, TRUNCATED_RATE, COMPLETION_LENGTH, CONTAINS, LACKS, SCRIPT_SHARE, EVALUATOR)
 """What a guard of a promotion can measure: metrics of every evaluation, then those of guards alone."""
@@ -112,6 +116,15 @@ class PromotionGuard(Section):
     def needs_truth(self) -> bool:
         """Whether its rows need a ground truth."""
         return self.metric in (ACCURACY, LENIENT_ACCURACY)
+
+
+def check_guards(guards: Sequence[PromotionGuard], completion: CompletionConfig) -> None:
+    """Raise ValueError for a guard that measures answers where completions have none."""
+    for index, guard in enumerate(guards):
+        if guard.needs_truth and not completion.has_answer:
+            raise ValueError(
+                f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
+            )
 
 
 class PromotionConfig(Section):

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataConfig, ValidationConfig
-from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionConfig, check_guards
 from schemas.config.learning.difficulty import DifficultyConfig, check_difficulty
 from schemas.config.learning.interaction import InteractionConfig, check_interaction
 from schemas.config.model import ModelConfig
@@ -42,8 +42,6 @@ from schemas.config.types import Fraction, Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
-GUARD = "guard-"
-"""Beginning of the label of an evaluation on the prompts of a guard."""
 RESERVED_NAMES = ("base", "merged", "champion")
 """Labels of evaluations, which no stage may take."""
 
@@ -150,11 +148,7 @@ class RunConfig(Section):
             )
         if metric == REWARD and not self._evaluation_rewards:
             raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
-        for index, guard in enumerate(self.promotion.guards):
-            if guard.needs_truth and not self.completion.has_answer:
-                raise ValueError(
-                    f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
-                )
+        check_guards(self.promotion.guards, self.completion)
         if self.promotion.needs_truth and not self.completion.has_answer:
             fix = "set completion.answer_key: KEY" if self.completion.format == "json" else "set promotion.metric: reward"
             raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")
