@@ -296,11 +296,13 @@ def check_result(
             scores.append(_score(value, index))
             continue
         spans = turns[index] if turns else [(0, lengths[index])]
-        by_turn = bool(turns) and len(value) == len(spans) != lengths[index]
-        given = _spread_over_turns(value, spans, lengths[index]) if by_turn else value
-        tokens[index] = _token_scores(given, index, lengths[index])
-        # By turn: the mean over turns, whatever their lengths. By token: over the tokens that the policy wrote.
-        own = [tokens[index][at] for start, end in spans for at in ([start] if by_turn else range(start, end))]
+        if turns and len(value) == len(spans) != lengths[index]:
+            # The mean over turns, whatever their lengths.
+            own = [_number(one, index) for one in value]
+            tokens[index] = _spread_over_turns(own, spans, lengths[index])
+        else:
+            tokens[index] = _token_scores(value, index, lengths[index])
+            own = [tokens[index][at] for start, end in spans for at in range(start, end)]
         scores.append(_mean(own))
     return scores, tokens
 
@@ -346,7 +348,7 @@ def _token_scores(values: Sequence[Any], index: int, length: int) -> list[float]
     return [_number(value, index) for value in values]
 
 
-def _spread_over_turns(values: Sequence[Any], spans: Sequence[tuple[int, int]], length: int) -> list[Any]:
+def _spread_over_turns(values: Sequence[float], spans: Sequence[tuple[int, int]], length: int) -> list[float]:
     """The number of each turn at each of its tokens; what was said after a turn goes with it and has no loss."""
     ends = [*(start for start, _ in spans[1:]), length]
     return [value for value, (start, _), end in zip(values, spans, ends, strict=True) for _ in range(start, end)]

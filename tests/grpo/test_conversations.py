@@ -240,6 +240,7 @@ def test_a_stage_trains_on_conversations(stages):
     assert lines[0]["completions/mean_length"] == pytest.approx(table["completion_tokens"].mean())
 
 
+@pytest.mark.long
 def test_a_killed_stage_of_conversations_ends_in_the_same_bytes(stages):
     whole, killed = write(stages, "whole"), write(stages, "killed")
     run(whole)

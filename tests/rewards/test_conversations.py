@@ -27,6 +27,10 @@ def test_a_number_for_each_token_is_averaged_over_those_that_the_policy_wrote():
     assert check_result([[1.0, 2.0, 3.0]], [3])[0] == [2.0]
 
 
+def test_a_turn_without_tokens_has_its_number_too():
+    assert check_result([[2.0]], [0], [[(0, 0)]]) == ([2.0], {0: []})
+
+
 def test_any_other_count_is_a_fault():
     with pytest.raises(ContractError, match="3 numbers for a completion of 9 tokens"):
         check_result([[1.0, 2.0, 3.0]], [9], SPANS)
