@@ -120,7 +120,7 @@ def read_step(result: Any, limit: int) -> dict[str, Any]:
         raise ShapeError(f"returned done as {type(done).__name__}: return True or False")
     messages = _messages(said or [], ROLES, limit)
     if not messages and not done:
-        raise ShapeError("returned no messages, and the conversation goes on: return done=True, or say something")
+        raise ShapeError("returned no messages, and the conversation is not over: return done=True, or say something")
     return {
         "messages": messages,
         "done": bool(done),

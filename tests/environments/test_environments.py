@@ -167,7 +167,7 @@ BREACHES = {
     "nan": "step returned the reward nan: return a finite number, or None",
     "text_reward": "step returned the reward str",
     "assistant": "step returned a message of the role assistant: the roles are tool, user",
-    "silence": "step returned no messages, and the conversation goes on",
+    "silence": "step returned no messages, and the conversation is not over",
     "key": "step returned the key observation",
     "five": "step returned a tuple of 5: return (messages, done, reward, info)",
     "image": "step returned content of the type image: only text",

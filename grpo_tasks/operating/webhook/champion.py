@@ -48,7 +48,7 @@ def tell_champion_changed(
         problem = send(hook, champion_message(name, version, before, how, tracking))
     except Exception as error:  # whatever it is, the alias has moved, and the run or the command goes on
         problem = hide(str(error)) or type(error).__name__
-    return f"{place} was not told that version {version} of {name} is the champion: {problem}" if problem else ""
+    return f"{place} did not get the message that version {version} of {name} is the champion: {problem}" if problem else ""
 
 
 def recorded_hook(name: str, version: str, before: str, tracking: TrackingConfig) -> WebhookConfig:

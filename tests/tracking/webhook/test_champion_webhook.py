@@ -166,7 +166,7 @@ def test_a_receiver_that_is_away_is_a_warning_that_names_the_host_and_hides_the_
     config = publish_one(database, "1")
     hook = WebhookConfig(url="http://127.0.0.1:9/token-in-the-path", limit_s=0.1)
     said = tell_champion_changed(config.registered_model, "1", "", "promoted", config.tracking, hook)
-    assert said.startswith("http://127.0.0.1:9 was not told that version 1")
+    assert said.startswith("http://127.0.0.1:9 did not get the message that version 1")
     assert "token-in-the-path" not in said
     assert find_champion(config.registered_model, config.tracking).version == "1"
     # Nothing is sent, and nothing said, where the config names no receiver.
