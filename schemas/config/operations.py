@@ -18,7 +18,7 @@ class WebhookConfig(Section):
     secret_variable: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] = "GRPO_WEBHOOK_SECRET"  # noqa: S105 - a name
     """Environment variable with the secret that signs the message. The secret itself stands in no config."""
     limit_s: float = Field(30.0, gt=0.0, le=3_600.0)
-    """Longest time in seconds that sending is repeated. After that the run goes on with a warning."""
+    """Longest time in seconds that sending is repeated. After that the run continues with a warning."""
 
     @model_validator(mode="after")
     def _check_password(self) -> Self:
