@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
-from grpo_tasks.operating.webhook.send import secret_of
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -151,6 +150,9 @@ def check_webhook(config: RunConfig) -> None:
         ConfigError: with the environment variable.
     """
     if config.tracking.webhook.url is not None:
+        # Here, because it imports httpx, which few runs need.
+        from grpo_tasks.operating.webhook.send import secret_of
+
         secret_of(config.tracking.webhook)
 
 

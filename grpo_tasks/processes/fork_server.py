@@ -3,7 +3,7 @@
 The libraries that every child needs take seconds to import, longer than many steps run. This process imports them once. It does
 so only with a CPU build of torch: a process that may have opened the driver of a GPU must not be forked, so with any other build
 each child imports for itself. The server forks one child at a time. Server and child end with the process that started the
-server, however it ends. It also imports what it is told will be needed (`prepare_child`), once for all children that come after.
+server, however it ends. It also imports what `prepare_child` announces, once for all children that come after.
 
 The `forkserver` context of multiprocessing would do the same with less code, and was tried (Python 3.11, median of 5 starts after
 the first). It breaks these promises:

@@ -46,9 +46,9 @@ def tell_champion_changed(
             return ""
         place = host_of(hook.url)
         problem = send(hook, champion_message(name, version, before, how, tracking))
-    except Exception as error:  # whatever it is, the alias has moved, and the run or the command goes on
+    except Exception as error:  # whatever it is, the alias has moved, and the run or the command continues
         problem = hide(str(error)) or type(error).__name__
-    return f"{place} did not get the message that version {version} of {name} is the champion: {problem}" if problem else ""
+    return f"{place} was not notified that version {version} of {name} is the champion: {problem}" if problem else ""
 
 
 def recorded_hook(name: str, version: str, before: str, tracking: TrackingConfig) -> WebhookConfig:
@@ -67,7 +67,7 @@ def recorded_hook(name: str, version: str, before: str, tracking: TrackingConfig
 
 
 def champion_message(name: str, version: str, before: str, how: How, tracking: TrackingConfig) -> dict[str, object]:
-    """What the receiver is told."""
+    """What the receiver gets."""
     store = open_store(tracking)
     now = _facts(store, name, version, tracking)
     old = _facts(store, name, before, tracking) if before else None

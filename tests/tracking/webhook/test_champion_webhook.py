@@ -12,7 +12,6 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import mlflow
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +21,7 @@ from flows.preflight import check_webhook
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.operating.webhook.send import ID, SIGNATURE, TIME, send, signature
 from grpo_tasks.tracking.models import find_champion
-from grpo_tasks.tracking.registry import find_version
+from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
 from grpo_tasks.tracking.runs import open_run
 from schemas.config.evaluation import PromotionConfig
 from schemas.config.operations import TrackingConfig, WebhookConfig
@@ -102,8 +101,7 @@ def test_promotion_approval_and_rollback_are_told_to_the_receiver(receiver, data
     assert (told["how"], told["version"], told["version_before"]) == ("rolled back", "1", "2")
     assert told["metric"] == {"name": "accuracy", "before": 0.9, "after": 0.9, "compared_with": "version"}
 
-    mlflow.set_tracking_uri(database)
-    recorded = mlflow.artifacts.load_text(f"runs:/{first.run_id}/config.yaml")
+    recorded = recorded_config(lineage_of(f"{name}/1", config.tracking), config.tracking)
     assert url in recorded
     assert SECRET not in recorded
     assert SECRET not in str(find_version(f"{name}/2", config.tracking).tags)
@@ -166,7 +164,7 @@ def test_a_receiver_that_is_away_is_a_warning_that_names_the_host_and_hides_the_
     config = publish_one(database, "1")
     hook = WebhookConfig(url="http://127.0.0.1:9/token-in-the-path", limit_s=0.1)
     said = tell_champion_changed(config.registered_model, "1", "", "promoted", config.tracking, hook)
-    assert said.startswith("http://127.0.0.1:9 did not get the message that version 1")
+    assert said.startswith("http://127.0.0.1:9 was not notified that version 1")
     assert "token-in-the-path" not in said
     assert find_champion(config.registered_model, config.tracking).version == "1"
     # Nothing is sent, and nothing said, where the config names no receiver.
