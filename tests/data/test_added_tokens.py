@@ -10,6 +10,7 @@ from grpo_tasks.data.sources import load_sources
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.step import Work
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
@@ -33,7 +34,9 @@ def validate(tmp_path, write, monkeypatch):
         loaded = load_sources(inputs.data, directory=tmp_path)
         rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
         work = Work("k", tmp_path, None)
-        report = module.validate_data.__wrapped__(work, rows, inputs, model=model, rollout=RolloutConfig(**rollout))
+        report = module.validate_data.__wrapped__(
+            work, rows, inputs, model=model, rollout=RolloutConfig(**rollout), interaction=InteractionConfig()
+        )
         return pl.read_parquet(report.train)
 
     return step

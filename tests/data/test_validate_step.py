@@ -7,6 +7,7 @@ import pytest
 from grpo_tasks import validate_data as module
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.running.step import Work
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs
@@ -27,7 +28,9 @@ def validate(tmp_path, write, monkeypatch):
         loaded = load_sources(inputs.data, directory=tmp_path)
         rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
         work = Work("k", tmp_path, None)
-        return module.validate_data.__wrapped__(work, rows, inputs, model=ModelConfig(), rollout=RolloutConfig())
+        return module.validate_data.__wrapped__(
+            work, rows, inputs, model=ModelConfig(), rollout=RolloutConfig(), interaction=InteractionConfig()
+        )
 
     return step
 
