@@ -42,6 +42,7 @@ TIME_LIMIT_S = 0.5
 REPEAT_SIGNAL_S = 0.1
 """Computing time in seconds between two signals once the limit is reached: an exception inside a destructor is lost."""
 
+_FIRST_COMPARISONS = (("(x+1)^2", "x^2+2x+1"), (r"\sin(x)^2+\cos(x)^2", "1"), ("[1,2)", "[1,2)"))
 _KNOWN_COMMAND = re.compile(
     r"[dtc]?frac|sqrt|pi|cdot|times|div|pm|left|right|infty|cup|cap|in|leq?|geq?|lt|gt|neq?|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
     r"|ln|log|circ|degree|theta|alpha|beta|gamma|lambda|mu|omega|phi|begin|end|quad"
@@ -188,8 +189,10 @@ def _math_verify() -> Any:
     # It warns on every call that its own time limits are off.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The first parse builds the parser's tables. Done here, it does not count against the time of a completion.
-    math_verify.parse("$x^2+1$", parsing_timeout=None)
+    # The first comparisons build tables and import much of sympy. Done here, this does not count against the time of a
+    # completion: on a cold machine the first right answer of a run would count as wrong.
+    for left, right in _FIRST_COMPARISONS:
+        math_verify.verify(_parse(math_verify, left), _parse(math_verify, right), timeout_seconds=None)
     return math_verify
 
 

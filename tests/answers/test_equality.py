@@ -1,5 +1,7 @@
 """When an answer is right: numbers, expressions, choices and text."""
 
+import subprocess
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -143,6 +145,25 @@ def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
 )
 def test_equal_mathematics_is_equal(prediction, truth):
     assert answers_equal(prediction, truth, "math")
+
+
+IMPORTS_OF_COMPARISONS = r"""
+import sys
+from grpo_tasks.answers import expressions
+
+expressions._math_verify()
+before = set(sys.modules)
+pairs = [("x^2+2x+1", "(x+1)^2"), (r"\frac{1}{2}x", r"\frac{x}{2}"), ("[2,3)", "[2,3)"), (r"\sin(y)^2+\cos(y)^2", "1")]
+for left, right in pairs:
+    assert expressions._verify((left,), (right,)), (left, right)
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_first_comparison_does_not_pay_for_imports():
+    """On a cold machine they took over half a second, and the first right answer counted as wrong."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS_OF_COMPARISONS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 @pytest.mark.parametrize(
