@@ -58,7 +58,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
         paths = ", ".join(source.path for source in guard.data)
         table.add_row(f"guard {guard.name}", f"{guard.metric} on {paths}, largest {' and '.join(limits)}")
     person = ", then by a person" if config.promotion.approval == "manual" else ""
-    table.add_row("publish_model", f"{config.registered_model}, decided by {config.promotion.metric}{person}")
+    decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
+    table.add_row("publish_model", f"{config.registered_model}, decided by {decides}{person}")
     console.print(table)
 
 

@@ -28,7 +28,12 @@ Steps = Mapping[int, Mapping[str, float | None]]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The set of Okabe and Ito, which colour-blind readers can tell apart."""
 _TITLES = {plot.name: plot.title for plot in PLOTS}
-_OVERVIEW = [plot.name for plot in PLOTS if plot.overview]
+_OVERVIEW = {plot.name: plot.title for plot in PLOTS if plot.overview}
+_IMITATION_OVERVIEW = {
+    "loss": "Cross entropy",
+    **{name: _TITLES[name] for name in ("token_accuracy", "completion_length", "learning_rate", "grad_norm", "entropy")},
+}
+"""Titles of the panels where no stage has rewards, as with demonstrations."""
 _OVERVIEW_COLUMNS = 3
 _SMOOTHED_SHARE = 20
 _MAX_HALF_WINDOW = 25
@@ -58,11 +63,13 @@ def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
         path: file to write.
     """
     stages = [(name, Journal(journal, writes=False).steps) for name, journal in journals]
-    rows = -(-len(_OVERVIEW) // _OVERVIEW_COLUMNS)
-    figure, panels = new_panels(rows, _OVERVIEW_COLUMNS, size=(4.0, 3.1))
     boundaries, groups = _join(stages)
-    for number, (plot, axes) in enumerate(zip(_OVERVIEW, panels, strict=False)):
-        _draw(axes, plot, groups.get(plot, []), breaks=boundaries)
+    imitates = "reward" not in groups and "token_accuracy" in groups
+    titles = _IMITATION_OVERVIEW if imitates else _OVERVIEW
+    rows = -(-len(titles) // _OVERVIEW_COLUMNS)
+    figure, panels = new_panels(rows, _OVERVIEW_COLUMNS, size=(4.0, 3.1))
+    for number, ((plot, title), axes) in enumerate(zip(titles.items(), panels, strict=False)):
+        _draw(axes, title, groups.get(plot, []), breaks=boundaries)
         _mark_stages(axes, [name for name, _ in stages], boundaries, named=number == 0 or len(stages) > 1)
     for axes in panels[-_OVERVIEW_COLUMNS:]:
         axes.set_xlabel("update")
@@ -125,12 +132,12 @@ def _join(stages: Sequence[tuple[str, Steps]]) -> tuple[list[int], dict[str, lis
 
 def _draw_plot(plot: str, series: list[Series], path: Path) -> Path:
     figure, [axes] = new_panels(1, 1, size=(7, 4))
-    _draw(axes, plot, series, breaks=[])
+    _draw(axes, _TITLES[plot], series, breaks=[])
     axes.set_xlabel("update")
     return save_figure(figure, path)
 
 
-def _draw(axes: Axes, plot: str, series: list[Series], *, breaks: list[int]) -> None:
+def _draw(axes: Axes, title: str, series: list[Series], *, breaks: list[int]) -> None:
     for number, one in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         for steps, values in _pieces(one, breaks):
@@ -139,7 +146,7 @@ def _draw(axes: Axes, plot: str, series: list[Series], *, breaks: list[int]) -> 
             # A line with a single point is invisible without a marker.
             axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker="o" if len(steps) == 1 else None)
         axes.plot([], [], color=colour, label=one.label)
-    style_axes(axes, _TITLES[plot])
+    style_axes(axes, title)
     if not series:
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes, color="0.5")
     elif len(series) > 1:
@@ -168,6 +175,8 @@ def _smooth(values: FloatArray) -> FloatArray:
 def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, named: bool) -> None:
     for boundary in boundaries[1:-1]:
         axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
+    # Panels share the time line. A panel without a curve would end at 1, and a name placed far outside leaves no room for the axes.
+    axes.set_xlim(0, max(boundaries[-1], 1) + 0.5)
     if not named:
         return
     axes.margins(y=0.12)

@@ -6,7 +6,7 @@ from matplotlib.image import imread
 
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.tracking import plots
-from schemas.metrics import KL, REWARD
+from schemas.metrics import KL, LEARNING_RATE, LOSS, REWARD, TOKEN_ACCURACY
 
 from .conftest import write_journal
 
@@ -70,6 +70,18 @@ def test_an_empty_or_missing_journal_gives_an_empty_overview(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert plots.plot_stage(tmp_path / "missing.jsonl", tmp_path / "plots") == []
     assert plots.plot_overview([("a", tmp_path / "empty.jsonl")], tmp_path / "overview.png").exists()
+
+
+def test_the_overview_of_demonstrations_shows_what_they_measure(tmp_path, recwarn):
+    journal = Journal(tmp_path / "imitation.jsonl")
+    for step in range(1, 121):
+        journal.append(step, {LOSS: 3.0 / step, TOKEN_ACCURACY: 1.0 - 1.0 / step, LEARNING_RATE: 1e-3})
+    picture = imread(plots.plot_overview([("imitation", tmp_path / "imitation.jsonl")], tmp_path / "overview.png"))
+    assert not [str(warning.message) for warning in recwarn if "layout" in str(warning.message)]
+    rows, columns = picture.shape[0] // 2, picture.shape[1] // 3
+    top = [picture[:rows, at : at + columns, :3] for at in (0, columns, 2 * columns)]
+    coloured = [bool((panel.std(axis=-1) > 0.05).any()) for panel in top]
+    assert coloured == [True, True, False], "the loss and the token accuracy have curves; lengths were not measured"
 
 
 @pytest.mark.parametrize("size", [1, 2, 19, 200, 3_000])
