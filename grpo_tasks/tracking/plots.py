@@ -175,7 +175,7 @@ def _smooth(values: FloatArray) -> FloatArray:
 def _mark_stages(axes: Axes, names: Sequence[str], boundaries: list[int], *, named: bool) -> None:
     for boundary in boundaries[1:-1]:
         axes.axvline(boundary + 0.5, color="0.4", linestyle="--", linewidth=1)
-    # Panels share the time line. A panel without a curve would end at 1, and a name placed far outside leaves no room for the axes.
+    # Panels share the time line. A panel without a curve would end at 1, and a name far outside of it leaves no room for axes.
     axes.set_xlim(0, max(boundaries[-1], 1) + 0.5)
     if not named:
         return
