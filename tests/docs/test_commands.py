@@ -30,6 +30,8 @@ RUN = {
     "cp -r examples/json-task my-json && cd my-json",
     "cp -r examples/style-task my-style && cd my-style",
     "cp -r examples/demonstrations my-demonstrations && cd my-demonstrations",
+    "cp -r examples/calculator my-calculator && cd my-calculator",
+    "cp -r examples/game my-game && cd my-game",
     "python copy_model.py",
     "make docs",
 }

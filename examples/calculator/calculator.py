@@ -1,0 +1,47 @@
+"""The tool of the example, and the demonstrations that show how to call it."""
+
+import ast
+import json
+import operator
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculate(expression: str) -> int:
+    """Calculates an expression of whole numbers.
+
+    Args:
+        expression: Numbers and the signs + - * and brackets, for example 12 * 34.
+    """
+    if len(expression) > 64:
+        raise ValueError("the expression is longer than 64 characters")
+    return value(ast.parse(expression, mode="eval").body)
+
+
+def value(node: ast.expr) -> int:
+    """The value of a parsed expression. Text of the policy is never executed."""
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](value(left), value(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -value(operand)
+    raise ValueError("only whole numbers, + - * and brackets")
+
+
+def demonstration(row: dict) -> list[dict[str, str]] | str:
+    """What someone did with the question: one of two people calculates, the other one estimates."""
+    if row["estimate"]:
+        return f"<answer>{row['estimate']}</answer>"
+    call = {"name": "calculate", "arguments": {"expression": row["expression"]}}
+    return [
+        {"role": "assistant", "content": json.dumps(call)},
+        {"role": "tool", "content": row["answer"]},
+        {"role": "assistant", "content": f"<answer>{row['answer']}</answer>"},
+    ]
+
+
+def from_memory(row: dict) -> str:
+    """The reply without a tool."""
+    return f"<answer>{row['answer']}</answer>"
