@@ -129,6 +129,7 @@ def measure_difficulty(
             resources=config.resources,
             seed=config.seed,
             interaction=config.interaction,
+            completion=config.completion,
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
@@ -262,6 +263,7 @@ def evaluate(
         resources=config.resources,
         seed=config.seed,
         interaction=config.interaction,
+        completion=config.completion,
     )
     run_sampling(spec, folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)

@@ -42,7 +42,7 @@ def main(root: Path) -> None:
         if samples or spec.interaction.tools:
             # A prompt shows the tools, whoever continues it.
             settings = (spec.interaction, spec.start, spec.model, spec.rollout)
-            found = stack.enter_context(player(*settings, log=directory.log))
+            found = stack.enter_context(player(*settings, completion=spec.completion, log=directory.log))
         trainer = DemonstrationTrainer if stage.kind == "sft" else RejectionTrainer
         trainer(directory, suite, servers, found).train()
 
