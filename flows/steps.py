@@ -150,7 +150,8 @@ def merged_model(run: FlowRun, ref: ModelRef, data: DataReport) -> MergeProof:
         ref,
         data,
         model=config.model,
-        chat_template_kwargs=config.rollout.chat_template_kwargs,
+        rollout=config.rollout,
+        interaction=config.interaction,
         system_prompt=config.merged_system_prompt,
     )
 
