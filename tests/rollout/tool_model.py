@@ -59,6 +59,7 @@ def write_model(folder: Path, *, opening: str = "", before: str = "", weights: b
         embedded = model.resize_token_embeddings(len(tokenizer), mean_resizing=False).weight
         with torch.no_grad():
             for digit, call in CALLS.items():
-                embedded[tokenizer.convert_tokens_to_ids(call)] = embedded[tokenizer.convert_tokens_to_ids(digit)]
+                # A little less, because of equal scores the order of additions would choose.
+                embedded[tokenizer.convert_tokens_to_ids(call)] = 0.97 * embedded[tokenizer.convert_tokens_to_ids(digit)]
         model.save_pretrained(folder)
     return folder
