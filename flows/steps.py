@@ -150,7 +150,7 @@ def merged_model(run: FlowRun, ref: ModelRef, data: DataReport) -> MergeProof:
         ref,
         data,
         model=config.model,
-        rollout=config.rollout,
+        chat_template_kwargs=config.rollout.chat_template_kwargs,
         interaction=config.interaction,
         system_prompt=config.merged_system_prompt,
     )

@@ -1,5 +1,7 @@
 """Step: merge the last stage's adapter into the base model, and prove that the merged model is the same policy."""
 
+from typing import Any
+
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
 from grpo_tasks.environments.offered import offering
@@ -19,7 +21,7 @@ def merge_adapter(
     data: DataReport,
     *,
     model: ModelConfig,
-    rollout: RolloutConfig,
+    chat_template_kwargs: dict[str, Any],
     interaction: InteractionConfig,
     system_prompt: str | None,
 ) -> MergeProof:
@@ -29,13 +31,15 @@ def merge_adapter(
         from grpo_tasks.data.chat_tokens import load_counter
 
         # The merged model answers to the prompts of its training, which showed the tools.
-        rollout = offering(interaction, rollout, load_counter(model).tokenizer.chat_template)
+        rollout = RolloutConfig(chat_template_kwargs=chat_template_kwargs)
+        template = load_counter(model).tokenizer.chat_template
+        chat_template_kwargs = offering(interaction, rollout, template).chat_template_kwargs
     spec = MergeSpec(
         model=model,
         ref=ref,
         prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
         max_new_tokens=PROOF_TOKENS,
-        chat_template_kwargs=rollout.chat_template_kwargs,
+        chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
     )
     proof = merge_and_prove(spec, work.directory, key=work.key)

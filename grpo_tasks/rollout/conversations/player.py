@@ -50,7 +50,7 @@ def player(
         config,
         chat_template=tokenizer.chat_template,
         reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
-        # A template that opens nothing may still be continued by a policy that closes what its prompt quotes.
+        # Where the template opens nothing, the turn alone says whether it begins inside a block.
         starts_inside=None if opened is None else True,
         log=log,
     )
