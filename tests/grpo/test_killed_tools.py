@@ -95,8 +95,9 @@ def test_a_stage_with_tools_that_is_killed_twenty_times_ends_in_the_same_bytes(w
     whole, killed = write("whole"), write("killed")
     train(whole)
     updates = journal(whole)
-    assert min(line["tools/call_frequency"] for line in updates) > 0
-    assert len({line["reward"] for line in updates}) > len(updates) / 2
+    assert sum(line["tools/call_frequency"] > 0 for line in updates) > len(updates) / 2
+    # The weights change, so bytes that are equal say something.
+    assert sum(line["reward_std"] > 0 for line in updates) > len(updates) / 2
     draw = random.Random(11)
     update_s = StageResult.load(whole.result).seconds / len(updates)
     codes = [kill_once(killed, draw, update_s) for _ in range(KILLS)]
