@@ -151,6 +151,7 @@ def merged_model(run: FlowRun, ref: ModelRef, data: DataReport) -> MergeProof:
         data,
         model=config.model,
         chat_template_kwargs=config.rollout.chat_template_kwargs,
+        interaction=config.interaction,
         system_prompt=config.merged_system_prompt,
     )
 

@@ -53,6 +53,7 @@ def evaluate_model(  # noqa: PLR0913 - each of them counts in the key
         resources=work.run.resources,
         seed=seed,
         interaction=interaction,
+        completion=completion,
     )
     run_sampling(spec, work.directory)
     rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None

@@ -65,6 +65,7 @@ def measure_difficulty(
             resources=work.run.resources,
             seed=seed,
             interaction=interaction,
+            completion=inputs.completion,
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:

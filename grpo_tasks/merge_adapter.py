@@ -4,14 +4,17 @@ from typing import Any
 
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.data.table import read_chats
+from grpo_tasks.environments.offered import offering
 from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
 from grpo_tasks.running.step import Work, step
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.results.data import DataReport
 from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef
 
 
-@step(rooms=("policy", "attention", "data"), retries=1, device=True)
+@step(rooms=("policy", "attention", "data", "environments"), retries=1, device=True)
 def merge_adapter(
     work: Work,
     ref: ModelRef,
@@ -19,9 +22,18 @@ def merge_adapter(
     *,
     model: ModelConfig,
     chat_template_kwargs: dict[str, Any],
+    interaction: InteractionConfig,
     system_prompt: str | None,
 ) -> MergeProof:
     """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
+    if interaction.active:
+        # Imports transformers, which this process does without otherwise.
+        from grpo_tasks.data.chat_tokens import load_counter
+
+        # The merged model answers to the prompts of its training, which showed the tools.
+        rollout = RolloutConfig(chat_template_kwargs=chat_template_kwargs)
+        template = load_counter(model).tokenizer.chat_template
+        chat_template_kwargs = offering(interaction, rollout, template).chat_template_kwargs
     spec = MergeSpec(
         model=model,
         ref=ref,

@@ -48,7 +48,7 @@ def probe_rewards(
     if not inputs.stages:
         return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
     rows = read_prompts(data.train)
-    played = _played(interaction, rows, model, work.directory / LOG)
+    played = _played(interaction, inputs, rows, model, work.directory / LOG)
     checks = [weighed(check, inputs.lab) for check in played]
     if any(check.outcome == "failed" for check in checks):
         # Nothing can be sampled from conversations that go wrong by themselves.
@@ -65,6 +65,7 @@ def probe_rewards(
         resources=work.run.resources,
         seed=seed,
         interaction=interaction,
+        completion=inputs.completion,
     )
     run_sampling(spec, work.directory)
     findings = run_lab(
@@ -78,7 +79,9 @@ def probe_rewards(
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
 
 
-def _played(interaction: InteractionConfig, rows: Sequence[PromptRow], model: ModelConfig, log: Path) -> list[LabCheck]:
+def _played(
+    interaction: InteractionConfig, inputs: LabInputs, rows: Sequence[PromptRow], model: ModelConfig, log: Path
+) -> list[LabCheck]:
     """The trial of tools or an environment."""
     if not interaction.active:
         return []
@@ -86,7 +89,8 @@ def _played(interaction: InteractionConfig, rows: Sequence[PromptRow], model: Mo
     from grpo_tasks.data.chat_tokens import load_counter
     from grpo_tasks.lab.environment_checks import check_interaction
 
-    return check_interaction(interaction, rows, chat_template=load_counter(model).tokenizer.chat_template or "", log=log)
+    template = load_counter(model).tokenizer.chat_template or ""
+    return check_interaction(interaction, rows, chat_template=template, completion=inputs.completion, log=log)
 
 
 def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:

@@ -112,6 +112,10 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
     """
     if not values:
         return
+    template = tokenizer.chat_template
+    if values.get("tools") and isinstance(template, dict) and "tool_use" in template:
+        # transformers takes the template of this name only where a caller passes the tools.
+        tokenizer.chat_template = {**template, "default": template["tool_use"]}
     # "+%}" keeps the line break that may follow: trim_blocks would remove one from the beginning of the template.
     opening = "".join(
         f"{{%- if {_unset(name)} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from schemas.config.completion import THINK
 from schemas.config.learning.interaction import CallFormat
 from schemas.errors import ConfigError
 
@@ -92,17 +93,15 @@ def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
 _FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
 
 
-def read_turn(
-    text: str, call_format: ReadFormat, *, reasoning: Sequence[str] = ("think",), starts_inside: bool | None = None
-) -> Turn:
+def read_turn(text: str, call_format: ReadFormat, *, reasoning: Sequence[str] = THINK, starts_inside: bool | None = None) -> Turn:
     """The calls of a turn, in their order.
 
     Args:
         text: what the policy wrote, special tokens included.
         call_format: how it writes calls.
         reasoning: names of the tags around reasoning.
-        starts_inside: True if the prompt ends inside a reasoning block, which the template opened. None: it is so when the first
-            of the tags is a closing one.
+        starts_inside: True if the prompt ends inside a block of the first of these tags, which the template opened. None: it is
+            so when the first of the tags in the text is a closing one.
     """
     text = text[: _end_of_text(text)]
     start = _first_outside(text, reasoning, starts_inside)
@@ -144,11 +143,10 @@ def _first_outside(text: str, reasoning: Sequence[str], starts_inside: bool | No
     """Where the reasoning ends that the prompt has opened; 0 if it has not."""
     if starts_inside is False or not reasoning:
         return 0
+    if starts_inside:
+        return _after_block(text, 0, reasoning[0])
     first = _markers(tuple(reasoning), False).search(text)
-    if starts_inside is None:
-        return first.end() if first and first[0].startswith("</") else 0
-    tag = first[0].strip("</>") if first else reasoning[0]
-    return _after_block(text, 0, tag)
+    return first.end() if first and first[0].startswith("</") else 0
 
 
 @lru_cache(maxsize=64)

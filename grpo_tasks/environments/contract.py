@@ -64,12 +64,13 @@ class Environments(Protocol):
         """Answer the policy's turn in each of these conversations; the text includes special tokens of the tool calls."""
         ...
 
-    def end(self, conversations: Sequence[int]) -> list[float | None]:
+    def end(self, conversations: Sequence[int]) -> list[float | str | None]:
         """These conversations are over, by whatever cause.
 
         Returns:
             One reward each that an environment gives for the whole conversation, of those that a limit of the rollout has ended;
-            it comes on top of the rewards of the turns. None: there is none, or the last observation had it already.
+            it comes on top of the rewards of the turns. None: there is none, or the last observation had it already. A text: the
+            fault by which the environment could not give one.
         """
         ...
 

@@ -23,6 +23,7 @@ from grpo_tasks.environments.contract import Message, Observation, Opening
 from grpo_tasks.environments.replies import Reply, Shape
 from grpo_tasks.environments.texts import MAX_MESSAGES
 from grpo_tasks.environments.worker import EnvironmentWorker, Lost
+from schemas.config.completion import THINK
 from schemas.config.learning.interaction import InteractionConfig
 
 MAX_FAULTS = 2
@@ -71,7 +72,7 @@ class EnvironmentPool:
         config: what answers the policy.
         chat_template: that of the model; it names the format of calls.
         reasoning: names of the tags around reasoning. Calls inside do not count.
-        starts_inside: True if the rendered prompt ends inside a reasoning block. None: judged by the turn; see calls.py.
+        starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
         folders: where the modules of tools and environments lie, after the installed ones. None: the working directory.
         log: file that receives what they print.
     """
@@ -81,7 +82,7 @@ class EnvironmentPool:
         config: InteractionConfig,
         *,
         chat_template: str = "",
-        reasoning: Sequence[str] = ("think",),
+        reasoning: Sequence[str] = THINK,
         starts_inside: bool | None = None,
         folders: Sequence[Path] | None = None,
         log: Path | None = None,
@@ -133,7 +134,7 @@ class EnvironmentPool:
         found = [(self._conversations[number], text) for number, text in turns]
         return self._by_worker(found, lambda one: one[0], lambda one: self._answer(*one))
 
-    def end(self, conversations: Sequence[int]) -> list[float | None]:
+    def end(self, conversations: Sequence[int]) -> list[float | str | None]:
         """These conversations are over. Returns the rewards of those that a limit of the rollout has ended; see contract.py."""
         found = [self._conversations.pop(number, None) for number in conversations]
         known = [one for one in found if one is not None]
@@ -264,9 +265,8 @@ class EnvironmentPool:
         one.over, one.error = True, reason
         return Observation(observed.turn, observed.messages, True, None, observed.info, observed.calls, reason)
 
-    def _reward_at_limit(self, one: _Conversation) -> float | None:
-        reward = None if one.over else self._final_reward(one)
-        return None if isinstance(reward, str) else reward
+    def _reward_at_limit(self, one: _Conversation) -> float | str | None:
+        return None if one.over else self._final_reward(one)
 
     def _final_reward(self, one: _Conversation) -> float | str | None:
         """What the environment gives for the whole conversation; a text if it fails."""

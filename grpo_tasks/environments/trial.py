@@ -48,7 +48,8 @@ class Play:
     observed: list[Observation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Time of each step. Empty for conversations that were played in turns."""
-    reward_at_end: float | None = None
+    reward_at_end: float | str | None = None
+    """What `Environments.end` gave; a text is a fault."""
 
     @property
     def over(self) -> bool:
@@ -59,13 +60,14 @@ class Play:
     @property
     def error(self) -> str | None:
         """The fault that ended it."""
-        return self.opening.error or next((one.error for one in self.observed if one.error), None)
+        at_end = self.reward_at_end if isinstance(self.reward_at_end, str) else None
+        return self.opening.error or next((one.error for one in self.observed if one.error), at_end)
 
     @property
     def reward(self) -> float | None:
         """Sum of its rewards; None when there was none."""
         given = [one.reward for one in self.observed if one.reward is not None]
-        given += [self.reward_at_end] if self.reward_at_end is not None else []
+        given += [self.reward_at_end] if isinstance(self.reward_at_end, float) else []
         return math.fsum(given) if given else None
 
     @property

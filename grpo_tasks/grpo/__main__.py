@@ -33,7 +33,7 @@ def main(root: Path) -> None:
             spec.rewards, spec.stage.rewards, completion=spec.completion, tasks=spec.task_rewards, log=directory.log
         ) as suite,
         rollout_servers(spec, directory) as servers,
-        player(spec.interaction, spec.start, spec.model, spec.rollout, log=directory.log) as found,
+        player(spec.interaction, spec.start, spec.model, spec.rollout, completion=spec.completion, log=directory.log) as found,
     ):
         Trainer(directory, suite, servers, found).train()
 

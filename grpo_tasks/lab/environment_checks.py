@@ -13,6 +13,7 @@ from grpo_tasks.environments.pool import EnvironmentPool
 from grpo_tasks.environments.trial import check_environment, perfect_turns, scripts_of
 from grpo_tasks.lab.probe_set import choose_rows
 from grpo_tasks.rollout.conversations.play import row_columns
+from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.results.lab import LabCheck
 
@@ -21,7 +22,12 @@ TRIED_ROWS = 4
 
 
 def check_interaction(
-    config: InteractionConfig, rows: Sequence[PromptRow], *, chat_template: str, log: Path | None = None
+    config: InteractionConfig,
+    rows: Sequence[PromptRow],
+    *,
+    chat_template: str,
+    completion: CompletionConfig,
+    log: Path | None = None,
 ) -> list[LabCheck]:
     """The checks of the section `interaction`; empty where nothing answers the policy.
 
@@ -29,6 +35,7 @@ def check_interaction(
         config: tools, or an environment.
         rows: all training rows, at least one.
         chat_template: the model's, which names the format of calls.
+        completion: names the tags around reasoning, in which no call counts.
         log: file that receives what tools and environments print.
 
     Raises:
@@ -37,7 +44,7 @@ def check_interaction(
     if not config.active:
         return []
     name = config.environment or "tools"
-    with EnvironmentPool(config, chat_template=chat_template, log=log) as pool:
+    with EnvironmentPool(config, chat_template=chat_template, reasoning=completion.reasoning_tags, log=log) as pool:
         schemas = pool.schemas()
         columns = [row_columns(row) for row in choose_rows(rows, TRIED_ROWS)]
         perfect = perfect_turns(pool, columns)

@@ -49,6 +49,7 @@ from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.rollout import RolloutConfig
 from schemas.config.run import JudgeInputs, RunConfig, ScoringInputs
 from schemas.config.section import Section
 from schemas.config.stage import StageConfig
@@ -84,14 +85,13 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     loaded = load_sources(config.data, directory=folder)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
     origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
-    rollout = config.rollout
-    if config.interaction.active:
-        # Imports transformers, which a run that skips validation does not need.
-        from grpo_tasks.data.chat_tokens import load_counter
-
-        rollout = offering(config.interaction, rollout, load_counter(config.model).tokenizer.chat_template)
     return validate_rows(
-        loaded.path, inputs, origin, check_truths=truths_check(config.completion), model=config.model, rollout=rollout
+        loaded.path,
+        inputs,
+        origin,
+        check_truths=truths_check(config.completion),
+        model=config.model,
+        rollout=_offering(config),
     )
 
 
@@ -129,6 +129,7 @@ def measure_difficulty(
             resources=config.resources,
             seed=config.seed,
             interaction=config.interaction,
+            completion=config.completion,
         )
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
@@ -209,8 +210,8 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), `rollout.chat_template_kwargs` and
-            `data.system_prompt`.
+        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), `rollout.chat_template_kwargs`,
+            `data.system_prompt`, and the section interaction, whose tools the template of the merged model shows.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
@@ -223,7 +224,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         ref=model,
         prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
         max_new_tokens=PROOF_TOKENS,
-        chat_template_kwargs=config.rollout.chat_template_kwargs,
+        chat_template_kwargs=_offering(config).chat_template_kwargs,
         system_prompt=config.merged_system_prompt,
     )
     return merge_and_prove(spec, _folder(directory), key=_key(spec))
@@ -262,6 +263,7 @@ def evaluate(
         resources=config.resources,
         seed=config.seed,
         interaction=config.interaction,
+        completion=config.completion,
     )
     run_sampling(spec, folder)
     rows = chosen_rows(data.eval, evaluation.max_prompts)
@@ -297,37 +299,37 @@ def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> 
 def generate(
     config: RunConfig, model: ModelRef, questions: Sequence[str], *, num_samples: int = 1, temperature: float = 0.0
 ) -> list[list[str]]:
-    """Ask a model questions in this process, with the system prompt of the config.
+    """Ask a model questions in this process, with the system prompt of the config; its tools or its environment answer the model.
 
     Args:
-        config: its sections model, data (`system_prompt`), rollout (lengths and stop strings), resources and the seed.
+        config: its sections model, data (`system_prompt`), rollout (lengths and stop strings), interaction, completion, resources
+            and the seed.
         model: as in `evaluate`.
         questions: one user message each.
         num_samples: completions per question.
         temperature: 0 always takes the most likely token.
 
     Returns:
-        For each question its completions.
+        For each question its completions; of a conversation the last turn.
+
+    Raises:
+        UserError: the model, a tool or the environment cannot be loaded.
     """
     # Imports torch, which the other functions leave to their child processes.
-    from grpo_tasks.policy.chat import prompt_ids
-    from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
-    from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
-    from grpo_tasks.rollout.local import LocalEngine
+    from grpo_tasks.library.questions import ask
 
-    system = config.data.system_prompt
-    before = [{"role": "system", "content": system}] if system else []
-    tokenizer = load_tokenizer(model, config.model, config.rollout.chat_template_kwargs)
-    prompts = [prompt_ids(tokenizer, [*before, {"role": "user", "content": question}]) for question in questions]
-    requests = [
-        Request(ids, completion_seed(config.seed, "generate", number) + sample)
-        for number, ids in enumerate(prompts)
-        for sample in range(num_samples)
-    ]
-    policy = load_policy(model, config.model, device=pick_device(config.resources), token_seed=config.seed)
-    engine = LocalEngine(policy, tokenizer)
-    drawn = [done.text for done in engine.generate(requests, Sampling.of(config.rollout, temperature=temperature))]
-    return [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
+    drawn = ask(config, model, questions, num_samples=num_samples, temperature=temperature)
+    return [[completion.text for completion in each] for each in drawn]
+
+
+def _offering(config: RunConfig) -> RolloutConfig:
+    """The section `rollout` whose chat template shows the tools of the config."""
+    if not config.interaction.active:
+        return config.rollout
+    # Imports transformers, which a run without tools does not need here.
+    from grpo_tasks.data.chat_tokens import load_counter
+
+    return offering(config.interaction, config.rollout, load_counter(config.model).tokenizer.chat_template)
 
 
 def _folder(directory: str | Path) -> Path:

@@ -39,7 +39,7 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
         RolloutError: a server fails.
     """
     log = directory / "environments.log"
-    with player(spec.interaction, spec.ref, spec.model, spec.rollout, log=log) as found:
+    with player(spec.interaction, spec.ref, spec.model, spec.rollout, completion=spec.completion, log=log) as found:
         values = spec.rollout.chat_template_kwargs
         tokenizer = load_tokenizer(spec.ref, spec.model, values) if found is None else found.tokenizer
         with _engine(spec, tokenizer, directory) as engine:

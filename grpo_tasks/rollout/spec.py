@@ -11,6 +11,7 @@ from pydantic import Field
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
+from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
@@ -50,6 +51,8 @@ class SampleSpec(Result):
     seed: int
     interaction: InteractionConfig = Field(default_factory=InteractionConfig)
     """Tools and environments that answer the policy."""
+    completion: CompletionConfig = Field(default_factory=CompletionConfig)
+    """What a completion looks like; its reasoning holds no calls."""
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class SampleSpec(Result):
         resources: ResourcesConfig,
         seed: int,
         interaction: InteractionConfig,
+        completion: CompletionConfig,
     ) -> "SampleSpec":
         """The completions of an evaluation."""
         return cls(
@@ -77,6 +81,7 @@ class SampleSpec(Result):
             resources=resources,
             seed=seed,
             interaction=interaction,
+            completion=completion,
         )
 
     @classmethod
@@ -91,6 +96,7 @@ class SampleSpec(Result):
         resources: ResourcesConfig,
         seed: int,
         interaction: InteractionConfig,
+        completion: CompletionConfig,
     ) -> "SampleSpec":
         """Completions of every prompt, sampled as in training."""
         return cls(
@@ -105,6 +111,7 @@ class SampleSpec(Result):
             resources=resources,
             seed=seed,
             interaction=interaction,
+            completion=completion,
         )
 
     def part(self, only: Sequence[str] | None, numbers: range) -> "SampleSpec":

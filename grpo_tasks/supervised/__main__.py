@@ -39,10 +39,10 @@ def main(root: Path) -> None:
         if samples:
             stack.enter_context(suite)
             servers = stack.enter_context(rollout_servers(spec, directory))
-        if samples or spec.interaction.tools:
-            # A prompt shows the tools, whoever continues it.
+        if samples or spec.interaction.active:
+            # A prompt shows the tools, whoever continues it and whoever offers them.
             settings = (spec.interaction, spec.start, spec.model, spec.rollout)
-            found = stack.enter_context(player(*settings, log=directory.log))
+            found = stack.enter_context(player(*settings, completion=spec.completion, log=directory.log))
         trainer = DemonstrationTrainer if stage.kind == "sft" else RejectionTrainer
         trainer(directory, suite, servers, found).train()
 

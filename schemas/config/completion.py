@@ -11,6 +11,8 @@ CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
 """What a completion looks like (grpo_tasks/answers/extract.py)."""
 Equality = Literal["exact", "numeric", "math", "choice"]
 """How an answer is compared with the ground truth (grpo_tasks/answers/equality.py)."""
+THINK = ("think",)
+"""Names of the tags around the reasoning of models that were trained to reason, whatever a config calls its own."""
 
 
 class TagsConfig(Section):
@@ -59,6 +61,12 @@ class CompletionConfig(Section):
     equality: Equality = "numeric"
     """How an answer is compared with the ground truth: as exact text, by numeric value, as a mathematical expression (math-
     verify), or as the letter of a multiple choice."""
+
+    @property
+    def reasoning_tags(self) -> tuple[str, ...]:
+        """Names of the tags around reasoning, in which no call counts."""
+        own = self.tags.reasoning if self.format == "tags" else None
+        return THINK if own is None or own in THINK else (*THINK, own)
 
     @property
     def has_answer(self) -> bool:

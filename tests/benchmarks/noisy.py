@@ -132,6 +132,7 @@ def kept_rows(config: RunConfig, stage: StageConfig, data: DataReport, start: Mo
     spec = SampleSpec.of_training(
         MEASURED_SAMPLES, model=config.model, ref=start, prompts=data.train,
         rollout=config.rollout, resources=config.resources, seed=0, interaction=config.interaction,
+        completion=config.completion,
     )  # fmt: skip
     inputs = config.difficulty_of([stage])
     samples = solved_samples(

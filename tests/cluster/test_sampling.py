@@ -14,6 +14,7 @@ from grpo_tasks.cluster.sampling.worker import SampleNode
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
+from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
@@ -42,6 +43,7 @@ def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):
         resources=ResourcesConfig(device="cpu", num_threads=1, cluster=cluster),
         seed=5,
         interaction=InteractionConfig(),
+        completion=CompletionConfig(),
     )
 
 

@@ -148,6 +148,17 @@ def test_a_system_prompt_goes_into_every_named_template_and_into_none_where_ther
     assert thinking.chat_template is None
 
 
+def test_a_run_with_tools_renders_the_template_that_a_model_has_for_them(thinking):
+    shows = "{{ tools[0].function.name }}:{{ messages[0].content }}"
+    thinking.chat_template = {"default": TEMPLATE, "tool_use": shows}
+    tools, prepared = [{"type": "function", "function": {"name": "add"}}], copy.deepcopy(thinking)
+    set_template_defaults(prepared, {"tools": tools})
+    assert rendered(prepared) == rendered(thinking, tools=tools) == "add:What is 15 + 27?"
+    set_template_defaults(thinking, {"style": {}})
+    assert "What is" in rendered(thinking)
+    assert not rendered(thinking).startswith("add")
+
+
 def test_a_tokenizer_without_settings_stays_as_it_is(thinking):
     vocabulary = thinking.get_vocab()
     prepare(thinking, ModelConfig(), RolloutConfig())

@@ -127,6 +127,13 @@ def test_a_prompt_that_opens_the_reasoning_makes_the_beginning_of_the_turn_reaso
     assert len(read_turn(f"{call} </think>", "hermes", starts_inside=False).calls) == 1
 
 
+def test_only_its_own_tag_closes_the_block_that_the_prompt_has_opened():
+    call, tags = hermes("add", {"a": 1}), ("think", "reasoning")
+    for inside in (f"</reasoning>{call}", f"<reasoning>hm</reasoning>{call}"):
+        assert read_turn(inside, "hermes", reasoning=tags, starts_inside=True).calls == ()
+    assert len(read_turn(f"<reasoning>hm</reasoning></think>{call}", "hermes", reasoning=tags, starts_inside=True).calls) == 1
+
+
 def test_several_calls_keep_their_order_and_the_text_around_them():
     text = f"First{hermes('add', {'a': 1})} then {hermes('add', {'a': 2})}<|im_end|>"
     turn = read_turn(text, "hermes")

@@ -361,7 +361,11 @@ def test_a_reward_that_is_no_number_is_a_fault(pool_of, row):
     pool = pool_of(TRL, environment="Unscored")
     pool.begin([(0, row(goal=3), 0)])
     (observed,) = pool.answer([(0, "Done.")])
-    assert (observed.reward, observed.error) == (None, "get_reward returned the reward str: return a finite number, or None")
+    fault = "get_reward returned the reward str: return a finite number, or None"
+    assert (observed.reward, observed.error) == (None, fault)
+    # The same for a conversation that ran out of turns or tokens.
+    pool.begin([(1, row(goal=3), 0)])
+    assert pool.end([1]) == [fault]
 
 
 OWN_CALLS = '''

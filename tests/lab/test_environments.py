@@ -7,6 +7,7 @@ import pytest
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.lab.environment_checks import check_interaction
 from grpo_tasks.lab.run import weighed
+from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.rewards import LabConfig
 
@@ -42,7 +43,7 @@ def checked(tmp_path, monkeypatch):
         (tmp_path / "own_play.py").write_text(textwrap.dedent(source))
         config = InteractionConfig(**{"workers": 1, "timeout_s": 5.0, "max_turns": 3} | fields)
         rows = [PromptRow(f"{n:016x}", "rows.jsonl", n, ({"role": "user", "content": "Guess."},), str(n), 9, {}) for n in (1, 2)]
-        found = check_interaction(config, rows, chat_template=TEMPLATE, log=tmp_path / "log.txt")
+        found = check_interaction(config, rows, chat_template=TEMPLATE, completion=CompletionConfig(), log=tmp_path / "log.txt")
         return {one.check: weighed(one, LabConfig()).outcome for one in found}
 
     return check

@@ -148,7 +148,11 @@ def play(
     finally:
         rewards = environments.end(numbers)
     for one, reward in zip(conversations, rewards, strict=True):
-        one.final_reward = reward
+        if isinstance(reward, str):
+            # Without what the whole is worth, its turns alone could be worth more than those of an honest one.
+            one.end("error", reward)
+        else:
+            one.final_reward = reward
     return [one.completion() for one in conversations]
 
 

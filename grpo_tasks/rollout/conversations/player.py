@@ -1,12 +1,16 @@
 """What plays the conversations of a process: its environments, and the tokenizer whose prompts show their tools."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from grpo_tasks.environments.offered import open_environments, with_tools
+from grpo_tasks.policy.chat import RefusedError, rendered
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.play import Player
+from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -15,7 +19,13 @@ from schemas.results.model import ModelRef
 
 @contextmanager
 def player(
-    config: InteractionConfig, ref: ModelRef, model: ModelConfig, rollout: RolloutConfig, *, log: Path | None = None
+    config: InteractionConfig,
+    ref: ModelRef,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    *,
+    completion: CompletionConfig,
+    log: Path | None = None,
 ) -> Iterator[Player | None]:
     """What plays the conversations of a rollout; None where completions are one turn each.
 
@@ -24,6 +34,7 @@ def player(
         ref: the model that samples.
         model: its settings.
         rollout: for the variables of the chat template.
+        completion: names the tags around the policy's reasoning, in which no call counts.
         log: file that receives what tools and environments print.
 
     Raises:
@@ -32,10 +43,36 @@ def player(
     if not config.active:
         yield None
         return
-    template = load_tokenizer(ref, model, rollout.chat_template_kwargs).chat_template
-    environments = open_environments(config, chat_template=template, log=log)
+    tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
+    tags = completion.reasoning_tags
+    opened = opened_reasoning(tokenizer, tags)
+    environments = open_environments(
+        config,
+        chat_template=tokenizer.chat_template,
+        reasoning=tags if opened is None else sorted(tags, key=lambda tag: tag != opened),
+        # Where the template opens nothing, the turn alone says whether it begins inside a block.
+        starts_inside=None if opened is None else True,
+        log=log,
+    )
     try:
         values = with_tools(rollout, environments.schemas()).chat_template_kwargs
         yield Player(environments, config, load_tokenizer(ref, model, values))
     finally:
         environments.close()
+
+
+def opened_reasoning(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) -> str | None:
+    """The tag of the reasoning block that the chat template opens at the beginning of the policy's turn; None if there is none.
+
+    What the policy writes first is then reasoning, though its turn has no opening tag.
+    """
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "Hi"}]
+    try:
+        whole, before = (rendered(tokenizer, chat, opened=opened) for opened in (True, False))
+    except RefusedError:
+        return None
+    # Only what the template adds for the turn: a system prompt may speak of the tags.
+    opening = whole.removeprefix(before)
+    return next((tag for tag in tags if opening.rfind(f"<{tag}>") > opening.rfind(f"</{tag}>")), None)
