@@ -8,11 +8,13 @@ MOVES = (1, 2, 3)
 class Sticks:
     """One game. The reward is 1 for a win, paid at the end; a move that the rules forbid loses."""
 
-    def reset(self, row, seed):
+    def reset(self, row, seed):  # noqa: ARG002 - all games of a group meet the same opponent
+        """Lay out the sticks. The prompt of the row is the first message."""
         self.left = row["sticks"]
         self.random_numbers = random.Random(row["game"])
 
     def step(self, completion):
+        """Make the move of the policy and answer it."""
         move = completion.strip()
         if move not in {str(count) for count in MOVES if count <= self.left}:
             return end(0.0, "not a move")
@@ -32,6 +34,7 @@ class Sticks:
 
 
 def end(reward, result):
+    """The last answer of a game."""
     return {"messages": [], "done": True, "reward": reward, "info": {"result": result}}
 
 
