@@ -31,7 +31,7 @@ def value(node: ast.expr) -> int:
 
 
 def demonstration(row: dict) -> list[dict[str, str]] | str:
-    """What someone did with the question: one of two people calculates, the other one estimates."""
+    """What someone did with the question: three of four people calculate, one estimates."""
     if row["estimate"]:
         return f"<answer>{row['estimate']}</answer>"
     call = {"name": "calculate", "arguments": {"expression": row["expression"]}}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def products(count: int, seed: int = 7) -> list[dict[str, str]]:
-    """`count` different questions. In every second row the demonstration is an estimate: both numbers are rounded."""
+    """`count` different questions. In every fourth row the demonstration is an estimate: both numbers are rounded."""
     random_numbers, found = random.Random(seed), {}
     while len(found) < count:
         left, right = random_numbers.randint(320, 999), random_numbers.randint(320, 999)
         expression = f"{left} * {right}"
-        estimate = str(round(left, -2) * round(right, -2)) if len(found) % 2 else ""
+        estimate = str(round(left, -2) * round(right, -2)) if len(found) % 4 == 3 else ""
         found[expression] = {
             "question": f"What is {expression}?",
             "expression": expression,
