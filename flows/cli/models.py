@@ -100,6 +100,19 @@ def download(
         out.print(fetch_model(model, into, tracking_at(tracking_uri)), soft_wrap=True)
 
 
+def export(
+    model: Registered,
+    into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the adapter.")],
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Write a registered model as one LoRA adapter of its original base, for vLLM and peft, after comparing the two."""
+    with report_errors():
+        prepare_environment()
+        from grpo_tasks.operating.export import export_adapter
+
+        out.print(export_adapter(model, into, tracking_at(tracking_uri)), soft_wrap=True, highlight=False)
+
+
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     question: Annotated[
