@@ -1,4 +1,4 @@
-"""Commands for registered models: restore, download, ask, compare, trace back, train again."""
+"""Commands for registered models: restore, download, export, ask, compare, trace back, train again."""
 
 import os
 import sys
