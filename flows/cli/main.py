@@ -58,6 +58,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Registered models": (
         models.chat,
         models.download,
+        models.export,
         models.compare,
         models.lineage,
         models.promote,

@@ -1,4 +1,4 @@
-"""Commands for registered models: restore, download, ask, compare, trace back, train again."""
+"""Commands for registered models: restore, download, export, ask, compare, trace back, train again."""
 
 import os
 import sys
@@ -98,6 +98,19 @@ def download(
         from flows.model_names import fetch_model
 
         out.print(fetch_model(model, into, tracking_at(tracking_uri)), soft_wrap=True)
+
+
+def export(
+    model: Registered,
+    into: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the adapter.")],
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Write a registered model as one LoRA adapter of its original base, for vLLM and peft, after comparing the two."""
+    with report_errors():
+        prepare_environment()
+        from grpo_tasks.operating.export import export_adapter
+
+        out.print(export_adapter(model, into, tracking_at(tracking_uri)), soft_wrap=True, highlight=False)
 
 
 def chat(

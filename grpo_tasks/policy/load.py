@@ -272,13 +272,13 @@ def save_trained(
         # peft would add all embeddings of a model with more tokens than its files; the trained rows are in the adapter.
         embeddings = False if trains_rows(model) else "auto"
         model.save_pretrained(str(directory), selected_adapters=["default"], state_dict=weights, save_embedding_layers=embeddings)
-        _order_modules(directory / "adapter_config.json")
+        order_modules(directory / "adapter_config.json")
     else:
         model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
 
 
-def _order_modules(file: Path) -> None:
+def order_modules(file: Path) -> None:
     """Sort the layer names in adapter_config.json.
 
     peft writes them in the order of a set, which differs between processes, so the same adapter would have different bytes.

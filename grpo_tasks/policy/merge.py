@@ -37,7 +37,7 @@ RECORDED_ANSWERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _GreedyCompletions:
+class GreedyCompletions:
     """Greedy completions of base + adapter, and their log-probabilities."""
 
     ids: list[list[int]]
@@ -53,9 +53,9 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
     """
     tokenizer = load_tokenizer(spec.ref, spec.model, spec.chat_template_kwargs)
     policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
-    before = _greedy(policy, tokenizer, spec)
+    before = greedy_completions(policy, tokenizer, spec)
     merged = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
-    merge_difference = _difference(merged, before).max().item()
+    merge_difference = logprob_difference(merged, before).max().item()
     if not merge_difference <= MERGE_TOLERANCE:
         raise MergeError(
             f"the merged model and base + adapter differ by {merge_difference:.2g} nats in a token's log-probability, "
@@ -74,12 +74,12 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
 
 
 def _compare_reloaded(
-    spec: MergeSpec, target: Path, before: _GreedyCompletions, *, merge_difference: float, device: torch.device
+    spec: MergeSpec, target: Path, before: GreedyCompletions, *, merge_difference: float, device: torch.device
 ) -> MergeFigures:
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
     _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
-    difference = _difference(reloaded, before)
+    difference = logprob_difference(reloaded, before)
     tolerance = MEAN_TOLERANCE[spec.model.merged_dtype]
     if not difference.mean().item() <= tolerance:
         raise MergeError(
@@ -88,7 +88,7 @@ def _compare_reloaded(
             place=str(target),
             fix="model.merged_dtype: float32",
         )
-    after = _greedy(reloaded, tokenizer, spec)
+    after = greedy_completions(reloaded, tokenizer, spec)
     return MergeFigures(
         sha256=folder_sha256(target),
         prompts=len(spec.prompts),
@@ -124,7 +124,8 @@ def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, 
 
 
 @torch.no_grad()
-def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> _GreedyCompletions:
+def greedy_completions(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> GreedyCompletions:
+    """Greedy completions of a spec's prompts, with the log-probabilities of their tokens."""
     prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
     # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(prompts, left=True)
@@ -143,7 +144,7 @@ def _greedy(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec
     # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
     completions = [_until_end(row, tokenizer) for row in out[:, ids.shape[1] :].tolist()]
     batch = token_batch(prompts, completions, range(len(prompts)), device=model.device)
-    return _GreedyCompletions(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
+    return GreedyCompletions(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
 
 
 def _chat(chat: list[dict[str, str]]) -> list[Message]:
@@ -159,7 +160,8 @@ def _until_end(row: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 @torch.no_grad()
-def _difference(model: CausalLM, before: _GreedyCompletions) -> Float[Tensor, " tokens"]:
+def logprob_difference(model: CausalLM, before: GreedyCompletions) -> Float[Tensor, " tokens"]:
+    """Absolute differences (nats) between a model's log-probabilities of the tokens of `before` and the recorded ones."""
     now = completion_logprobs(model, before.batch, temperature=1.0, layout="plain")
     return (now.logps - before.logps)[before.batch.completion_mask].abs()  # [N, T] -> [real tokens]
 

@@ -93,6 +93,16 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
     return found[0] if found else None
 
 
+def fetch_held_out(run_id: str, tracking: TrackingConfig, folder: Path) -> Path | None:
+    """The table of a run's held-out prompts, downloaded into `folder`; None when the run has none.
+
+    Raises:
+        TrackingError: the store cannot be reached.
+    """
+    store = open_store(tracking)
+    return _artifact(store, store.ask(lambda client: client.get_run(run_id)), "data/eval.parquet", folder)
+
+
 def _kinds(settings: Mapping[str, str]) -> set[str]:
     return {value for name, value in settings.items() if re.fullmatch(r"stages\.\d+\.kind", name)}
 

@@ -65,6 +65,7 @@ ELSEWHERE = {
     "grpo train config.yaml --stage correctness --from grpo-demo@champion": (NAMES, '"train", "small.yaml", "--from"'),
     "grpo trace data.csv:17 config.yaml": (COMMAND_LINE, 'grpo("trace"'),
     "grpo download grpo-demo@champion my-model": (REPORTS, 'grpo("download"'),
+    "grpo export grpo-demo@champion my-adapter": ("tests/flows/test_export.py", 'grpo("export"'),
     "grpo download my-csv@champion my-model": (REPORTS, 'grpo("download"'),
     'grpo chat my-model "What is 15 + 27?"': (REPORTS, 'grpo("chat"'),
     "grpo chat my-model": (REPORTS, 'grpo("chat"'),

@@ -1,0 +1,151 @@
+"""A registered model as one adapter of its original base (`grpo export`).
+
+    version -> its base was a version too -> ... -> original base        every adapter downloaded and verified
+    adapters -> one stack in DIR.part -> compared with the merged model -> DIR
+
+The stages of one run train one adapter, each from where the stage before ended. A run that starts from a registered model trains
+a new one on the merged weights, so such a chain has several.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_tasks.data.table import read_chats
+from grpo_tasks.policy.merge_proof import PROOF_PROMPTS
+from grpo_tasks.tracking.models import download_adapter, fetch_version
+from grpo_tasks.tracking.past_runs import fetch_held_out
+from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
+from schemas.config.load import check_config
+from schemas.config.model import ModelConfig
+from schemas.config.operations import TrackingConfig
+from schemas.config.yaml_text import parse_yaml
+from schemas.errors import ModelError
+from schemas.paths import resolve
+from schemas.results.model import ModelRef
+from schemas.results.publication import Lineage
+
+CHAT_TEMPLATE = "chat_template.jinja"
+_DOWNLOADED = re.compile(r"(?P<name>.+)-(?P<version>[0-9]{1,9})-(?P<run>[0-9a-f]{8})")
+"""Name of the folder into which a run downloads the registered model that it starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A registered version and how it was trained."""
+
+    lineage: Lineage
+    model: ModelConfig
+
+    @property
+    def version(self) -> str:
+        """NAME/VERSION."""
+        return f"{self.lineage.name}/{self.lineage.version}"
+
+
+def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
+    """Write the adapter to the new folder `into`, whole or not at all.
+
+    Returns:
+        What is there now, how well it agrees with the merged model, and how vLLM serves it.
+
+    Raises:
+        ModelError: there is no such version, a version was not trained by low-rank matrices alone, or `into` holds files.
+        MergeError: base + adapter differs from the merged model.
+        TrackingError: the store cannot be reached.
+    """
+    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+        raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
+    links = chain_of(reference, tracking)
+    with _scratch(into) as scratch:
+        adapters = [download_adapter(link.version, tracking, scratch / "adapters") for link in links]
+        merged = fetch_version(find_version(links[-1].version, tracking), tracking, scratch / "merged")
+        held_out = fetch_held_out(links[-1].lineage.run_id, tracking, scratch)
+        if held_out is None:
+            raise ModelError(f"the run of {links[-1].version} has no held-out prompts to compare on", place=reference)
+        from grpo_tasks.policy.stacked_adapter import prove_stack, stack_adapters, vllm_rank
+
+        base, made = ModelRef(path=links[0].model.path, revision=links[0].model.revision), scratch / "adapter"
+        rank = stack_adapters(adapters, base, made)
+        prompts = read_chats(held_out, limit=PROOF_PROMPTS)
+        proof = prove_stack(made, base, merged, prompts, dtype=_coarsest(links), merges=len(links))
+        if (merged / CHAT_TEMPLATE).is_file():
+            shutil.copy(merged / CHAT_TEMPLATE, made)
+        if into.exists():
+            into.rmdir()
+        made.replace(into)
+    return (
+        f"{links[-1].version}: {into}, rank {rank}, adapters stacked: {len(adapters)}\n"
+        f"{proof.prompts} held-out prompts: base + adapter differs from the merged model by {proof.mean_difference:.2g} nats per "
+        f"token (limit {proof.tolerance:.2g}), the base alone by {proof.base_difference:.2g}\n"
+        f"vllm serve {resolve(base.path)} --enable-lora --max-lora-rank {vllm_rank(rank)} "
+        f"--lora-modules {links[-1].lineage.name}={into}"
+    )
+
+
+def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
+    """The versions that a version was made from, the first one trained on a model from elsewhere.
+
+    Raises:
+        ModelError: there is no such version, or one of them cannot be a part of an adapter.
+    """
+    links: list[Link] = []
+    while reference:
+        lineage = lineage_of(reference, tracking)
+        place = f"config.yaml of run {lineage.run_id}"
+        link = Link(lineage, check_config(parse_yaml(recorded_config(lineage, tracking), place=place), place=place).model)
+        _refuse_unsuitable(link)
+        links.insert(0, link)
+        reference = _parent(link.model.path, tracking)
+    return links
+
+
+def _refuse_unsuitable(link: Link) -> None:
+    fix = f"serve the complete model: grpo download {link.version} DIR"
+    if link.model.lora is None:
+        raise ModelError(
+            f"{link.version} was trained in full (model.lora: null): what it learned is no product of low-rank matrices, so no "
+            "adapter holds it",
+            place="model.lora",
+            fix=fix,
+        )
+    if link.model.added_tokens:
+        raise ModelError(
+            f"{link.version} has tokens of its own (model.added_tokens), and vLLM loads no adapter with rows of tokens",
+            place="model.added_tokens",
+            fix=fix,
+        )
+
+
+def _parent(path: str, tracking: TrackingConfig) -> str:
+    """NAME/VERSION of the registered model that was downloaded to a folder; empty when the folder is none of that kind."""
+    found = _DOWNLOADED.fullmatch(Path(path).name) if Path(path).is_absolute() else None
+    if found is None:
+        return ""
+    reference = f"{found['name']}/{found['version']}"
+    try:
+        version = find_version(reference, tracking)
+    except ModelError:
+        return ""
+    # Another store may have a version of this name and number.
+    return reference if (version.run_id or "").startswith(found["run"]) else ""
+
+
+def _coarsest(links: list[Link]) -> str:
+    order = ("float32", "float16", "bfloat16")
+    return max((link.model.merged_dtype for link in links), key=order.index)
+
+
+@contextmanager
+def _scratch(into: Path) -> Iterator[Path]:
+    """DIR.part; it is removed at the end, and what a killed export left there is removed first."""
+    scratch = into.with_name(f"{into.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
