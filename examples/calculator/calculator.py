@@ -21,7 +21,7 @@ def calculate(expression: str) -> int:
 def value(node: ast.expr) -> int:
     """The value of a parsed expression. Text of the policy is never executed."""
     match node:
-        case ast.Constant(value=int() as number):
+        case ast.Constant(value=number) if type(number) is int:
             return number
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](value(left), value(right))

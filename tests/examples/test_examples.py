@@ -102,3 +102,56 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
     assert f"{name} version 1" in shown
     [report] = (place.root / "runs" / name / "validate_data").glob("*/result.json")
     assert json.loads(report.read_text())["quarantined"] == 0
+
+
+SHORT = {"evaluation.stages": "false", "evaluation.max_prompts": 100, "evaluation.num_samples": 1, "resources.num_threads": 1}
+FIGURES = [
+    pytest.param("calculator", "accuracy", {"stages.0.max_steps": 300, "stages.1.max_steps": 30} | SHORT, 0.8, marks=pytest.mark.ci),
+    pytest.param("game", "reward", {"stages.1.max_steps": 80} | SHORT, 0.8, marks=pytest.mark.ci),
+    pytest.param("calculator", "accuracy", {"resources.num_threads": 1}, 0.9),
+    pytest.param("game", "reward", {"resources.num_threads": 1}, 0.9),
+]
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("examples")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "metric", "settings", "least"), FIGURES)
+def test_the_examples_of_conversations_reach_their_figures(name, metric, settings, least, tmp_path, prefect_api):
+    shutil.copytree(EXAMPLES / name, tmp_path / "mine")
+    place = Place(tmp_path / "mine", prefect_api)
+    place.grpo("run", "config.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
+    found = {}
+    for path in (place.root / "runs" / name / "evaluate_model").glob("*/result.json"):
+        found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]
+    assert found["base"] < 0.1, "the base model cannot do it"
+    assert found["merged"] > least
+
+
+def test_the_calculator_calculates_and_executes_nothing():
+    calculate = module_of("calculator", "calculator").calculate
+    assert calculate("321 * 456") == 146376
+    assert calculate("-(2 + 3) * 4") == -20
+    for text in ("__import__('os').getcwd()", "2 ** 9", "abs(3)", "'a' * 3", "1.5 + 1", "True + 1", "(" * 40, "9" * 65):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculate(text)
+
+
+def test_the_perfect_player_of_the_game_wins_and_a_game_is_the_same_again():
+    module = module_of("game", "game")
+    rows = [json.loads(line) for line in (EXAMPLES / "game" / "data.jsonl").read_text().splitlines()]
+    for row in rows:
+        game = module.Sticks()
+        moves = game.perfect(row)
+        answers = []
+        for _ in range(2):
+            game.reset(row, 0)
+            answers.append([game.step(move) for move in moves])
+        assert answers[0] == answers[1]
+        assert answers[0][-1]["reward"] == 1.0
+        demonstration = module.random_game(row)
+        assert demonstration == module.random_game(row)
+        assert [message["role"] for message in demonstration] == ["assistant", "user"] * (len(demonstration) // 2) + ["assistant"]
+    illegal = module.Sticks()
+    illegal.reset({"sticks": 2, "game": 1}, 0)
+    assert illegal.step("3") == module.end(0.0, "not a move")
