@@ -123,7 +123,7 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, setting
     place.grpo("run", "config.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
     found = {}
     for path in (place.root / "runs" / name / "evaluate_model").glob("*/result.json"):
-        found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]
+        found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]["value"]
     assert found["base"] < 0.1, "the base model cannot do it"
     assert found["merged"] > least
 
