@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from grpo_tasks.stage.journal import Journal
-from schemas.metrics import describe
+from schemas.metrics import REWARD, TOKEN_ACCURACY, describe
 from schemas.plots import PLOTS
 
 FloatArray = NDArray[np.float64]
@@ -29,11 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """The set of Okabe and Ito, which colour-blind readers can tell apart."""
 _TITLES = {plot.name: plot.title for plot in PLOTS}
 _OVERVIEW = {plot.name: plot.title for plot in PLOTS if plot.overview}
-_IMITATION_OVERVIEW = {
-    "loss": "Cross entropy",
-    **{name: _TITLES[name] for name in ("token_accuracy", "completion_length", "learning_rate", "grad_norm", "entropy")},
-}
-"""Titles of the panels where no stage has rewards, as with demonstrations."""
+_IMITATION_OVERVIEW = {plot.name: plot.imitation for plot in PLOTS if plot.imitation}
 _OVERVIEW_COLUMNS = 3
 _SMOOTHED_SHARE = 20
 _MAX_HALF_WINDOW = 25
@@ -64,7 +60,8 @@ def plot_overview(journals: Sequence[tuple[str, Path]], path: Path) -> Path:
     """
     stages = [(name, Journal(journal, writes=False).steps) for name, journal in journals]
     boundaries, groups = _join(stages)
-    imitates = "reward" not in groups and "token_accuracy" in groups
+    measured = {name for _, steps in stages for metrics in steps.values() for name in metrics}
+    imitates = REWARD not in measured and TOKEN_ACCURACY in measured
     titles = _IMITATION_OVERVIEW if imitates else _OVERVIEW
     rows = -(-len(titles) // _OVERVIEW_COLUMNS)
     figure, panels = new_panels(rows, _OVERVIEW_COLUMNS, size=(4.0, 3.1))
