@@ -58,8 +58,11 @@ def checked_config(source: str, override: list[str] | None) -> "RunConfig":
     return settings
 
 
-def prepare_environment() -> None:
-    """Set `DEFAULTS`, keep secrets out of logs and output, and check addresses and the working directory."""
+def prepare_environment(*, servers: bool = True) -> None:
+    """Set `DEFAULTS`, keep secrets out of logs and output, and check addresses and the working directory.
+
+    `servers` also selects the MLflow server that `grpo up` started in this folder, if mlflow.db is not what it uses.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     hide_output()
@@ -67,6 +70,8 @@ def prepare_environment() -> None:
         with suppress(KeyError):
             _check_address(name, os.environ[name])
     _check_working_directory()
+    if servers:
+        _use_own_mlflow()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_point_to_the_end)
         logging.getLogger(name).addFilter(_hide_secrets)
@@ -148,6 +153,17 @@ def _check_working_directory() -> None:
         Path.cwd()
     except OSError as error:
         raise UserError("the working directory no longer exists", fix="change to a folder that does") from error
+
+
+def _use_own_mlflow() -> None:
+    """Where this folder's servers keep their tables in PostgreSQL, mlflow.db would be a second, empty store: use the server."""
+    if os.environ.get("MLFLOW_TRACKING_URI") or not Path(".grpo/stack.json").exists():
+        return
+    from grpo_tasks.operating.servers import MLFLOW, Stack
+
+    stack = Stack(Path.cwd())
+    if MLFLOW in stack.running() and (at := stack.addresses()).postgres:
+        os.environ["MLFLOW_TRACKING_URI"] = at.mlflow
 
 
 def _check_prefect(address: str | None) -> None:

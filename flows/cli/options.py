@@ -40,7 +40,8 @@ TrackingUri = Annotated[
     typer.Option(
         "--tracking-uri",
         callback=_refuse_password,
-        help="Address of MLflow. Default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db if that is not set.",
+        help="Address of MLflow. Default: MLFLOW_TRACKING_URI. If that is not set: the server that grpo up started in this "
+        "folder on PostgreSQL, else sqlite:///mlflow.db.",
     ),
 ]
 PrefectPort = Annotated[

@@ -31,8 +31,9 @@ class TrackingConfig(Section):
     """MLflow."""
 
     tracking_uri: Url | None = None
-    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else sqlite:///mlflow.db in the working directory. It
-    must not contain a password, because the config is recorded; export such an address as MLFLOW_TRACKING_URI."""
+    """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else the server that grpo up started here on
+    PostgreSQL, else sqlite:///mlflow.db in the working directory. It must not contain a password, because the config is recorded;
+    export such an address as MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, StringConstraints(min_length=1, max_length=250)] | None = None
     """Experiment name. Empty: the name of the run."""
     registered_model: MlflowName | None = None
