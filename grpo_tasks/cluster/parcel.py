@@ -3,19 +3,19 @@
     driver   pack(spec, directory) -> Parcel: the files with their hashes, and where each belongs on a node
     node     Store.missing(files) -> the hashes to send; Store.receive(chunk); unpack(parcel) -> a stage directory
 
-Inputs (data, base model, start adapter, reward modules) stay in the cache of the node, under their hash. A base model is also
+Inputs (data, base model, start adapter, the user's modules) stay in the cache of the node, under their hash. A base model is also
 found where it is on the driver, if the content is equal. What a stage has made so far (journal, events, checkpoints, best
 weights) goes into the private stage directory only. A hub model and an embedded one are named, not sent.
 """
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.content.hashes import file_sha256, files_below
-from grpo_tasks.content.modules import own_modules
+from grpo_tasks.content.modules import own_sources
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ClusterConfig
@@ -223,17 +223,18 @@ def _folder(target: str, source: Path) -> list[ParcelFile]:
 
 
 def _modules(spec: StageSpec) -> list[ParcelFile]:
-    """The user's own modules with reward functions and demonstrations, and those that they import."""
-    found: dict[str, Path] = {}
+    """The user's own modules: reward functions, demonstrations, tools and environments, and what they import."""
     rewards, demonstrations = spec.rewards, spec.stage.demonstrations
+    found = own_sources(spec.interaction.references, [Path.cwd()])
     if demonstrations is not None and demonstrations.function:
-        found |= own_modules(demonstrations.function.partition(":")[0], demonstrations.module_dirs())
-    for name, settings in rewards.functions.items():
-        module, colon, _ = (settings.function or name).partition(":")
-        if colon:
-            found |= own_modules(module, rewards.module_dirs())
+        found |= own_sources([demonstrations.function], demonstrations.module_dirs())
+    return module_files(found | own_sources(rewards.references, rewards.module_dirs()))
+
+
+def module_files(modules: Mapping[str, Path]) -> list[ParcelFile]:
+    """Modules by their dotted name, below the folder from which a node imports them."""
     files = []
-    for module, path in found.items():
+    for module, path in modules.items():
         parts = module.replace(".", "/")
         files.append(
             file_at(f"{MODULES}/{parts}/{path.name}" if path.stem == "__init__" else f"{MODULES}/{parts}{path.suffix}", path)

@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import site
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -53,6 +53,16 @@ def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
         found[name] = path
         if path.suffix == ".py":
             waiting += _imports(name, path)
+    return found
+
+
+def own_sources(references: Iterable[str], search: Sequence[Path]) -> dict[str, Path]:
+    """`own_modules` of the modules of `module:name` references; a name without a colon is built in."""
+    found: dict[str, Path] = {}
+    for reference in references:
+        module, colon, _ = reference.partition(":")
+        if colon:
+            found |= own_modules(module, search)
     return found
 
 

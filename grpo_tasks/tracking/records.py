@@ -16,7 +16,7 @@ import polars as pl
 from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from grpo_tasks.content.modules import own_modules
+from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
@@ -24,7 +24,6 @@ from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
 from grpo_tasks.tracking.shown.guards import guards_markdown
 from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
-from schemas.config.rewards import RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
 from schemas.results.base import StepResult
@@ -181,14 +180,18 @@ def record_log(run: RunHandle, result: StepResult, step: str) -> None:
         run.text(hide(text), f"logs/{step}.txt")
 
 
-def record_reward_sources(run: RunHandle, rewards: RewardsConfig) -> None:
-    """The user's own reward modules and what they import, as rewards/MODULE.py."""
-    functions = [(reward.function or "").partition(":") for reward in rewards.functions.values()]
-    modules = {module for module, colon, _ in functions if colon}
-    for module in sorted(modules):
-        for name, path in own_modules(module, rewards.module_dirs()).items():
+def record_sources(run: RunHandle, config: RunConfig) -> None:
+    """The user's own modules and what they import: rewards/MODULE.py, demonstrations/MODULE.py, interaction/MODULE.py."""
+    shown = [stage.demonstrations for stage in config.stages if stage.demonstrations is not None]
+    found = [
+        ("rewards", own_sources(config.rewards.references, config.rewards.module_dirs())),
+        ("interaction", own_sources(config.interaction.references, [Path.cwd()])),
+        *(("demonstrations", own_sources([each.function or ""], each.module_dirs())) for each in shown),
+    ]
+    for kind, modules in found:
+        for name, path in modules.items():
             if path.suffix == ".py":
-                run.text(hide(path.read_text(encoding="utf-8", errors="replace")), f"rewards/{name}.py")
+                run.text(hide(path.read_text(encoding="utf-8", errors="replace")), f"{kind}/{name}.py")
 
 
 def record_merge(run: RunHandle, result: MergeProof) -> None:

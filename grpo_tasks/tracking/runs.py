@@ -257,7 +257,7 @@ class TrackedRun:
         def work() -> None:
             self.handle.params(params)
             self.handle.text(text, "config.yaml")
-            records.record_reward_sources(self.handle, self.config.rewards)
+            records.record_sources(self.handle, self.config)
             self.handle.tags({"seed": str(self.config.seed)})
 
         self.handle.once(f"config.{_digest(params)}", work)

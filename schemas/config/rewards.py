@@ -136,6 +136,11 @@ class RewardsConfig(Section):
         """Folders that are searched for the modules of your own functions, after the installed packages."""
         return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
 
+    @property
+    def references(self) -> list[str]:
+        """The function of each entry: the name of a built-in one, or module:function."""
+        return [settings.function or name for name, settings in self.functions.items()]
+
     def resolve(self, name: str) -> RewardConfig | None:
         """The settings of one reward with function and weight filled in; None for an unknown name."""
         given = self.functions.get(name)

@@ -124,7 +124,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         check_difficulty(self.difficulty, self.stages)
-        check_interaction(self.interaction, self.rollout, self.stages, on_cluster=self.resources.cluster.engine == "ray")
+        check_interaction(self.interaction, self.rollout, self.stages)
         return self
 
     @model_validator(mode="after")

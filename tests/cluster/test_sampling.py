@@ -23,6 +23,7 @@ from schemas.config.rollout import RolloutConfig
 from schemas.errors import UserError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
+from tests.cluster.digits import write_digits
 
 OWN = "GRPO_TEST_SAMPLING_OF"
 
@@ -32,7 +33,7 @@ def on_ray(test):
     return pytest.mark.xdist_group("heavy")(pytest.mark.long(pytest.mark.timeout(1800)(test)))
 
 
-def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):
+def spec_of(stages, *, ref=None, length=24, evaluation=None, interaction=None, **cluster):
     """The completions of an evaluation of the thirty sums."""
     return SampleSpec.of(
         EvaluationConfig(**{"num_samples": 3, "greedy": True} | (evaluation or {})),
@@ -42,7 +43,7 @@ def spec_of(stages, *, ref=None, length=24, evaluation=None, **cluster):
         rollout=RolloutConfig(max_completion_length=length),
         resources=ResourcesConfig(device="cpu", num_threads=1, cluster=cluster),
         seed=5,
-        interaction=InteractionConfig(),
+        interaction=InteractionConfig(**interaction or {}),
         completion=CompletionConfig(),
     )
 
@@ -74,9 +75,12 @@ def test_shards_without_prompts_are_one_that_samples_nothing(stages):
     assert shards(spec_of(stages).part([], range(2)), 4) == [[]]
 
 
-def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch):
+@pytest.mark.parametrize("interaction", [{}, {"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}])
+def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, interaction):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    spec = spec_of(stages, length=12)
+    write_digits(tmp_path / "own")
+    monkeypatch.chdir(tmp_path / "own")
+    spec = spec_of(stages, length=12, interaction=interaction)
     parcel, tables = SampleParcel.of(spec), []
     worker = SampleNode("127.0.0.1")
     for file in parcel.files:
@@ -91,6 +95,9 @@ def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch):
         tables.append(pl.read_parquet(worker.read(0, report.size)))
     there = tmp_path / "there.parquet"
     joined(tables).write_parquet(there)
+    if interaction:
+        shown = pl.read_parquet(there)["conversation"]
+        assert all("Digits, please." in text and "So far: 1" in text for text in shown)
     assert there.read_bytes() == sampled(spec, tmp_path / "here")
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.learning.interaction import InteractionConfig
+from tests.cluster.digits import write_digits
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -21,6 +23,23 @@ def steps(directory):
 
 def spec_of(stages, name, **settings):
     return StageSpec.load(stages.write(name, **settings).spec)
+
+
+def test_conversations_on_two_nodes_train_the_bytes_of_two_local_processes(nodes, stages, tmp_path, monkeypatch):
+    nodes.add(), nodes.add()
+    write_digits(tmp_path / "own")
+    monkeypatch.chdir(tmp_path / "own")
+    played = {"interaction": InteractionConfig(environment="my_digits:Digits", max_tokens=96, workers=1)}
+    settings = {"max_steps": 3, "save_steps": 2, "length": 12, "stage_rewards": ["environment"]}
+    results = []
+    for name, resources in (("local", {"num_processes": 2}), ("there", on(nodes, 2))):
+        spec = spec_of(stages, name, resources=resources, **settings).model_copy(update=played)
+        results.append(run_stage(spec, tmp_path / f"{name}-run"))
+    local, there = results
+    assert (there.sha256, there.steps) == (local.sha256, 3)
+    lines = [json.loads(line) for line in StageDir(there.directory).journal.read_text().splitlines()]
+    assert all(line["conversations/errors"] == 0 for line in lines)
+    assert any(line["conversations/environment_reward"] > 0 for line in lines)
 
 
 def test_one_and_two_nodes_train_the_bytes_of_as_many_local_processes(nodes, stages, tmp_path):

@@ -32,8 +32,6 @@ def test_a_conversation_has_room_for_a_turn():
 def test_engines_that_play_no_conversations_are_named():
     with pytest.raises(ValidationError, match=r"fix: stages.0.engine: native"):
         config(PLAYED, stage={"engine": "trl"})
-    with pytest.raises(ValidationError, match="one machine"):
-        config(PLAYED, resources={"cluster": {"engine": "ray"}})
 
 
 def test_an_edited_environment_is_another_one_and_more_workers_are_not(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, config_at, file_at, model_at, model_files
+from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, config_at, file_at, model_at, model_files, module_files
+from grpo_tasks.content.modules import own_sources
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from schemas.config.operations import ClusterConfig
 from schemas.prompts import GREEDY
@@ -21,12 +22,13 @@ class SampleParcel:
     spec: SampleSpec
     """As the driver has it."""
     files: tuple[ParcelFile, ...]
-    """Prompts and model."""
+    """Prompts, model, and modules with tools or an environment."""
 
     @classmethod
     def of(cls, spec: SampleSpec) -> "SampleParcel":
         """List the inputs with their hashes."""
-        return cls(spec, (file_at(PROMPTS, spec.prompts), *model_files(spec.ref)))
+        own = own_sources(spec.interaction.references, [Path.cwd()])
+        return cls(spec, (file_at(PROMPTS, spec.prompts), *model_files(spec.ref), *module_files(own)))
 
     def spec_at(self, root: Path, only: Sequence[str]) -> SampleSpec:
         """The specification of a shard with the paths of a node, where a process samples alone.

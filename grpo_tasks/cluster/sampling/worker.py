@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tasks.cluster.node import Node
+from grpo_tasks.cluster.parcel import MODULES
 from grpo_tasks.cluster.sampling.shards import SampleParcel
 from grpo_tasks.processes.entry import ERROR, LOG, SPEC
 from grpo_tasks.processes.lifetime import PARENT
@@ -39,6 +40,7 @@ class SampleNode(Node):
     def place(self, parcel: SampleParcel) -> None:
         """Give the files that were sent their places."""
         self._store.lay_out(parcel.files)
+        (self._root / MODULES).mkdir(parents=True, exist_ok=True)
 
     def start(self, parcel: SampleParcel, number: int, only: Sequence[str]) -> None:
         """Sample shard `number`: the prompts with the ids `only`."""
@@ -52,6 +54,8 @@ class SampleNode(Node):
                 stdout=log,
                 stderr=log,
                 env=os.environ | {PARENT: str(os.getpid())},
+                # The user's modules are found in the working directory, as on the driver.
+                cwd=self._root / MODULES,
             )
 
     def report(self) -> ShardReport:

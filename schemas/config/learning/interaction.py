@@ -67,17 +67,13 @@ class InteractionConfig(Section):
         return bool(self.tools) or self.environment is not None
 
 
-def check_interaction(
-    interaction: InteractionConfig, rollout: RolloutConfig, stages: Sequence[StageConfig], *, on_cluster: bool
-) -> None:
+def check_interaction(interaction: InteractionConfig, rollout: RolloutConfig, stages: Sequence[StageConfig]) -> None:
     """Raise ValueError where a run with tools or an environment could not play."""
     if not interaction.active:
         return
     for index, stage in enumerate(stages):
         if stage.engine == "trl":
             raise ValueError(f"engine trl plays no conversations; fix: stages.{index}.engine: native")
-    if on_cluster:
-        raise ValueError("tools and environments answer on one machine only; fix: resources.cluster.engine: local")
     if interaction.max_tokens < rollout.max_completion_length:
         raise ValueError(
             f"interaction.max_tokens {interaction.max_tokens} is less than one turn of rollout.max_completion_length "

@@ -41,15 +41,24 @@ def test_the_table_of_an_evaluation_begins_with_question_ground_truth_answer_and
     assert "token_ids" not in table["columns"]
 
 
-def test_train_rows_lab_samples_step_logs_and_reward_modules_are_artifacts(
-    client, database, make_config, make_stage, lab_report, data_report, tmp_path
+def test_train_rows_lab_samples_step_logs_and_own_modules_are_artifacts(
+    client, database, make_config, make_stage, lab_report, data_report, tmp_path, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_tools.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    (tmp_path / "own_shown.py").write_text("def solve(row):\n    return row['answer']\n")
     (tmp_path / "own_rewards.py").write_text(
         "from own_words import WORDS\n\ndef own(completions, **_):\n    return [1.0] * len(completions)\n"
     )
     (tmp_path / "own_words.py").write_text("WORDS = ['a']\n")
     functions = {"own": {"function": "own_rewards:own"}}
-    config = make_config(database, rewards={"functions": functions, "module_dir": str(tmp_path)})
+    shown = {"name": "shown", "kind": "sft", "demonstrations": {"function": "own_shown:solve"}}
+    config = make_config(
+        database,
+        rewards={"functions": functions, "module_dir": str(tmp_path)},
+        interaction={"tools": ["own_tools:add"]},
+        stages=[shown, {"name": "format", "rewards": ["format"], "max_steps": 40}],
+    )
     pl.DataFrame({"completion": ["x"]}).write_parquet(lab_report.directory / "samples.parquet")
     (lab_report.directory / "log.txt").write_text("sampled 16 prompts from http://me:secret-word@host/x\n")
     stage = make_stage(config)
@@ -66,3 +75,5 @@ def test_train_rows_lab_samples_step_logs_and_reward_modules_are_artifacts(
     assert text(client, run.child("format", stage.key).run_id, "logs/train_stage.txt") == "update 1\n"
     assert "def own" in text(client, run.run_id, "rewards/own_rewards.py")
     assert "WORDS" in text(client, run.run_id, "rewards/own_words.py")
+    assert "def add" in text(client, run.run_id, "interaction/own_tools.py")
+    assert "def solve" in text(client, run.run_id, "demonstrations/own_shown.py")
