@@ -25,6 +25,7 @@ Left out: the reward lab (`grpo rewards`), the model registry, and the decision 
 
 import hashlib
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -310,7 +311,8 @@ def generate(
         temperature: 0 always takes the most likely token.
 
     Returns:
-        For each question its completions; of a conversation the last turn.
+        For each question its completions; of a conversation the last turn. A warning names each conversation that a fault of its
+        environment ended.
 
     Raises:
         UserError: the model, a tool or the environment cannot be loaded.
@@ -319,6 +321,10 @@ def generate(
     from grpo_tasks.library.questions import ask
 
     drawn = ask(config, model, questions, num_samples=num_samples, temperature=temperature)
+    for question, completions in zip(questions, drawn, strict=True):
+        for one in completions:
+            if one.conversation is not None and one.conversation.error is not None:
+                warnings.warn(f"{question[:80]!r}: its conversation ended early: {one.conversation.error}", stacklevel=2)
     return [[completion.text for completion in each] for each in drawn]
 
 

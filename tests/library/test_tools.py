@@ -83,3 +83,15 @@ def test_questions_and_evaluations_are_played_with_the_tools(config):
     played = [json.loads(text) for text in pl.read_parquet("work/evaluation/samples.parquet")["conversation"]]
     answers = [answer for one in played for turn in one["turns"] for answer in turn["answers"]]
     assert any(answer["content"] in ("3", "50") for answer in answers)
+
+
+def test_a_fault_of_an_environment_is_a_warning_with_its_question(config, tmp_path):
+    (tmp_path / "my_broken.py").write_text(
+        "class Broken:\n"
+        "    def reset(self, row, seed):\n        return None\n"
+        "    def step(self, completion):\n        raise KeyError('the shelf')\n"
+    )
+    broken = config.interaction.model_copy(update={"tools": [], "environment": "my_broken:Broken"})
+    with pytest.warns(UserWarning, match=r"What is 15 \+ 27\?.*ended early.*the shelf"):
+        [[text]] = generate(config.model_copy(update={"interaction": broken}), base_model(config), QUESTIONS[:1])
+    assert text
