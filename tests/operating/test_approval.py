@@ -5,6 +5,9 @@ import time
 import pytest
 
 from tests.flows.place import SMALL
+from tests.tracking.webhook.receiver import receiver
+
+__all__ = ["receiver"]
 
 pytestmark = [pytest.mark.xdist_group("operated"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -33,9 +36,10 @@ def resume(operated, run, **form):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agrees(operated, fresh):
-    name = f"asked-{fresh}".lower()
-    run = operated.trigger("preset", source=operated.config(name, **PROMOTED), fresh=fresh)
+def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agrees(operated, receiver, fresh):
+    name, (url, next_message) = f"asked-{fresh}".lower(), receiver
+    source = operated.config(name, **PROMOTED, tracking={"webhook": {"url": url}})
+    run = operated.trigger("preset", source=source, fresh=fresh)
     waiting = suspended(operated, run)
     assert waiting["state"]["message"].startswith("v1 waits for approval: format rate ")
     [told] = operated.ask(f"/flow_runs/{run['id']}/input/filter", {"prefix": "suspended-approval-1--description"})
@@ -54,6 +58,9 @@ def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agre
     ended = resume(operated, run, decision="promote", approved_by="ann", note="")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
     assert operated.client.get_registered_model(name).aliases == {"champion": "1"}
+    told = next_message()
+    assert (told["how"], told["model"], told["version"], told["version_before"]) == ("approved", name, "1", None)
+    assert told["run"]["mlflow_run_id"] == parent.info.run_id
     tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
     trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
     assert trained == ["Completed", "Cached"], "nothing is computed twice"

@@ -2,15 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -28,35 +24,16 @@ from schemas.config.operations import TrackingConfig, WebhookConfig
 from schemas.errors import ConfigError
 from schemas.results.publication import Publication
 from tests.tracking.conftest import verdict
+from tests.tracking.webhook.receiver import RECEIVER, SECRET, receiver
 
-RECEIVER = Path(__file__).resolve().parents[3] / "examples" / "webhook" / "receiver.py"
-SECRET = "correct horse battery staple"
+__all__ = ["receiver"]
+
 MESSAGE = {"event": "champion.changed", "model": "m"}
 
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch):
     monkeypatch.setenv("GRPO_WEBHOOK_SECRET", SECRET)
-
-
-@pytest.fixture
-def receiver():
-    """The example as a process: its address, and a function that reads the next message from its output."""
-    process = subprocess.Popen(
-        [sys.executable, str(RECEIVER), "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(os.environ)
-    )
-    address = process.stdout.readline().split()[-1]
-
-    def next_message():
-        text = ""
-        while not text.endswith("}\n") or text.count("{") != text.count("}"):
-            text += process.stdout.readline()
-        return json.loads(text)
-
-    yield address, next_message
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
 
 def test_promotion_approval_and_rollback_are_told_to_the_receiver(receiver, database, make_config, publish_one, tmp_path):
