@@ -12,6 +12,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, Running
 
@@ -37,7 +38,10 @@ vanishes()
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
     with prefect_server(tmp_path_factory.mktemp("prefect")) as api, temporary_settings({PREFECT_API_URL: api}):
+        # A process has one sender of events, and one that an earlier test made would send to that test's server.
+        EventsWorker.drain_all(timeout=30)
         yield api
+        EventsWorker.drain_all(timeout=30)
 
 
 @pytest.fixture
