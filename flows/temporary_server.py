@@ -2,6 +2,8 @@
 
 closed      Prefect leaves that server open: any web page in a browser on this machine could write to its database, and a worker
             would later execute what it finds there. A random password, which only this process tree knows, prevents that.
+its port    Prefect looks for a free port, and its server binds it seconds later. Meanwhile the server of another run may have
+            taken it, and Prefect would take that one for its own. So the port is bound here, and the server inherits it.
 outlasting  Ctrl-C in a terminal reaches every process of the command. If the server ended first, the run could not record its own
             end: it would ask again and again, and fail with an error. So the server has a session of its own, and ends last. It
             also ends when the command is killed.
@@ -10,6 +12,7 @@ outlasting  Ctrl-C in a terminal reaches every process of the command. If the se
 import functools
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,19 +45,35 @@ def lock_temporary_server() -> None:
     os.environ["PREFECT_API_AUTH_STRING"] = password
     # On a slow or busy machine the server needs more than the 20 s that Prefect allows.
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
+    prefect_server.SubprocessASGIServer.find_available_port = _bind_port  # type: ignore[assignment, method-assign]
     prefect_server.SubprocessASGIServer._run_uvicorn_command = _start_supervised  # type: ignore[assignment, method-assign]
     refresh_global_settings_context()
 
 
 _start = prefect_server.SubprocessASGIServer._run_uvicorn_command
+_bound: dict[int, socket.socket] = {}
+"""Sockets by their port, until the server has inherited them."""
+
+
+def _bind_port(_: prefect_server.SubprocessASGIServer) -> int:
+    """Bind a port that the kernel chooses. Nothing listens there yet, so a connection is refused until the server is up."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = int(bound.getsockname()[1])
+    _bound[port] = bound
+    return port
 
 
 def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subprocess.Popen[Any]":
-    """Start the server as Prefect does, but below a supervisor with a session of its own."""
+    """Start the server as Prefect does, but on the bound port, and below a supervisor with a session of its own."""
 
     def popen(*, args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
-        supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args]
-        return subprocess.Popen(supervised, env=env | {PARENT: str(os.getpid())}, start_new_session=True)
+        assert server.port is not None
+        with _bound.pop(server.port) as bound:
+            fd = bound.fileno()
+            # uvicorn prefers an inherited socket to its arguments --host and --port.
+            supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args, "--fd", str(fd)]
+            return subprocess.Popen(supervised, env=env | {PARENT: str(os.getpid())}, start_new_session=True, pass_fds=[fd])
 
     # Prefect has no setting for it.
     prefect_server.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment, attr-defined]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,13 +41,14 @@ def ui(prefect_port: PrefectPort = 4200, mlflow_port: MlflowPort = 5000, workers
         from grpo_tasks.operating.supervision import supervise
 
         stack = start_stack(prefect_port, mlflow_port, workers, postgres, supervised=False)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signals: list[int] = []
+        # A flag: Python drops a KeyboardInterrupt that is raised while an object is finalized, and the servers would run on.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: signals.append(number))
         out.print("Ctrl-C stops everything")
         try:
-            supervise(stack, postgres)
-            out.print("stopped by grpo down")
-        except KeyboardInterrupt:
-            out.print("stopping everything")
+            supervise(stack, postgres, stop_requested=lambda: bool(signals))
+            out.print("stopping everything" if signals else "stopped by grpo down")
         finally:
             stack.stop()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -284,11 +285,22 @@ class Stack:
             self.check()
             try:
                 with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address on the loopback
-                    if answer.status == 200:
+                    if answer.status == 200 and self._listens(name, url):
                         return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
         raise UserError(f"the {name} did not answer within {START_LIMIT_S:.0f} s", place=str(self._log(name)), fix="grpo doctor")
+
+    def _listens(self, name: str, url: str) -> bool:
+        """Whether the server that answers at `url` is ours: that of another folder may have taken the port meanwhile."""
+        port = urlsplit(url).port
+        with suppress(psutil.Error, StopIteration):
+            server = psutil.Process(next(each.pid for each in self._recorded() if each.name == name))
+            for process in (server, *server.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    if any(one.laddr.port == port for one in process.net_connections() if one.status == psutil.CONN_LISTEN):
+                        return True
+        return False
 
     @contextmanager
     def _stopped_on_failure(self) -> Iterator[None]:

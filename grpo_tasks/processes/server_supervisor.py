@@ -39,7 +39,8 @@ def main(command: list[str]) -> NoReturn:
         signal.signal(number, request_stop)
     sockets = tempfile.mkdtemp(prefix="vllm-")  # short: the path of a socket has at most 107 bytes
     _fork_guard(sockets)
-    server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets})
+    # The server inherits what the caller has passed on, such as a bound socket.
+    server = subprocess.Popen(command, env=os.environ | {"VLLM_RPC_BASE_PATH": sockets}, close_fds=False)
     while server.poll() is None and not stop_requested and os.getppid() == caller:
         time.sleep(POLL_S)
     code = server.poll()

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from tests.flows.place import ask
+from tests.flows.place import Place, ask
+from tests.ports import free_ports
 from tests.web_pages import FOREIGN, own_page, status
 
 
@@ -79,6 +81,36 @@ def test_the_temporary_server_of_a_flow_that_a_script_calls_is_locked_too(lone_p
     command = [sys.executable, "-c", DIRECT]
     done = subprocess.run(command, env=lone_place.environment, capture_output=True, text=True, check=False)
     assert "ANSWER 401" in done.stdout, done.stderr[-3000:]
+
+
+AT_ONCE = """
+import sys
+from flows.temporary_server import locked_flow
+from prefect.server.api.server import SubprocessASGIServer
+# Prefect draws a port from here. Two runs that draw the same one both find it free while neither server is up.
+SubprocessASGIServer._port_range = range(int(sys.argv[1]), int(sys.argv[1]) + 1)
+
+@locked_flow(name="mine", description="one of two")
+def mine():
+    pass
+
+mine()
+print("DONE")
+"""
+
+
+@pytest.mark.long
+def test_two_runs_that_draw_the_same_port_at_once_have_servers_of_their_own(tmp_path):
+    [port] = free_ports(1)
+    runs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-c", AT_ONCE, str(port)]
+        at = {"cwd": tmp_path / name, "env": Place(tmp_path / name).environment | {"PYTHONPATH": str(Path.cwd())}}
+        runs.append(subprocess.Popen(command, **at, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for run in runs:
+        output, errors = run.communicate(timeout=300)
+        assert "DONE" in output, errors[-3000:]
 
 
 def test_every_flow_that_can_be_deployed_locks_its_temporary_server():

@@ -6,14 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import psutil
 import pytest
 
-from grpo_tasks.operating.servers import MLFLOW, Addresses, Stack, StackProcess, _end_leftovers
+from grpo_tasks.operating import servers
+from grpo_tasks.operating.servers import MLFLOW, PREFECT, Addresses, Stack, StackProcess, _end_leftovers
 from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, rotate_logs, supervise
 from grpo_tasks.processes.identity import ProcessIdentity
+from schemas.errors import UserError
 
 
 @pytest.fixture
@@ -89,6 +93,29 @@ def test_a_process_that_runs_is_not_started_a_second_time(stack, tmp_path):
     assert stack.ended() == []
     assert stack.restart("worker 1", None) is False
     record(tmp_path)
+
+
+def test_a_server_of_another_folder_that_took_the_port_is_not_mistaken_for_ours(tmp_path, monkeypatch):
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    other = HTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    ours = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(servers, "START_LIMIT_S", 2.0)
+    (tmp_path / ".grpo").mkdir()
+    record(tmp_path, StackProcess(PREFECT, ours.pid, ProcessIdentity.of(ours.pid).born))
+    stack = Stack(tmp_path)
+    with pytest.raises(UserError, match="the Prefect server did not answer"):
+        stack._wait_for(f"http://127.0.0.1:{other.server_port}/api/health", PREFECT)
+    ours.kill()
+    ours.wait()
+    other.shutdown()
 
 
 def test_a_process_that_ends_at_once_is_started_less_and_less_often():
