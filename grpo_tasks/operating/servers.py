@@ -293,13 +293,17 @@ class Stack:
 
     def _listens(self, name: str, url: str) -> bool:
         """Whether the server that answers at `url` is ours: that of another folder may have taken the port meanwhile."""
-        port = urlsplit(url).port
-        with suppress(psutil.Error, StopIteration):
-            server = psutil.Process(next(each.pid for each in self._recorded() if each.name == name))
+        port, [recorded] = urlsplit(url).port, [each for each in self._recorded() if each.name == name]
+        try:
+            server = psutil.Process(recorded.pid)
             for process in (server, *server.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    if any(one.laddr.port == port for one in process.net_connections() if one.status == psutil.CONN_LISTEN):
-                        return True
+                if any(one.laddr.port == port for one in process.net_connections() if one.status == psutil.CONN_LISTEN):
+                    return True
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:
+            # Some systems hide who listens. Then the answer has to do.
+            return True
         return False
 
     @contextmanager
