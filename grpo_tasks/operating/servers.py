@@ -283,12 +283,13 @@ class Stack:
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             self.check()
-            try:
-                with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - our own address on the loopback
-                    if answer.status == 200 and self._listens(name, url):
-                        return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.3)
+            with (
+                suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(url, timeout=2) as answer,  # noqa: S310 - our own address on the loopback
+            ):
+                if answer.status == 200 and self._listens(name, url):
+                    return
+            time.sleep(0.3)
         raise UserError(f"the {name} did not answer within {START_LIMIT_S:.0f} s", place=str(self._log(name)), fix="grpo doctor")
 
     def _listens(self, name: str, url: str) -> bool:
