@@ -2,9 +2,10 @@
 
     row        [ prompt 1 | prompt 2 | ... | completion 1 | completion 2 | ... ]
 
-A prompt attends to itself, causally. A completion attends to its prompt and, causally, to itself. In this room L counts the
-tokens of the row, H the query heads, K the key heads, and D the width of a head. There are P prompts, and N completions with an
-own part. The longest prompt has S tokens, the longest own part T.
+A prompt attends to itself, causally. A completion attends to its prompt and, causally, to itself. The common start of several
+completions is a part of their prompt here (policy/batch.py). In this room L counts the tokens of the row, H the query heads, K
+the key heads, and D the width of a head. There are P prompts, and N completions with an own part. The longest prompt has S
+tokens, the longest own part T.
 """
 
 from collections.abc import Sequence

@@ -155,6 +155,7 @@ def _assemble(
         [completion.token_ids for completion in completions],
         [rollout.prompt_of[index] for index in indices],
         device=device,
+        share_starts=True,
     )
     # L tokens, the longest completion of the update, are narrowed to T, the longest of this microbatch: padding is on the right.
     width = tokens.completion_ids.shape[1]

@@ -10,15 +10,19 @@ A completion's first token is predicted by the last token of its prompt. In trai
     prompt      a b c           context  a b        packed   a b c x y
     completion  x y z                                            | | |
                                                     predicts     x y z
+
+In training, completions of a prompt that begin alike continue one stem: the prompt with their common start (common_start.py). A
+token of that start is computed once, and its log-probability counts for each of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from grpo_tasks.policy.common_start import Branch, branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,54 +71,130 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """All tokens that pass through the model as one row: [all prompts | all completions without their last token].
+    """All tokens that pass through the model as one row: [all stems | all own parts].
 
-    A completion continues its own prompt, so the positions of its tokens count from the end of that prompt.
+    A stem is a prompt, with the common start of its completions where they share one. The own part of a completion is what
+    follows, without its last token, which predicts nothing. It continues its stem, so its positions count from the stem's end.
     """
 
     ids: Int[Tensor, "1 L"]
     positions: Int[Tensor, "1 L"]
-    prompt_lengths: Sequence[int]
-    """Tokens of the P prompts."""
+    stem_lengths: Sequence[int]
+    """Tokens of each stem."""
     own_lengths: Sequence[int]
-    """Tokens of the N completions in the row; 0 for a completion of one token, which its prompt predicts."""
-    prompt_of: Sequence[int]
-    """Prompt of each of the N completions, on the host."""
-    predictors: Int[Tensor, " M"]
-    """Place in the row of the token that predicts each completion token, completion by completion."""
-    targets: Int[Tensor, " M"]
-    """The completion tokens."""
+    """Tokens of the N own parts, in the order of the row; 0 for a completion that its stem predicts completely."""
+    stem_of: Sequence[int]
+    """Stem of each own part, on the host."""
+    predictors: Int[Tensor, " U"]
+    """Places in the row whose hidden state predicts a token."""
+    targets: Int[Tensor, " U"]
+    """The predicted tokens."""
+    scores_of: Int[Tensor, " M"] | None
+    """Which of the U predictions is that of each completion token, completion by completion; None: each has its own, in order."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """The row while it is put together, on the host."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    stem_lengths: list[int] = field(default_factory=list)
+    own_lengths: list[int] = field(default_factory=list)
+    stem_of: list[int] = field(default_factory=list)
+
+    def add_stem(self, tokens: Sequence[int]) -> int:
+        """The place of its first token."""
+        place = len(self.ids)
+        self.ids += tokens
+        self.positions += range(len(tokens))
+        self.stem_lengths.append(len(tokens))
+        return place
+
+    def add_own(self, tokens: Sequence[int], stem: int) -> int:
+        """The place of its first token."""
+        place, begin = len(self.ids), self.stem_lengths[stem]
+        self.ids += tokens
+        self.positions += range(begin, begin + len(tokens))
+        self.own_lengths.append(len(tokens))
+        self.stem_of.append(stem)
+        return place
 
 
 def _packed(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of: Sequence[int], device: torch.device
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    prompt_of: Sequence[int],
+    device: torch.device,
+    *,
+    share_starts: bool,
 ) -> PackedTokens:
     # Made on the host and moved once: a read of a mask on the device would make the host wait for it.
-    sizes = [len(prompt) for prompt in prompts]
-    ends = list(accumulate(sizes))
-    ids = [token for prompt in prompts for token in prompt]
-    positions = [position for size in sizes for position in range(size)]
-    predictors: list[int] = []
-    for completion, prompt in zip(completions, prompt_of, strict=True):
-        if not completion:
-            continue
-        # The prompt's last token predicts the first token, each other token the one after it.
-        predictors += [ends[prompt] - 1, *range(len(ids), len(ids) + len(completion) - 1)]
-        positions += range(sizes[prompt], sizes[prompt] + len(completion) - 1)
-        ids += completion[:-1]
+    row = _Row()
+    found = _divided(prompts, completions, prompt_of, share_starts=share_starts)
+    # The place of the last prompt token of each stem, which predicts the first token of its completions.
+    firsts = []
+    for prompt, branch in found:
+        start = completions[branch.members[0]][: branch.start]
+        firsts.append(row.add_stem([*prompts[prompt], *start]) + len(prompts[prompt]) - 1)
+    places: list[list[int]] = [[] for _ in completions]
+    for stem, (_, branch) in enumerate(found):
+        for index in branch.members:
+            size, first = len(completions[index]), firsts[stem]
+            own = row.add_own(completions[index][branch.start : -1], stem)
+            inside = min(size, branch.start + 1)  # tokens that the stem predicts
+            places[index] = [*range(first, first + inside), *range(own, own + size - inside)]
+    predictors = [place for each in places for place in each]
+    targets = [token for completion in completions for token in completion]
+    scores_of = None
+    if share_starts:
+        # The head is the most expensive layer of a small model: a token that several completions share passes through it once.
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(zip(predictors, targets, strict=True)))}
+        if len(numbers) < len(targets):
+            scores_of = [numbers[pair] for pair in zip(predictors, targets, strict=True)]
+            predictors, targets = ([*each] for each in zip(*numbers, strict=True))
     return PackedTokens(
-        ids=torch.tensor(ids, device=device)[None],
-        positions=torch.tensor(positions, device=device)[None],
-        prompt_lengths=sizes,
-        own_lengths=[max(0, len(completion) - 1) for completion in completions],
-        prompt_of=list(prompt_of),
-        predictors=torch.tensor(predictors, dtype=torch.long, device=device),
-        targets=torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=device),
+        ids=moved(torch.tensor(row.ids), device)[None],
+        positions=moved(torch.tensor(row.positions), device)[None],
+        stem_lengths=row.stem_lengths,
+        own_lengths=row.own_lengths,
+        stem_of=row.stem_of,
+        predictors=moved(torch.tensor(predictors, dtype=torch.long), device),
+        targets=moved(torch.tensor(targets, dtype=torch.long), device),
+        scores_of=None if scores_of is None else moved(torch.tensor(scores_of), device),
     )
 
 
+def _divided(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of: Sequence[int], *, share_starts: bool
+) -> list[tuple[int, Branch]]:
+    """Each prompt with its branches."""
+    members: list[list[int]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompt_of):
+        members[prompt].append(index)
+    if not share_starts:
+        return [(prompt, Branch(0, group)) for prompt, group in enumerate(members)]
+    return [
+        (prompt, Branch(branch.start, [group[member] for member in branch.members]))
+        for prompt, group in enumerate(members)
+        for branch in branches(len(prompts[prompt]), [completions[index] for index in group])
+    ]
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait for the copy, for which CUDA needs pinned memory."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def token_batch(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of: Sequence[int], *, device: torch.device
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    prompt_of: Sequence[int],
+    *,
+    device: torch.device,
+    share_starts: bool = False,
 ) -> TokenBatch:
     """Pad token ids into one batch.
 
@@ -123,6 +203,7 @@ def token_batch(
         completions: token ids of N completions.
         prompt_of: for each completion the index of its prompt in `prompts`.
         device: where the tensors are placed.
+        share_starts: compute the common start of the completions of a prompt once.
     """
     # The microbatch rarely has completions of every prompt; an unused prompt would be encoded for nothing.
     used = sorted(set(prompt_of))
@@ -131,12 +212,12 @@ def token_batch(
     prompt_ids, prompt_mask = pad([prompts[index] for index in used], left=False)
     completion_ids, completion_mask = pad(completions, left=False)
     return TokenBatch(
-        prompt_ids=prompt_ids.to(device),
-        prompt_mask=prompt_mask.to(device),
-        prompt_of=torch.tensor(rows, device=device),
-        completion_ids=completion_ids.to(device),
-        completion_mask=completion_mask.to(device),
-        packed=_packed([prompts[index] for index in used], completions, rows, device),
+        prompt_ids=moved(prompt_ids, device),
+        prompt_mask=moved(prompt_mask, device),
+        prompt_of=moved(torch.tensor(rows), device),
+        completion_ids=moved(completion_ids, device),
+        completion_mask=moved(completion_mask, device),
+        packed=_packed([prompts[index] for index in used], completions, rows, device, share_starts=share_starts),
     )
 
 

@@ -2,11 +2,12 @@
 
 Two layouts give the same numbers and gradients:
 
-    packed    one row [all prompts | all completions], without padding; completions attend to their prompt (attention/)
+    packed    one row [all stems | all own parts] (batch.py), without padding; own parts attend to their stem (attention/)
     plain     prompt and completion as one sequence, once per completion, padded on the right
 
-The G completions of a group share their prompt, so the plain layout computes it G times. The packed one saves that work, which
-dominates an update with long prompts, and computes no padding. The plain one is what every architecture can do.
+The G completions of a group share their prompt, and often their first tokens. The plain layout computes them G times. The packed
+one computes them once, which dominates an update with long prompts, and it computes no padding. The plain one is what every
+architecture can do.
 
 The language-model head works on chunks of tokens, so that the logits [tokens, vocabulary] of a whole batch never exist at once. A
 frozen head gives its gradient at once; one that is trained is recomputed in the backward pass (gradient checkpointing,
@@ -73,11 +74,20 @@ def completion_logprobs(
     Raises:
         UnsupportedError: the layout is "packed", and the model's attention has soft caps, sinks or dropout.
     """
-    hits = torch.zeros(len(batch.packed.targets), device=batch.packed.targets.device) if count_hits else None
+    packed = batch.packed
+    # The plain layout computes every completion token; the packed one may compute one for several completions.
+    targets = packed.targets if layout == "packed" else batch.completion_ids[batch.completion_mask]
+    hits = torch.zeros(len(targets), device=targets.device) if count_hits else None
     logps, entropies = forward_pass(
         model,
-        lambda: _scored(model, batch, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients, hits=hits),
+        lambda: _scored(
+            model, batch, targets, temperature=temperature, layout=layout, entropy_gradients=entropy_gradients, hits=hits
+        ),
     )
+    if layout == "packed" and packed.scores_of is not None:
+        # [U] -> [M]; the backward pass adds up what the completions ask of a shared token.
+        logps, entropies = logps.index_select(0, packed.scores_of), entropies.index_select(0, packed.scores_of)
+        hits = None if hits is None else hits.index_select(0, packed.scores_of)
     # The [M] scores of real tokens return to their cells of [N, T], row by row. Padding becomes exactly 0, so that sums over T
     # need no mask.
     mask = batch.completion_mask
@@ -92,19 +102,20 @@ def completion_logprobs(
 def _scored(
     model: CausalLM,
     batch: TokenBatch,
+    targets: Int[Tensor, " M"],
     *,
     temperature: float,
     layout: Layout,
     entropy_gradients: bool,
     hits: Float[Tensor, " M"] | None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    # Only the M tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
+    # Only the tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
     hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
     causal = causal_model(model)
     return score_tokens(
         causal.get_output_embeddings(),
         hidden,
-        batch.packed.targets,
+        targets,
         temperature=temperature,
         softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
@@ -124,7 +135,7 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
 
 def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
     packed = batch.packed
-    row = PackedRow(packed.prompt_lengths, packed.own_lengths, packed.prompt_of, packed.ids.device)
+    row = PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, packed.ids.device)
     use_shared_prompts(causal_model(model))
     out = _decoder(model)(
         input_ids=packed.ids,

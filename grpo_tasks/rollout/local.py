@@ -140,7 +140,7 @@ class SharedPromptState:
 
     def __init__(self, model: CausalLM, prompts: TokenBatch, *, fused: FusedDecoder | None = None) -> None:
         cache = encode_context(model, prompts)
-        lengths = [length - 1 for length in prompts.packed.prompt_lengths]
+        lengths = [length - 1 for length in prompts.packed.stem_lengths]
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         self._model, self._fused = model, fused
         self.cache = DecodingCache(keys, values, lengths, prompts.prompt_of.tolist())

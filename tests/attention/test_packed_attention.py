@@ -48,7 +48,11 @@ BATCHES = {
     "single tokens": ((4, 1), (1, 1, 1), [0, 1, 1]),
     "a prompt of one token": ((1, 6), (4, 2, 5), [0, 0, 1]),
     "groups of different sizes": ((6, 6, 6), (4, 4, 4, 4), [1, 1, 1, 2]),
+    "late branches": ((9, 4), (14, 11, 10, 13, 12, 5, 12), [0, 0, 0, 1, 1, 1, 1]),
 }
+LATE = "late branches"
+SAME_START = {1: (0, 9), 2: (0, 4), 4: (3, 11), 5: (3, 5), 6: (3, 12)}
+"""How the completions of the late branches begin: like which other one, for how many tokens."""
 
 
 def model_of(config):
@@ -70,7 +74,11 @@ def make_batch(kind):
         return torch.randint(1, 300, (length,), generator=generator).tolist()
 
     prompts, completions = [ids(length) for length in prompts], [ids(length) for length in completions]
-    return prompts, completions, token_batch(prompts, completions, prompt_of, device=torch.device("cpu"))
+    if kind == LATE:
+        for index, (other, length) in SAME_START.items():
+            completions[index][:length] = completions[other][:length]
+    batch = token_batch(prompts, completions, prompt_of, device=torch.device("cpu"), share_starts=kind == LATE)
+    return prompts, completions, batch
 
 
 def one_by_one(model, prompts, completions, prompt_of):
@@ -111,6 +119,17 @@ def test_every_architecture_scores_as_one_completion_at_a_time(name, layout):
     model = model_of(MODELS[name])
     batch, wanted = wanted_of(model, "mixed lengths")
     assert_same(results(model, batch, layout), wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_completions_that_branch_late_are_computed_once_up_to_there(name):
+    model = model_of(MODELS[name])
+    batch, wanted = wanted_of(model, LATE)
+    prompts, completions, prompt_of = BATCHES[LATE]
+    apart = sum(prompts) + sum(completions) - len(prompt_of)
+    # Of the first group, 4 tokens are saved twice. The second one shares 11, and two completions have nothing else to compute.
+    assert apart - batch.packed.ids.shape[1] == 2 * 4 + 3 * 4 + 2 * 7
+    assert_same(results(model, batch, "packed"), wanted)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -195,7 +214,7 @@ def test_soft_caps_are_refused_by_name():
 
 def row_of(batch, device="cpu"):
     packed = batch.packed
-    return PackedRow(packed.prompt_lengths, packed.own_lengths, packed.prompt_of, torch.device(device))
+    return PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, torch.device(device))
 
 
 def test_varlen_attention_gets_each_prompt_once_and_for_each_completion_its_prompt_and_itself():

@@ -102,3 +102,11 @@ def test_a_rank_with_fewer_microbatches_fills_up_with_idle_ones():
     _, found = split([3, 5, 4, 2], [2, 2], {0, 1}, same_count=True, others=2)
     assert [each.idle for each in found] == [True, True]
     assert [list(each.indices) for each in found] == [[3], [3]]  # the shortest completion
+
+
+def test_completions_of_a_prompt_that_begin_alike_are_computed_once_up_to_there():
+    # Each completion is 0, 1, 2, ...: the shorter one is the start of the longer one, and nothing of it is left to compute.
+    _, (microbatch,) = split([6, 9], [4])
+
+    assert microbatch.tokens.packed.ids.shape == (1, 4 + 8)
+    assert microbatch.weights.shape == (2, 9)

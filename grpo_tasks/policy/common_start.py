@@ -1,0 +1,99 @@
+"""Which completions of a prompt begin alike, so that their common start is computed once.
+
+Conversations of a group often agree in their first turns and branch late. Completions that begin with the same tokens continue
+one stem, the prompt with that common start:
+
+    completion 1   a b c x          stem  [prompt | a b]    own parts  c x | c y | d
+    completion 2   a b c y    -->
+    completion 3   a b d            (two stems where repeating the prompt costs less than repeating a longer common start)
+
+Knows token ids only. policy/batch.py places them in a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+MAX_LEVELS = 32
+"""How often a branch is looked into for further ones; conversations rarely branch more often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Completions that continue one stem."""
+
+    start: int
+    """Tokens that all of them begin with, and that belong to the stem."""
+    members: Sequence[int]
+    """Their indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """A part of the completions, divided."""
+
+    tokens: int
+    """Tokens that are computed for it, those of its stems included."""
+    branches: Sequence[Branch] = ()
+    above: Sequence[int] = ()
+    """Members that continue the stem above."""
+
+
+def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[Branch]:
+    """The division of the completions of one prompt with which the fewest tokens are computed.
+
+    Args:
+        prompt_tokens: tokens of the prompt; each branch computes them.
+        completions: token ids of each completion; at least one.
+    """
+    # The last token predicts nothing, so it is not computed and need not be shared.
+    texts = [list(completion[:-1]) for completion in completions]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    ordered = [texts[index] for index in order]
+
+    @cache
+    def divided(first: int, end: int, above: int | None, level: int) -> _Division:
+        """The best division of these places of the order, below a stem with `above` tokens of their start, if there is one."""
+        start = _common_start(ordered[first:end])
+        parts = _parts(ordered, first, end, start) if level < MAX_LEVELS else []
+        members = [] if len(parts) > 1 else order[first:end]
+
+        def below(depth: int) -> _Division:
+            own = sum(max(0, len(texts[member]) - depth) for member in members)
+            found = [divided(*part, depth, level + 1) for part in parts] if len(parts) > 1 else []
+            return _joined([_Division(own, above=members), *found])
+
+        inner = below(start)
+        with_stem = _Division(prompt_tokens + start + inner.tokens, [Branch(start, sorted(inner.above)), *inner.branches])
+        if above is None:
+            apart = _joined([divided(*part, None, level + 1) for part in parts]) if len(parts) > 1 else with_stem
+            return min(with_stem, apart, key=lambda division: division.tokens)
+        return min(below(above), with_stem, key=lambda division: division.tokens)
+
+    # A stem that nothing continues is the cheaper choice only by its absence, so none is empty.
+    return list(divided(0, len(order), None, 0).branches)
+
+
+def _parts(ordered: Sequence[Sequence[int]], first: int, end: int, start: int) -> list[tuple[int, int]]:
+    """Neighbouring places whose texts have the same token behind the common start."""
+    # A text that ends within the start costs nothing, whatever it is put with.
+    after = [text[start] if len(text) > start else None for text in ordered[first:end]]
+    cuts = [place for place, (one, other) in enumerate(pairwise(after), 1) if one is not None and one != other]
+    return list(pairwise([first, *(first + cut for cut in cuts), end]))
+
+
+def _joined(divisions: Sequence[_Division]) -> _Division:
+    return _Division(
+        sum(division.tokens for division in divisions),
+        [branch for division in divisions for branch in division.branches],
+        [member for division in divisions for member in division.above],
+    )
+
+
+def _common_start(ordered: Sequence[Sequence[int]]) -> int:
+    """Tokens with which all texts begin as far as they go; a text that another one continues adds no limit."""
+    open_ended = [one for one, following in pairwise(ordered) if one != following[: len(one)]] + [ordered[-1]]
+    # Where any two differ, the first and the last one in the order of texts differ too.
+    first, last = open_ended[0], open_ended[-1]
+    return next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(last))
