@@ -135,7 +135,8 @@ def _packed(
     # The place of the last prompt token of each stem, which predicts the first token of its completions.
     firsts = []
     for prompt, branch in found:
-        start = completions[branch.members[0]][: branch.start]
+        # A shorter one may end within the common start.
+        start = max((completions[index] for index in branch.members), key=len)[: branch.start]
         firsts.append(row.add_stem([*prompts[prompt], *start]) + len(prompts[prompt]) - 1)
     places: list[list[int]] = [[] for _ in completions]
     for stem, (_, branch) in enumerate(found):
