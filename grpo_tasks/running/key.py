@@ -128,8 +128,8 @@ def _contents(value: BaseModel) -> str:
         if path.exists():
             return path_sha256(path)
         # A version of the registry is named by its number; the hub knows nothing of it.
-        is_hub_id = isinstance(value, ModelConfig) and not value.path.startswith("models:/")
-        return hub_commit(value.path, value.revision) if is_hub_id else ""
+        named = isinstance(value, DataSource) or value.path.startswith("models:/")
+        return "" if named else hub_commit(value.path, value.revision)
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
     if isinstance(value, JudgeConfig | DemonstrationsConfig | InteractionConfig):
