@@ -65,7 +65,7 @@ def what_was_asked() -> Asked | None:
     if not was_suspended():
         return None
     try:
-        return Asked.load(Path(read_flow_run_input(_ASKED)))
+        return Asked.load(Path(str(read_flow_run_input(_ASKED))))
     except (OSError, TypeError, ValueError):
         run_logger().warning("what this run was suspended with cannot be read; it goes on with its parameters as they are now")
         return None

@@ -1,6 +1,7 @@
 """Everything that can be started from the Prefect UI: each deployment with its queue, defaults, schedules and triggers.
 
-`grpo deployments` writes deploy/prefect.yaml from this file. `prefect deploy --all` applies it, and `grpo up` calls that.
+`grpo deployments` writes deploy/prefect.yaml from this file. `grpo up` applies it, and keeps what users changed on the server
+(grpo_tasks/operating/deploying). That concerns the parameters in this file, so a deployment without a form of its own names all.
 """
 
 from collections.abc import Mapping
@@ -96,7 +97,7 @@ def deployments() -> list[Deployment]:
             "preset",
             "flows.single.preset_flow",
             "Recommended. The whole pipeline from a preset or a YAML file, with a few settings changed: a form of three fields.",
-            {"source": "demo", "overrides": []},
+            {"source": "demo", "overrides": [], "fresh": False},
         ),
         *(
             Deployment(
@@ -129,7 +130,15 @@ def deployments() -> list[Deployment]:
             "sweep",
             "flows.sweeps.flow.sweep_flow",
             "Train every combination of the values of some settings, prune what lags behind, and compare.",
-            {"source": "demo", "over": ["stages.0.learning_rate=1e-3,3e-4"], "seeds": 1, "overrides": []},
+            {
+                "source": "demo",
+                "over": ["stages.0.learning_rate=1e-3,3e-4"],
+                "seeds": 1,
+                "overrides": [],
+                "parallel": 1,
+                "prune": True,
+                "min_siblings": 2,
+            },
         ),
         Deployment(
             "retrain",
@@ -143,7 +152,7 @@ def deployments() -> list[Deployment]:
             "watch-data",
             "flows.retrain.watch_data_flow",
             "Check the data files, and send the event that starts a retraining if they have changed.",
-            {"source": "demo"},
+            {"source": "demo", "overrides": []},
             schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
         ),
     ]
