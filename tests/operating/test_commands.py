@@ -5,6 +5,7 @@ import socket
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
 from prefect.utilities.importtools import import_object
@@ -14,6 +15,7 @@ from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
+from grpo_tasks.operating.doctor import _mlflow
 from grpo_tasks.operating.postgres import database_url
 from grpo_tasks.operating.servers import Stack
 from schemas.errors import UserError
@@ -90,3 +92,22 @@ def test_the_failure_of_every_deployment_is_reported_and_every_flow_of_ours_is_f
 def ours(name):
     """What an event of a run says about its flow."""
     return {"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow", "prefect.resource.name": name}
+
+
+def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_server(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    [absent] = _mlflow()
+    assert absent.ok
+    assert "the first run creates" in absent.detail
+    assert list(tmp_path.iterdir()) == [], "asking creates nothing"
+    (tmp_path / "mlflow.db").write_text("this is no database, and long enough that SQLite reads its header" * 20)
+    [damaged] = _mlflow()
+    assert not damaged.ok
+    (tmp_path / "mlflow.db").unlink()
+    MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").create_experiment("one")
+    (tmp_path / "mlruns").mkdir(exist_ok=True)
+    database, artifacts = _mlflow()
+    assert database.ok
+    assert "it has 2 experiments" in database.detail, "MLflow's own default and ours"
+    assert artifacts.ok
