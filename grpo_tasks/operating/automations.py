@@ -84,25 +84,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             trigger=EventTrigger(expect={"grpo.champion.changed"}, posture=Posture.Reactive, threshold=1),
             actions=[notify],
         ),
-        AutomationCore(
-            name="grpo: a version waits for approval",
-            description="A version passed its tests, and a person has to decide about it.",
-            trigger=EventTrigger(expect={"grpo.approval.requested"}, posture=Posture.Reactive, threshold=1),
-            actions=[notify],
-        ),
-        AutomationCore(
-            name="grpo: a version has waited a day for approval",
-            description="A version passed its tests, and nobody has decided about it for a day.",
-            trigger=EventTrigger(
-                after={"grpo.approval.requested"},
-                expect={"grpo.approval.decided"},
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=REMINDER,
-            ),
-            actions=[notify],
-        ),
+        *_about_approvals(notify),
         *(_paused_after_failures(name) for name in SCHEDULED),
         AutomationCore(
             name="grpo: a run has vanished",
@@ -124,6 +106,30 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
 
 
 _VANISHED = "no sign of life: its worker or its machine has gone; the same run started again continues with what is left"
+
+
+def _about_approvals(notify: ActionTypes) -> list[AutomationCore]:
+    return [
+        AutomationCore(
+            name="grpo: a version waits for approval",
+            description="A version passed its tests, and a person has to decide about it.",
+            trigger=EventTrigger(expect={"grpo.approval.requested"}, posture=Posture.Reactive, threshold=1),
+            actions=[notify],
+        ),
+        AutomationCore(
+            name="grpo: a version has waited a day for approval",
+            description="A version passed its tests, and nobody has decided about it for a day.",
+            trigger=EventTrigger(
+                after={"grpo.approval.requested"},
+                expect={"grpo.approval.decided"},
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=REMINDER,
+            ),
+            actions=[notify],
+        ),
+    ]
 
 
 def _paused_after_failures(deployment: str) -> AutomationCore:
