@@ -8,6 +8,7 @@ A run without a deployment cannot be started again by a worker. It ends with the
 
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
@@ -15,8 +16,9 @@ from prefect import suspend_flow_run
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.input import RunInput
+from prefect.input.actions import create_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
@@ -27,11 +29,15 @@ from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
+from schemas.results.base import Result
+from schemas.results.model import ModelRef
 from schemas.results.publication import Approval, Publication
 from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 """Events of the version grpo.model.NAME.VERSION."""
+_ASKED = "grpo-asked"
+"""Key under which Prefect keeps the name of the file with what a suspended run goes on with."""
 _SIGNS, _BETWEEN_SIGNS_S = 5, 0.5
 
 
@@ -43,16 +49,49 @@ class Verdict(RunInput):
     note: str = Field("", max_length=2_000, description="Why, for the record.")
 
 
+class Asked(Result):
+    """What a suspended run goes on with. Its parameters name files and aliases that may change while a person decides."""
+
+    config: RunConfig
+    """With the base model as it was found."""
+    adapter: ModelRef | None = None
+    """The adapter that `publish` was asked to merge."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Of the version that waits."""
+
+
+def what_was_asked() -> Asked | None:
+    """What this run was suspended with; None when it never was."""
+    if not was_suspended():
+        return None
+    try:
+        return Asked.load(Path(str(read_flow_run_input(_ASKED))))
+    except (OSError, TypeError, ValueError):
+        run_logger().warning("what this run was suspended with cannot be read; it goes on with its parameters as they are now")
+        return None
+
+
+def _keep(asked: Asked) -> None:
+    """Write it beside the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
+    folder = asked.config.resources.output_dir.resolve() / asked.config.name / ".asked"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{flow_run.id}.json"
+    asked.save(file)
+    # There is one already when the run failed after this line and was started again: with the same name.
+    with suppress(PrefectHTTPStatusError):
+        create_flow_run_input(_ASKED, str(file))
+
+
 def was_suspended() -> bool:
     """Whether the run was suspended before. Then everything is computed, also where every step was to run again."""
     return bool(_questions())
 
 
-def ask_for_approval(config: RunConfig, publication: Publication, headline: str, comparison: str) -> bool:
+def ask_for_approval(asked: Asked, publication: Publication, headline: str, comparison: str) -> bool:
     """Suspend the run until a person has decided about its version, and record the decision.
 
     Args:
-        config: its `promotion.approval_hours` limit the wait.
+        asked: what the run goes on with afterwards; its `promotion.approval_hours` limit the wait.
         publication: of a version that waits for approval.
         headline: what lists of runs say meanwhile.
         comparison: description of the form, in Markdown.
@@ -60,7 +99,7 @@ def ask_for_approval(config: RunConfig, publication: Publication, headline: str,
     Returns:
         Whether the decision has to be made again or recorded. False: this run cannot ask anybody.
     """
-    name = f"{publication.model_name}/{publication.model_version}"
+    config, name = asked.config, f"{publication.model_name}/{publication.model_version}"
     if deployment.id is None or flow_run.parent_flow_run_id is not None:
         run_logger().info("%s waits for approval: grpo promote %s, or grpo promote %s --reject", name, name, name)
         return False
@@ -70,6 +109,8 @@ def ask_for_approval(config: RunConfig, publication: Publication, headline: str,
     key = f"approval-{publication.model_version}-{pending.champion if pending else ''}"
     if key not in _questions():
         send_event(REQUESTED, resource, payload)
+    if not was_suspended():
+        _keep(asked)
     seconds = max(1, round(3600 * config.promotion.approval_hours))
     try:
         verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)

@@ -1,6 +1,7 @@
 """Everything that can be started from the Prefect UI: each deployment with its queue, defaults, schedules and triggers.
 
-`grpo deployments` writes deploy/prefect.yaml from this file. `prefect deploy --all` applies it, and `grpo up` calls that.
+`grpo deployments` writes deploy/prefect.yaml from this file. `grpo up` applies it, and keeps what users changed on the server
+(grpo_tasks/operating/deploying). That concerns the parameters in this file, so a deployment without a form of its own names all.
 """
 
 from collections.abc import Mapping
@@ -90,13 +91,12 @@ class Deployment:
 
 def deployments() -> list[Deployment]:
     """All deployments. The form of a pipeline is filled in with a preset, so there is one deployment for each preset."""
-    demo = {"config": _preset("demo")}
     return [
         Deployment(
             "preset",
             "flows.single.preset_flow",
             "Recommended. The whole pipeline from a preset or a YAML file, with a few settings changed: a form of three fields.",
-            {"source": "demo", "overrides": []},
+            {"source": "demo", "overrides": [], "fresh": False},
         ),
         *(
             Deployment(
@@ -109,6 +109,42 @@ def deployments() -> list[Deployment]:
             )
             for name, queue in _PIPELINES.items()
         ),
+        *_single_steps(),
+        Deployment(
+            "sweep",
+            "flows.sweeps.flow.sweep_flow",
+            "Train every combination of the values of some settings, prune what lags behind, and compare.",
+            {
+                "source": "demo",
+                "over": ["stages.0.learning_rate=1e-3,3e-4"],
+                "seeds": 1,
+                "overrides": [],
+                "parallel": 1,
+                "prune": True,
+                "min_siblings": 2,
+            },
+        ),
+        Deployment(
+            "retrain",
+            "flows.retrain.retrain_flow",
+            "Train again if data, code or config have changed since the last version, then decide on the champion.",
+            {"source": "demo", "overrides": [], "start_from": "base", "force": False},
+            schedules=(NIGHTLY, WEEKLY),
+            triggers=(ON_NEW_DATA, AFTER_VALIDATION),
+        ),
+        Deployment(
+            "watch-data",
+            "flows.retrain.watch_data_flow",
+            "Check the data files, and send the event that starts a retraining if they have changed.",
+            {"source": "demo", "overrides": []},
+            schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
+        ),
+    ]
+
+
+def _single_steps() -> list[Deployment]:
+    demo = {"config": _preset("demo")}
+    return [
         Deployment("validate", "flows.single.validate_flow", "Read the data and check every row.", demo),
         Deployment("rewards", "flows.single.rewards_flow", "The reward lab: test every reward, without any training.", demo),
         Deployment("train", "flows.single.train_flow", "Train a single stage.", demo | {"stage": "format"}, "gpu"),
@@ -124,27 +160,6 @@ def deployments() -> list[Deployment]:
             "flows.single.evaluate_flow",
             "Evaluate any model: a registered model, a folder, an adapter or a hub id.",
             demo | {"model": "models:/grpo-demo@champion"},
-        ),
-        Deployment(
-            "sweep",
-            "flows.sweeps.flow.sweep_flow",
-            "Train every combination of the values of some settings, prune what lags behind, and compare.",
-            {"source": "demo", "over": ["stages.0.learning_rate=1e-3,3e-4"], "seeds": 1, "overrides": []},
-        ),
-        Deployment(
-            "retrain",
-            "flows.retrain.retrain_flow",
-            "Train again if data, code or config have changed since the last version, then decide on the champion.",
-            {"source": "demo", "overrides": [], "start_from": "base", "force": False},
-            schedules=(NIGHTLY, WEEKLY),
-            triggers=(ON_NEW_DATA, AFTER_VALIDATION),
-        ),
-        Deployment(
-            "watch-data",
-            "flows.retrain.watch_data_flow",
-            "Check the data files, and send the event that starts a retraining if they have changed.",
-            {"source": "demo"},
-            schedules=({"interval": 300, "slug": "every-five-minutes", "active": False},),
         ),
     ]
 

@@ -146,3 +146,18 @@ def with_local_model(config: RunConfig) -> RunConfig:
     if found is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": found.path, "revision": None})})
+
+
+def with_pinned_model(config: RunConfig) -> RunConfig:
+    """The config with `model.path` set to the version that an alias or a bare name stands for now, if it is a registered model.
+
+    An alias moves. What is hashed, compared or trained later must be the version that was found first.
+    """
+    name = config.model.path
+    if not _is_registered(name, config.tracking):
+        return config
+    from grpo_tasks.tracking.registry import PREFIX, find_version
+
+    version = find_version(name, config.tracking)
+    pinned = f"{PREFIX}{version.name}/{version.version}"
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": pinned})})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flows.approval import ask_for_approval, was_suspended
+from flows.approval import Asked, ask_for_approval, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import with_local_model
 from flows.steps import (
@@ -49,21 +49,22 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
     """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started.
 
     Args:
-        config: the configuration.
+        config: the configuration. A run that was suspended goes on with the one that it was suspended with.
         fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
         tags: further tags of the registered version.
     """
-    config = with_local_model(config)
+    asked = what_was_asked() or Asked(config=with_local_model(config), tags=dict(tags or {}))
+    config = asked.config
     with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
         # Now, because the fork server is idle while the data is read.
         prepare_publishing()
         check_champion(config.registered_model, config.tracking)
         trained = train_and_evaluate(run)
-        made = _published(run, trained, tags or {})
+        made = _published(run, trained, asked.tags)
     # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
-    while made.publication.awaits_approval and ask_for_approval(config, made.publication, made.headline(), made.comparison()):
+    while made.publication.awaits_approval and ask_for_approval(asked, made.publication, made.headline(), made.comparison()):
         with open_flow_run(config, flow="pipeline") as run:
-            made = _published(run, trained, tags or {})
+            made = _published(run, trained, asked.tags)
     return made
 
 

@@ -1,20 +1,24 @@
 """Retraining: does nothing if nothing has changed; otherwise trains, compares and decides. Also the watch for new data."""
 
+import hashlib
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.events import emit_event
+from prefect.client.orchestration import get_client
+from prefect.events import Event, RelatedResource, Resource
 from prefect.variables import Variable
 
 from flows import one_step
-from flows.approval import was_suspended
+from flows.approval import was_suspended, what_was_asked
 from flows.flow_run import pipeline_key
+from flows.model_names import with_pinned_model
 from flows.pipeline import run_pipeline
 from flows.preflight import check_inputs, check_working_directory
 from flows.temporary_server import locked_flow
 from grpo_tasks.running.key import content_key
+from grpo_tasks.running.orchestrator import flow_run_id
 from grpo_tasks.running.slot_names import RETRAINING
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
@@ -23,7 +27,7 @@ from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.paths import is_local
-from schemas.results.publication import RetrainResult
+from schemas.results.publication import PipelineResult, RetrainResult
 
 DATA_CHANGED = "grpo.data.changed"
 
@@ -46,10 +50,12 @@ def retrain_flow(
         force: train even if nothing has changed.
     """
     check_working_directory()
-    config = load_config(source, overrides)
+    asked = what_was_asked()
+    # An alias as base: its version, because another version behind it is a change as well.
+    config = asked.config if asked else with_pinned_model(load_config(source, overrides))
     # A schedule and an event may start it at the same time. The second run waits here, and then finds the result of the first.
     with hold(_limit_of(config)):
-        return _retrain(config, start_from, force)
+        return _report(config, _resumed(config, force) if asked else _retrain(config, start_from, force))
 
 
 def _limit_of(config: RunConfig) -> str:
@@ -60,13 +66,20 @@ def _limit_of(config: RunConfig) -> str:
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
-    # A run that was suspended for approval finds its own version here, and goes on with it.
+    # A run that an earlier release has suspended for approval finds its own version here, and goes on with it.
     if known is not None and not force and not was_suspended():
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
-        return _report(config, RetrainResult(trained=False, reason=reason))
-    made = run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of)
-    result = RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
-    return _report(config, result)
+        return RetrainResult(trained=False, reason=reason)
+    return _result(run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of))
+
+
+def _resumed(config: RunConfig, force: bool) -> RetrainResult:
+    """Go on with the version that a person was asked about, whatever has become champion or base meanwhile."""
+    return _result(run_pipeline(config, fresh=force))
+
+
+def _result(made: PipelineResult) -> RetrainResult:
+    return RetrainResult(trained=True, reason=made.publication.reason, publication=made.publication, summary=made.headline())
 
 
 def _hub_digest(config: RunConfig) -> dict[str, str]:
@@ -101,16 +114,32 @@ def watch_data_flow(source: str = "demo", overrides: list[str] | None = None) ->
     config = load_config(source, overrides)
     check_inputs(config)
     digest = content_key("watch", (), {"data": config.data})
-    name = "grpo_data_" + "".join(letter if letter.isalnum() else "_" for letter in config.name.lower())
+    name = variable_of(config.name)
     before = Variable.get(name)
     if before == digest:
         get_run_logger().info("the data of %s has not changed", config.name)
         return False
-    Variable.set(name, digest, overwrite=True)
-    if before is None:
+    if before is not None:
+        get_run_logger().info("the data of %s has changed", config.name)
+        # Before the variable is set: after a kill between the two, the event is sent twice, and `retrain` finds nothing to do.
+        _send_data_changed(config.name, {"source": source, "overrides": overrides or [], "digest": digest})
+    else:
         get_run_logger().info("first check of the data of %s", config.name)
-        return False
-    get_run_logger().info("the data of %s has changed", config.name)
-    payload = {"source": source, "overrides": overrides or [], "digest": digest}
-    emit_event(event=DATA_CHANGED, resource={"prefect.resource.id": f"grpo.data.{config.name}"}, payload=payload)
-    return True
+    Variable.set(name, digest, overwrite=True)
+    return before is not None
+
+
+def variable_of(config_name: str) -> str:
+    """The variable that holds the digest of a config's data. Prefect allows lower-case letters, digits and underscores."""
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in config_name.lower())
+    # Names that differ in other characters only, such as a-b and a_b, have variables of their own.
+    return f"grpo_data_{plain}" + ("" if plain == config_name else f"_{hashlib.sha256(config_name.encode()).hexdigest()[:8]}")
+
+
+def _send_data_changed(config_name: str, payload: dict[str, Any]) -> None:
+    """Send the event and wait until the server has it. `emit_event` only puts it into a queue, which a kill would lose."""
+    resource = Resource({"prefect.resource.id": f"grpo.data.{config_name}"})
+    run = {"prefect.resource.id": f"prefect.flow-run.{flow_run_id()}", "prefect.resource.role": "flow-run"}
+    event = Event(event=DATA_CHANGED, resource=resource, related=[RelatedResource(run)], payload=payload)
+    with get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()

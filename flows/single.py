@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flows import one_step
-from flows.approval import ask_for_approval, was_suspended
+from flows.approval import Asked, ask_for_approval, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import run_pipeline
@@ -100,15 +100,19 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         config: the configuration. Fields that are rarely changed are folded away.
         fresh: run every step again, even if its inputs have not changed.
     """
-    config = with_local_model(config)
-    ref = adapter_model(adapter, config)
+    asked = what_was_asked()
+    if asked is None:
+        config = with_local_model(config)
+        asked = Asked(config=config, adapter=adapter_model(adapter, config))
+    config, ref = asked.config, asked.adapter
+    assert ref is not None, "this flow was asked to merge one"
     with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
         data, guards = validated_data(run), checked_guards(run)
         base = evaluation_of(run, "base", base_model(config), data)
         merged = merged_model(run, ref, data)
         final = evaluation_of(run, "merged", merged.model, data)
         made = _published(run, merged, final, base, data, guards)
-    while made.awaits_approval and ask_for_approval(config, made, made.headline(), made.headline()):
+    while made.awaits_approval and ask_for_approval(asked, made, made.headline(), made.headline()):
         with open_flow_run(config, flow="publish") as run:
             made = _published(run, merged, final, base, data, guards)
     return made
@@ -135,4 +139,5 @@ def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh:
         fresh: run every step again, even if its inputs have not changed.
     """
     check_working_directory()
-    return run_pipeline(load_config(source, overrides), fresh)
+    asked = what_was_asked()
+    return run_pipeline(asked.config if asked else load_config(source, overrides), fresh)

@@ -1,10 +1,12 @@
 """A sweep as a flow: one run for each combination of values and each seed, pruned by held-out reward."""
 
 import hashlib
+from dataclasses import replace
 
 from prefect.client.orchestration import get_client
 
 from flows.flow_run import state_in_prefect
+from flows.model_names import with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
 from flows.sweeps.supervise import Options, Supervisor, keys_of
 from flows.temporary_server import locked_flow
@@ -12,6 +14,8 @@ from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url
 from grpo_tasks.sweeping.grid import Grid, make_grid
 from grpo_tasks.tracking.shown.sweep import SweepRun
+from schemas.config.model import ModelConfig
+from schemas.config.run import RunConfig
 from schemas.errors import hidden_errors
 from schemas.results.sweep import SweepResult
 
@@ -60,6 +64,7 @@ def check_grid(grid: Grid) -> None:
 def run_sweep(grid: Grid, options: Options) -> SweepResult:
     """Run a sweep in the flow run of the caller; the same sweep again continues where it was interrupted."""
     check_output(grid.base)
+    grid = pinned(grid)
     keys = keys_of(grid)
     key = hashlib.sha256("\n".join(keys[number] for number in sorted(keys)).encode()).hexdigest()
     output = grid.base.resources.output_dir / grid.base.name
@@ -77,6 +82,19 @@ def run_sweep(grid: Grid, options: Options) -> SweepResult:
         known = {"prefect.flow_run_id": run_id, "prefect.flow_run_url": flow_run_url()}
         tracked = SweepRun(grid, key=key, flow={name: value for name, value in known.items() if value})
         return _supervised(Supervisor(grid, key, folder, tracked, options, _prefect_api(), keys))
+
+
+def pinned(grid: Grid) -> Grid:
+    """The grid with the version behind each alias that a run starts from: another version behind it makes other runs."""
+    found: dict[str, ModelConfig] = {}
+
+    def pin(config: RunConfig) -> RunConfig:
+        path = config.model.path
+        if path not in found:
+            found[path] = with_pinned_model(config).model
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": found[path].path})})
+
+    return replace(grid, variants=tuple(replace(variant, config=pin(variant.config)) for variant in grid.variants))
 
 
 def _supervised(supervisor: Supervisor) -> SweepResult:

@@ -16,6 +16,7 @@ from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
+from grpo_tasks.operating.automations import PRUNED
 from grpo_tasks.processes.entry import RESULT
 from schemas.errors import PrunedError, UserError
 from schemas.results.sweep import VariantEnd, VariantSpec
@@ -49,7 +50,7 @@ def variant_flow(spec: VariantSpec) -> Any:
             merged = train_and_evaluate(run).evaluations[-1]
     except PrunedError as error:
         end = ended(state="pruned", reason=f"{error.place}: {error.message.removeprefix('pruned ')}")
-        return Completed(name="Pruned", message=end.headline(), data=end)
+        return Completed(name=PRUNED, message=end.headline(), data=end)
     except UserError as error:
         ended(state="failed", reason=error.message.partition("\n")[0])
         raise

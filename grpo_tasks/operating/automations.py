@@ -1,7 +1,7 @@
 """`python -m grpo_tasks.operating.automations`: what the Prefect server does by itself when something happens to a run.
 
     a run fails or crashes, a guard fires, the champion changes,
-    a version waits a day for approval                            ->  a notification, if there is a block `grpo-notify`
+    a version waits for approval, and still does after a day      ->  a notification, if there is a block `grpo-notify`
     a scheduled deployment fails three times within a week        ->  its schedules are paused
     a run sends no sign of life for ten minutes                   ->  it becomes Crashed
 
@@ -25,14 +25,19 @@ NOTIFY = "grpo-notify"
 FLOWS = (
     "grpo-pipeline",
     "grpo-preset",
-    "grpo-retrain",
-    "grpo-watch-data",
+    "grpo-validate",
+    "grpo-rewards",
     "grpo-train",
+    "grpo-merge",
     "grpo-publish",
     "grpo-evaluate",
     "grpo-sweep",
+    "grpo-retrain",
+    "grpo-watch-data",
 )
-"""Flows whose end people want to know about."""
+"""Flows whose failure people want to know about: those of all deployments. A sweep itself reports which of its runs failed."""
+OURS = "grpo-*"
+"""Every flow of this project, also those without a deployment: any of them can vanish."""
 SCHEDULED = ("retrain", "watch-data")
 """Deployments with schedules."""
 FAILURES = 3
@@ -44,7 +49,9 @@ ALARMS = (*GuardsConfig.model_fields, "rolled_back", "reward_error")
 """Events of a stage that a person wants to know about, without the prefix `grpo.`."""
 SUSPENDED = "grpo.run.suspended"
 """Sent several times by a run that waits for approval: a lost event would make it Crashed."""
-_ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry")
+PRUNED = "Pruned"
+"""State in which a run of a sweep ends when the others do better."""
+_ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended", "Paused", "AwaitingRetry", PRUNED)
 
 
 # The client sends only the fields that were given. Without its type, the server takes an action for the first one that fits.
@@ -52,14 +59,14 @@ _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Suspended
 
 def automations(notify: ActionTypes) -> list[AutomationCore]:
     """Every automation, with the action that notifies."""
-    ours = {"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)}
+    deployed = {"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)}
     return [
         AutomationCore(
             name="grpo: a run has failed",
             description="A run of the pipeline, or of one step, failed or crashed.",
             trigger=EventTrigger(
                 expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
-                match_related=ours,
+                match_related=deployed,
                 posture=Posture.Reactive,
                 threshold=1,
             ),
@@ -77,19 +84,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             trigger=EventTrigger(expect={"grpo.champion.changed"}, posture=Posture.Reactive, threshold=1),
             actions=[notify],
         ),
-        AutomationCore(
-            name="grpo: a version waits for approval",
-            description="A version passed its tests and nobody has decided about it for a day.",
-            trigger=EventTrigger(
-                after={"grpo.approval.requested"},
-                expect={"grpo.approval.decided"},
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=REMINDER,
-            ),
-            actions=[notify],
-        ),
+        *_about_approvals(notify),
         *(_paused_after_failures(name) for name in SCHEDULED),
         AutomationCore(
             name="grpo: a run has vanished",
@@ -97,7 +92,7 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
             trigger=EventTrigger(
                 after={"prefect.flow-run.heartbeat"},
                 expect={"prefect.flow-run.heartbeat", SUSPENDED, *(f"prefect.flow-run.{state}" for state in _ENDS)},
-                match_related=ours,
+                match_related={"prefect.resource.role": "flow", "prefect.resource.name": OURS},
                 for_each={"prefect.resource.id"},
                 posture=Posture.Proactive,
                 threshold=1,
@@ -111,6 +106,30 @@ def automations(notify: ActionTypes) -> list[AutomationCore]:
 
 
 _VANISHED = "no sign of life: its worker or its machine has gone; the same run started again continues with what is left"
+
+
+def _about_approvals(notify: ActionTypes) -> list[AutomationCore]:
+    return [
+        AutomationCore(
+            name="grpo: a version waits for approval",
+            description="A version passed its tests, and a person has to decide about it.",
+            trigger=EventTrigger(expect={"grpo.approval.requested"}, posture=Posture.Reactive, threshold=1),
+            actions=[notify],
+        ),
+        AutomationCore(
+            name="grpo: a version has waited a day for approval",
+            description="A version passed its tests, and nobody has decided about it for a day.",
+            trigger=EventTrigger(
+                after={"grpo.approval.requested"},
+                expect={"grpo.approval.decided"},
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=REMINDER,
+            ),
+            actions=[notify],
+        ),
+    ]
 
 
 def _paused_after_failures(deployment: str) -> AutomationCore:

@@ -62,12 +62,8 @@ def worker_command(name: str, *queues: str) -> list[str]:
 
 
 def deploy_commands(deploy_file: Path) -> list[list[str]]:
-    """Work pool, queues, deployments and automations: arguments after `python -m`. Repeating these commands changes nothing."""
-    return [
-        ["prefect", "--no-prompt", "work-pool", "create", "grpo", "--type", "process", "--overwrite"],
-        ["prefect", "--no-prompt", "deploy", "--prefect-file", str(deploy_file), "--all"],
-        ["grpo_tasks.operating.automations"],
-    ]
+    """Work pool, queues, deployments and automations: arguments after `python -m`. Repeating them keeps what users changed."""
+    return [["grpo_tasks.operating.deploying.apply", str(deploy_file)], ["grpo_tasks.operating.automations"]]
 
 
 def free_port(wanted: int) -> int:

@@ -1,4 +1,8 @@
-"""The chain that a run needs, with a real request each: packages, device, servers, workers, disk. Changes nothing."""
+"""The chain that a run needs, with a real request each: packages, device, servers, workers, disk.
+
+Leaves nothing behind: a small file is written to the store of artifacts, read and deleted. What only a config names (rollout
+servers, judges, a webhook) is not asked.
+"""
 
 import base64
 import json
@@ -12,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
+from uuid import uuid4
 
 from grpo_tasks.operating.servers import Stack
 from schemas.config.rollout import VllmConfig
@@ -104,20 +109,65 @@ def _prefect() -> Iterator[Finding]:
 
 def _mlflow() -> Iterator[Finding]:
     """The API and its database, and the store of artifacts."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or _of_stack("MLFLOW_TRACKING_URI")
-    if not (uri or "").startswith("http"):
-        here = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{Path('mlflow.db').resolve()}"
-        yield Finding("MLflow server", hide(uri or here), True)
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or _of_stack("MLFLOW_TRACKING_URI") or ""
+    if not uri.startswith("http"):
+        yield from _mlflow_here(uri)
         return
-    url = str(uri).rstrip("/")
+    url = uri.rstrip("/")
     login = ":".join(os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD")).strip(":")
     try:
         found = _ask(f"{url}/api/2.0/mlflow/experiments/search", {"max_results": 1000}, login).get("experiments", [])
         yield Finding("MLflow server", f"{hide(url)} answers; its database has {len(found)} experiments", True)
-        _ask(f"{url}/api/2.0/mlflow-artifacts/artifacts", None, login)
-        yield Finding("MLflow artifacts", "the store answers", True)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         yield Finding("MLflow server", hide(f"{url} does not answer: {error}"), False)
+        return
+    file = f"{url}/api/2.0/mlflow-artifacts/artifacts/grpo-doctor-{uuid4().hex}.txt"
+    try:
+        _request(file, "PUT", _PROBE, login)
+        same = _request(file, "GET", None, login) == _PROBE
+        _request(file, "DELETE", None, login)
+        yield Finding("MLflow artifacts", _stored(same), same)
+    except (OSError, ValueError) as error:
+        yield Finding("MLflow artifacts", hide(f"the store does not take and return a file: {error}"), False)
+
+
+def _mlflow_here(uri: str) -> Iterator[Finding]:
+    """The database of this folder, or the one that the environment names, without a server."""
+    file, shown = Path("mlflow.db").resolve(), hide(uri)
+    if not uri:
+        shown = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{file}"
+        if not file.exists():
+            yield Finding("MLflow database", f"{shown}, which the first run creates", True)
+            return
+    # Here, because nothing else in this command needs it.
+    from sqlalchemy import create_engine, text
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        engine = create_engine(uri or f"sqlite:///{file}")
+        with engine.connect() as connection:
+            found = connection.execute(text("SELECT count(*) FROM experiments")).scalar()
+        engine.dispose()
+        yield Finding("MLflow database", f"{shown}; it has {found} experiments", True)
+    except (SQLAlchemyError, ImportError) as error:
+        yield Finding("MLflow database", hide(f"{shown} cannot be read: {str(error).splitlines()[0]}"), False)
+    store = Path("mlruns")
+    if store.is_dir():
+        probe = store / f".grpo-doctor-{uuid4().hex}.txt"
+        try:
+            probe.write_bytes(_PROBE)
+            same = probe.read_bytes() == _PROBE
+            probe.unlink()
+            yield Finding("MLflow artifacts", _stored(same), same)
+        except OSError as error:
+            yield Finding("MLflow artifacts", f"the store does not take and return a file: {error}", False)
+
+
+_PROBE = b"written, read and deleted by grpo doctor"
+
+
+def _stored(same: bool) -> str:
+    return "the store takes, returns and deletes a file" if same else "the store returns another file than it was given"
 
 
 def _of_stack(variable: str) -> str | None:
@@ -128,13 +178,17 @@ def _of_stack(variable: str) -> str | None:
 
 def _ask(url: str, body: object, login: str) -> Any:
     """The JSON that a server answers; a request with a body is a POST."""
+    data = None if body is None else json.dumps(body).encode()
+    return json.loads(_request(url, "GET" if data is None else "POST", data, login))
+
+
+def _request(url: str, method: str, data: bytes | None, login: str) -> bytes:
     parts = urlsplit(url)
     login = login or ":".join(filter(None, [parts.username, parts.password]))
     plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     headers = {"Content-Type": "application/json"}
     if login:
         headers["Authorization"] = "Basic " + base64.b64encode(unquote(login).encode()).decode()
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(plain, data=data, headers=headers)  # noqa: S310 - the user's own server
+    request = urllib.request.Request(plain, data=data, headers=headers, method=method)  # noqa: S310 - the user's own server
     with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
-        return json.loads(answer.read())
+        return bytes(answer.read())

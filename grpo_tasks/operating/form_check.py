@@ -2,11 +2,16 @@
 
     POST .../create_flow_run {"parameters": {"config": {...}}}      ->   every bad field at once: 409, and no run
                              {"parameters": {"source": "demo", "overrides": ["seed=-1"]}}
+                             {"parameters": {"source": "demo", "over": ["seed=1"]}}               a sweep: all its runs
+                             {"parameters": {"config": {...}, "stage": "formt"}}                  a stage of the config
 
 Prefect compares parameters with the JSON schema of a flow and names the first field that does not fit. It cannot know rules over
 several fields, or what an override does; a run would start and then fail. What this module does not do: look at data or models.
+
+Where the server has a password, only a request with it is checked: the answer quotes the user's files.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_tasks.sweeping.grid import make_grid
+from grpo_tasks.web.password import is_allowed
 from grpo_tasks.web.same_origin import App, Message, Receive, Send
 from schemas.config.load import PRESETS, form_faults, load_config
 from schemas.errors import ConfigError
@@ -28,12 +35,14 @@ _MOST_BYTES = 2 * 2**20
 class FormCheck:
     """ASGI middleware: see the module."""
 
-    def __init__(self, app: App) -> None:
-        self.app = app
+    def __init__(self, app: App, password: str | None = None) -> None:
+        """Wrap `app`. With a password (`user:password`) a request without it goes to Prefect unread, which refuses it."""
+        self.app, self._password = app, password
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer 409 with every bad field, or pass the request to the app."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not _CREATE.fullmatch(scope["path"]):
+        ours = scope["type"] == "http" and scope["method"] == "POST" and _CREATE.fullmatch(scope["path"])
+        if not ours or not is_allowed(scope, self._password):
             await self.app(scope, receive, send)
             return
         messages: list[Message] = []
@@ -41,7 +50,8 @@ class FormCheck:
         while not messages or (messages[-1].get("more_body") and len(body) <= _MOST_BYTES):
             messages.append(await receive())
             body += messages[-1].get("body", b"")
-        faults = parameter_faults(body) if len(body) <= _MOST_BYTES else []
+        # In a thread: a sweep may have a thousand configs, and the server has other requests to answer.
+        faults = await asyncio.to_thread(parameter_faults, body) if len(body) <= _MOST_BYTES else []
         if not faults:
             waiting = iter(messages)
 
@@ -66,15 +76,30 @@ def parameter_faults(body: bytes) -> list[str]:
         return []
     config = parameters.get("config")
     if isinstance(config, Mapping):
-        return [f"config.{fault}" for fault in form_faults(dict(config))]
-    return _source_faults(parameters.get("source"), parameters.get("overrides"))
+        return [f"config.{fault}" for fault in form_faults(dict(config))] or _stage_faults(config, parameters.get("stage"))
+    return _source_faults(parameters)
 
 
-def _source_faults(source: Any, overrides: Any) -> list[str]:
-    if not isinstance(source, str) or not isinstance(overrides, list | None) or not _may_be_read(source):
+def _stage_faults(config: Mapping[str, Any], stage: Any) -> list[str]:
+    names = [known["name"] for known in config["stages"]]
+    return (
+        [f"stage: no stage {stage} in this config; one of {', '.join(names)}"]
+        if isinstance(stage, str) and stage not in names
+        else []
+    )
+
+
+def _source_faults(parameters: Mapping[str, Any]) -> list[str]:
+    source, overrides, over = (parameters.get(name) for name in ("source", "overrides", "over"))
+    lists = isinstance(overrides, list | None) and isinstance(over, list | None)
+    if not isinstance(source, str) or not lists or not _may_be_read(source):
         return []
+    settings, seeds = [str(override) for override in overrides or []], parameters.get("seeds", 1)
     try:
-        load_config(source, [str(override) for override in overrides or []])
+        if {"over", "seeds"} & parameters.keys() and isinstance(seeds, int):
+            make_grid(source, settings, [str(axis) for axis in over or []], seeds=seeds)
+        else:
+            load_config(source, settings)
     except ConfigError as error:
         return str(error).splitlines()
     return []

@@ -40,9 +40,10 @@ def prefect_app() -> SameOrigin:
     """Prefect's API, pages and services, and the live pages of stages, behind the checks."""
     from prefect.settings import get_current_settings
 
-    password = get_current_settings().server.api.auth_string
+    secret = get_current_settings().server.api.auth_string
+    password = secret.get_secret_value() if secret else None
     app = import_module("prefect.server.api.server").create_app(final=True)
-    return SameOrigin(LivePages(FormCheck(app), password.get_secret_value() if password else None))
+    return SameOrigin(LivePages(FormCheck(app, password), password))
 
 
 def main() -> None:

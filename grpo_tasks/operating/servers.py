@@ -109,22 +109,32 @@ class Stack:
         Raises:
             UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
         """
-        if self.running():
-            return self._restart_ended(postgres)
         self.folder.mkdir(exist_ok=True)
-        prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
-        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
-        (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
+        # Another `grpo up` waits here until the servers of this one are recorded, and is then told of them.
+        with self._stopped_on_failure(), self._locked():
+            at = None if self.running() else self._start_servers(prefect_port, mlflow_port, postgres)
+        if at is None:
+            return self._restart_ended(postgres)
         with self._stopped_on_failure():
-            self._spawn(PREFECT, at, postgres)
-            self._spawn(MLFLOW, at, postgres)
             self._wait_for(f"{at.prefect}/api/health", PREFECT)
             self._wait_for(f"{at.mlflow}/health", MLFLOW)
             self._deploy(at, deploy_file)
-            for number in range(1, workers + 1):
-                self._spawn(f"worker {number}", at, postgres)
-            if supervised:
-                self._spawn(SUPERVISOR, at, postgres)
+            with self._locked():
+                # As it is by now: another command may have stopped everything, or started something again.
+                self.check()
+                self._processes = {recorded.name: recorded for recorded in self._recorded()}
+                for number in range(1, workers + 1):
+                    self._spawn(f"worker {number}", at, postgres)
+                if supervised:
+                    self._spawn(SUPERVISOR, at, postgres)
+        return at
+
+    def _start_servers(self, prefect_port: int, mlflow_port: int, postgres: str | None) -> Addresses:
+        prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
+        at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
+        (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
+        self._spawn(PREFECT, at, postgres)
+        self._spawn(MLFLOW, at, postgres)
         return at
 
     def stop(self) -> list[str]:
@@ -173,8 +183,11 @@ class Stack:
             raise UserError(f"the addresses are damaged: {error}", place=str(file), fix="grpo down, then grpo up") from error
 
     def check(self) -> None:
-        """Raise `UserError` if a process has ended by itself."""
-        for recorded in self._recorded():
+        """Raise `UserError` if a process has ended by itself, or `grpo down` has stopped all of them."""
+        known = self._recorded()
+        if not known:
+            raise UserError("grpo down has stopped the servers meanwhile", place=str(self.folder), fix="grpo up")
+        for recorded in known:
             if recorded.process() is None:
                 raise UserError(f"the {recorded.name} has ended", place=str(self._log(recorded.name)), fix="see its log")
 
@@ -312,7 +325,8 @@ class Stack:
         try:
             yield
         except BaseException:
-            self.stop()
+            if self._spawned:
+                self.stop()
             raise
 
     def _recorded(self) -> list[StackProcess]:

@@ -127,7 +127,9 @@ def _contents(value: BaseModel) -> str:
         path = Path(resolve(value.path))
         if path.exists():
             return path_sha256(path)
-        return hub_commit(value.path, value.revision) if isinstance(value, ModelConfig) else ""
+        # A version of the registry is named by its number; the hub knows nothing of it.
+        named = isinstance(value, DataSource) or value.path.startswith("models:/")
+        return "" if named else hub_commit(value.path, value.revision)
     if isinstance(value, RewardConfig):
         return _reward_code(value, None)
     if isinstance(value, JudgeConfig | DemonstrationsConfig | InteractionConfig):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from grpo_tasks.content.live_folder import live_address, live_folder
+from grpo_tasks.content.live_folder import live_address, live_folder, remove_old_pages
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import artifact_key, show_live, show_progress
 from schemas.config.stage import StageConfig
@@ -90,6 +90,8 @@ class LivePage:
     def _write(self, final: bool) -> None:
         page = self.html(final)
         served = live_folder()
+        if served and not (served / f"{self._name}.html").exists():
+            remove_old_pages(served)
         for path in (self._path, *([served / f"{self._name}.html"] if served else [])):
             # A full disk is for the trainer to report; the page is only for people.
             with suppress(OSError):

@@ -5,11 +5,10 @@
 `grpo up` sets GRPO_LIVE for its Prefect server and its workers. Where it is not set there are no such pages, and no link to them.
 """
 
-import base64
 import re
-from secrets import compare_digest
 
 from grpo_tasks.content.live_folder import live_folder
+from grpo_tasks.web.password import is_allowed
 from grpo_tasks.web.same_origin import App, Message, Receive, Send
 
 _NAME = re.compile(r"/live/([0-9a-f]{8,64}\.html)")
@@ -37,7 +36,7 @@ class LivePages:
             await self.app(scope, receive, send)
             return
         status, page = 200, b""
-        if not self._is_allowed(scope):
+        if not is_allowed(scope, self._password):
             status, page = 401, b"password required\n"
         else:
             try:
@@ -48,9 +47,3 @@ class LivePages:
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else page})
-
-    def _is_allowed(self, scope: Message) -> bool:
-        if not self._password:
-            return True
-        wanted = b"Basic " + base64.b64encode(self._password.encode())
-        return any(name.lower() == b"authorization" and compare_digest(value, wanted) for name, value in scope["headers"])

@@ -221,7 +221,7 @@ def test_the_commands_are_those_of_compose():
         assert container["args"] == of_compose(name)
     job = named("Job")["deployments"]["spec"]["template"]["spec"]
     in_order = [*job["initContainers"], *job["containers"]]
-    assert [each["args"] for each in in_order] == [of_compose(name) for name in ("pool", "deployments", "automations")]
+    assert [each["args"] for each in in_order] == [of_compose(name) for name in ("deployments", "automations")]
     databases = named("ConfigMap")["postgres-databases"]["data"]["databases.sql"]
     assert databases == (ROOT / "deploy" / "postgres" / "databases.sql").read_text()
 

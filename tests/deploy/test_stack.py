@@ -60,7 +60,7 @@ def test_the_servers_are_started_with_the_commands_of_grpo_up():
     checked = ["--with-healthcheck"]
     assert command("worker") == [*worker_command("compose-1", "cpu"), *checked]
     assert command("worker-gpu") == [*worker_command("compose-gpu-1", "gpu"), *checked]
-    assert [command("pool"), command("deployments"), command("automations")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
+    assert [command("deployments"), command("automations")] == deploy_commands(Path("/app/deploy/prefect.yaml"))
 
 
 def test_images_have_a_fixed_tag_and_ports_are_on_the_loopback_address():

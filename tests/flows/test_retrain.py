@@ -1,4 +1,6 @@
-"""Two retrainings of one model at once: the second waits, names the run it waits for, and then finds nothing to do."""
+"""Two retrainings of one model at once: the second waits, names the run it waits for, and then finds nothing to do. New data is
+told to the server before it counts as told.
+"""
 
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import time
 import pytest
 import yaml
 
+from flows.retrain import variable_of
 from tests.flows.place import SMALL, Place, ask
 
 pytestmark = pytest.mark.timeout(1800)
@@ -24,6 +27,25 @@ def first():
         sys.stdin.read()
 
 first()
+"""
+
+
+KILLED_AFTER_THE_CHECK = """
+import os
+from pathlib import Path
+from prefect.variables import Variable
+from flows.retrain import watch_data_flow
+
+assert watch_data_flow("small.yaml") is False
+Path("rows.jsonl").write_text("new")
+remember = Variable.set
+
+def killed(*given, **named):
+    remember(*given, **named)
+    os._exit(9)
+
+Variable.set = killed
+watch_data_flow("small.yaml")
 """
 
 
@@ -94,3 +116,23 @@ def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_p
         assert "nothing to do: version 1 of small was made of the same data, code and config" in ended
         assert any(message.startswith(("promoted v1: accuracy", "v1 not promoted: accuracy")) for message in ended), ended
     assert [int(version.version) for version in place.client.search_model_versions("name='small'")] == [1]
+
+
+def test_the_event_of_new_data_is_on_the_server_before_the_data_counts_as_known(place, small):
+    small(data=SMALL["data"] | {"train": [{"path": "rows.jsonl"}]})
+    place.write("rows.jsonl", "old")
+    process = start(place, KILLED_AFTER_THE_CHECK)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 9, output[-3000:]
+    wanted = {"filter": {"event": {"name": ["grpo.data.changed"]}, "resource": {"id": ["grpo.data.small"]}}}
+    deadline = time.monotonic() + 60
+    while not (found := ask(f"{place.api}/events/filter", wanted)["events"]):
+        assert time.monotonic() < deadline, "nobody would ever retrain with these rows"
+        time.sleep(0.5)
+    assert found[0]["payload"]["source"] == "small.yaml"
+
+
+def test_names_that_differ_in_one_character_do_not_share_a_variable():
+    names = ["a-b", "a_b", "a.b", "A_b", "\u00e4_b"]
+    assert len({variable_of(name) for name in names}) == len(names)
+    assert variable_of("a_b") == "grpo_data_a_b"

@@ -61,3 +61,17 @@ def choose(page, label, option, number=0):
     field(page, label, number).locator(".p-select-button__control").first.focus()
     page.keyboard.press("ArrowDown")
     page.locator(".p-select-option").filter(has_text=re.compile(f"^{option}$")).click()
+
+
+LONGEST = """
+() => Math.max(...[...document.querySelectorAll('*')]
+  .filter(each => each === document.documentElement || ['auto', 'scroll'].includes(getComputedStyle(each).overflowY))
+  .map(each => each.scrollHeight))
+"""
+"""Height of the page with everything that scrolls, in pixels."""
+
+
+def require_two_screens(page):
+    """The form that is open needs two screens at most."""
+    screen, height = page.viewport_size["height"], page.evaluate(LONGEST)
+    assert height <= 2 * screen, f"{height} px on a screen of {screen}"

@@ -77,3 +77,30 @@ def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejecte
     assert ended["state"]["message"].startswith("v1 not promoted: format rate ")
     assert operated.client.get_registered_model("refused").aliases == {"challenger": "1"}
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
+
+
+def test_a_run_that_waited_goes_on_with_what_it_was_asked_about_whatever_has_changed_meanwhile(operated):
+    """Meanwhile its file names other settings, and another version is the champion that it would start from."""
+    quick = ["promotion.approval=none", "stages.0.max_steps=2"]
+    source = operated.config("moved", **PROMOTED)
+    operated.wait(operated.trigger("preset", source=source, overrides=quick)["id"], "COMPLETED")
+    operated.client.set_registered_model_alias("moved", "champion", "1")
+    run = operated.trigger("retrain", source=source, start_from="champion")
+    assert suspended(operated, run)["state"]["message"].startswith("v2 waits for approval")
+
+    operated.config("moved", **PROMOTED, seed=9)
+    operated.wait(operated.trigger("preset", source=source, overrides=quick)["id"], "COMPLETED")
+    operated.client.set_registered_model_alias("moved", "champion", "3")
+    operated.ask(f"/flow_runs/{run['id']}/resume", {"run_input": {"decision": "promote", "approved_by": "ann", "note": ""}})
+    # The comparison with another champion is another question.
+    deadline = time.monotonic() + 600
+    while len(operated.ask(f"/flow_runs/{run['id']}")["empirical_policy"]["pause_keys"]) < 2:
+        assert time.monotonic() < deadline, operated.log_of(run["id"])
+        time.sleep(0.5)
+    suspended(operated, run)
+    resume(operated, run, decision="promote", approved_by="ann", note="")
+    assert operated.client.get_registered_model("moved").aliases["champion"] == "2"
+    assert len(operated.client.search_model_versions("name='moved'")) == 3, "nothing was trained again"
+    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
+    trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
+    assert trained == ["Completed", "Cached", "Cached"]

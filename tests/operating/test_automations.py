@@ -16,6 +16,7 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, Running
 
+from flows.deployments import FILE
 from grpo_tasks.operating.automations import NOTIFY, SUSPENDED, create_automations
 from tests.flows.place import ask, prefect_server
 
@@ -170,3 +171,57 @@ def test_a_suspended_run_stays_suspended_also_where_prefect_loses_its_own_event(
             emit_event(SUSPENDED, {"prefect.resource.id": f"prefect.flow-run.{rests}"}, related=related)
         wait_until(lambda: client.read_flow_run(silent).state_type == "CRASHED", "silence went unnoticed")
         assert client.read_flow_run(rests).state.is_running()
+
+
+def apply(folder):
+    """What `grpo up` calls."""
+    command = [sys.executable, "-m", "grpo_tasks.operating.deploying.apply", str(FILE)]
+    environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "GRPO_WORKDIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def deployed(api):
+    """What users can change about each deployment, by its name."""
+    found = {}
+    for each in ask(f"{api}/deployments/filter", {}):
+        schedules = ask(f"{api}/deployments/{each['id']}/schedules")
+        plain = [{key: one[key] for key in ("slug", "active", "schedule", "parameters")} for one in schedules]
+        triggers = ask(f"{api}/automations/related-to/prefect.deployment.{each['id']}")
+        found[each["name"]] = {
+            "schedules": sorted(plain, key=str),
+            "triggers": sorted((one["name"], one["enabled"]) for one in triggers),
+            "paused": each["paused"],
+            "parameters": each["parameters"],
+        }
+    return found
+
+
+def test_deploying_again_keeps_what_users_changed_and_brings_the_rest(api, tmp_path):
+    apply(tmp_path)
+    new = deployed(api)
+    assert [one["active"] for one in new["retrain"]["schedules"]] == [False, False]
+    ids = {each["name"]: each["id"] for each in ask(f"{api}/deployments/filter", {})}
+    for schedule in ask(f"{api}/deployments/{ids['retrain']}/schedules"):
+        if schedule["slug"] == "nightly":
+            ask(f"{api}/deployments/{ids['retrain']}/schedules/{schedule['id']}", {"active": True}, method="PATCH")
+    # As the UI makes them: without a name.
+    own = {"schedule": {"cron": "30 5 * * *", "timezone": "UTC"}, "active": True, "parameters": {"source": "own.yaml"}}
+    for name in ("retrain", "preset"):
+        ask(f"{api}/deployments/{ids[name]}/schedules", [own])
+    for trigger in ask(f"{api}/automations/related-to/prefect.deployment.{ids['retrain']}"):
+        ask(f"{api}/automations/{trigger['id']}", {"enabled": not trigger["enabled"]}, method="PATCH")
+    ask(f"{api}/deployments/{ids['watch-data']}/pause_deployment", {})
+    edited = new["retrain"]["parameters"] | {"source": "own.yaml"}
+    ask(f"{api}/deployments/{ids['retrain']}", {"parameters": edited}, method="PATCH")
+    ask(f"{api}/deployments/{ids['train']}", {"parameters": new["train"]["parameters"] | {"config": {}}}, method="PATCH")
+    ask(f"{api}/work_pools/grpo", {"concurrency_limit": 3}, method="PATCH")
+    changed = deployed(api)
+    assert changed != new
+
+    apply(tmp_path)
+    again = deployed(api)
+    assert again.pop("train") == new["train"], "the preset of the release"
+    changed.pop("train")
+    assert again == changed
+    assert ask(f"{api}/work_pools/grpo")["concurrency_limit"] == 3

@@ -5,8 +5,17 @@ import socket
 
 import psutil
 import pytest
+from mlflow import MlflowClient
+from prefect.events import Resource
+from prefect.events.actions import DoNothing
+from prefect.utilities.importtools import import_object
 
+from flows.deployments import deployments
+from flows.single import difficulty_flow
+from flows.sweeps.variant import variant_flow
+from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
+from grpo_tasks.operating.doctor import _mlflow
 from grpo_tasks.operating.postgres import database_url
 from grpo_tasks.operating.servers import Stack
 from schemas.errors import UserError
@@ -69,3 +78,36 @@ def test_damaged_addresses_are_named_with_a_fix(tmp_path, addresses):
     with pytest.raises(UserError, match="addresses are damaged") as refused:
         stack.addresses()
     assert "grpo down" in refused.value.fix
+
+
+def test_the_failure_of_every_deployment_is_reported_and_every_flow_of_ours_is_found_when_it_vanishes():
+    deployed = {import_object(deployment.flow).name for deployment in deployments()}
+    assert set(FLOWS) == deployed
+    [vanished] = [each for each in automations(DoNothing(type="do-nothing")) if "vanished" in each.name]
+    for name in (*deployed, variant_flow.name, difficulty_flow.name):
+        assert vanished.trigger.match_related.matches(Resource(ours(name))), name
+    assert f"prefect.flow-run.{PRUNED}" in vanished.trigger.expect, "a pruned run has ended"
+
+
+def ours(name):
+    """What an event of a run says about its flow."""
+    return {"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow", "prefect.resource.name": name}
+
+
+def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_server(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    [absent] = _mlflow()
+    assert absent.ok
+    assert "the first run creates" in absent.detail
+    assert list(tmp_path.iterdir()) == [], "asking creates nothing"
+    (tmp_path / "mlflow.db").write_text("this is no database, and long enough that SQLite reads its header" * 20)
+    [damaged] = _mlflow()
+    assert not damaged.ok
+    (tmp_path / "mlflow.db").unlink()
+    MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").create_experiment("one")
+    (tmp_path / "mlruns").mkdir(exist_ok=True)
+    database, artifacts = _mlflow()
+    assert database.ok
+    assert "it has 2 experiments" in database.detail, "MLflow's own default and ours"
+    assert artifacts.ok

@@ -1,6 +1,7 @@
 """A run with bad parameters is refused before it exists: every field at once, cross-field rules and overrides included."""
 
 import asyncio
+import base64
 import json
 import uuid
 
@@ -13,8 +14,8 @@ from tests.flows.place import SMALL
 PATH = f"/api/deployments/{uuid.uuid4()}/create_flow_run"
 
 
-def post(parameters, path=PATH, parts=3):
-    """Send a request in several parts; what came back, and the body that the app behind the check got."""
+def post(parameters, path=PATH, parts=3, password=None, given=None):
+    """Send a request in several parts; what came back, and whether the app behind the check got the whole body."""
     body, sent, got = json.dumps({"parameters": parameters}).encode(), [], []
     size = len(body) // parts + 1
     chunks = [body[start : start + size] for start in range(0, len(body), size)]
@@ -34,7 +35,9 @@ def post(parameters, path=PATH, parts=3):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(FormCheck(app)({"type": "http", "method": "POST", "path": path}, receive, send))
+    headers = [(b"authorization", b"Basic " + base64.b64encode(given.encode()))] if given else []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(FormCheck(app, password)(scope, receive, send))
     return sent, b"".join(got) == body
 
 
@@ -91,3 +94,37 @@ def test_only_files_of_the_users_own_folder_are_read(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_WORKDIR", str(tmp_path / "own"))
     assert "seed" in faults(source="bad.yaml")
     assert faults(source="../bad.yaml") == faults(source=str(tmp_path / "bad.yaml")) == ""
+
+
+def test_a_server_with_a_password_says_nothing_about_files_to_those_who_do_not_know_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRPO_WORKDIR", str(tmp_path))
+    (tmp_path / "notes.txt").write_text("not a config")
+    form = {"source": "notes.txt"}
+    for given in (None, "me:wrong"):
+        sent, passed = post(form, password="me:secret", given=given)
+        assert (sent[0]["status"], passed) == (201, True), "Prefect behind the check refuses it"
+    assert post(form, password="me:secret", given="me:secret")[0][0]["status"] == 409
+
+
+@pytest.mark.parametrize(
+    ("over", "seeds", "fault"),
+    [
+        (["stages.0.learning_rat=1e-3,3e-4"], 1, "did you mean"),
+        (["stages.0.learning_rate=1e-3,-1"], 1, "learning_rate"),
+        (["stages.0.learning_rate"], 1, "has no values"),
+        (["seed=1,1"], 1, "given twice"),
+        (["stages.0.learning_rate=1e-3,3e-4"], 900, "1000"),
+        ([], 1, "one run is no sweep"),
+        (None, 1, "one run is no sweep"),
+    ],
+)
+def test_every_run_of_a_sweep_is_checked_before_the_sweep_is_made(over, seeds, fault):
+    form = {"source": "demo", "overrides": [], "seeds": seeds}
+    assert fault in faults(**form, over=over).replace(",", "")
+    assert faults(**form | {"seeds": 1}, over=["stages.0.learning_rate=1e-3,3e-4"]) == ""
+
+
+def test_a_stage_that_the_config_does_not_have_is_named_with_those_that_it_has():
+    assert faults(config=SMALL, stage="format") == ""
+    assert faults(config=SMALL, stage="formt") == "stage: no stage formt in this config; one of format"

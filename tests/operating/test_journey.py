@@ -7,7 +7,7 @@ import re
 import time
 
 from tests.flows.place import SMALL
-from tests.operating.chromium import MARKS, choose, field, picture, type_into
+from tests.operating.chromium import MARKS, choose, field, picture, require_two_screens, type_into
 from tests.operating.test_approval import PROMOTED, suspended
 
 pytestmark = MARKS
@@ -28,6 +28,7 @@ def start(page, operated, *overrides):
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
     type_into(page, "source", "journey.yaml")
+    require_two_screens(page)
     for override in overrides:
         field(page, "overrides").get_by_role("button", name="Add item").click()
         field(page, "overrides").locator("textarea, input").last.fill(override)
@@ -79,6 +80,10 @@ def followed(page, link):
 
 def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, tmp_path):
     operated.config("journey", **{key: value for key, value in JOURNEY.items() if key != "name"})
+    page.goto(f"{operated.prefect}/deployments")
+    for name in ("preset", "demo", "sweep", "retrain"):
+        page.get_by_role("link", name=name, exact=True).wait_for()
+    picture(page, "journey-started")
     first = start(page, operated)
 
     artifact(page, operated, "live-format")
@@ -108,6 +113,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     compared(page, operated)
     assert operated.client.get_registered_model("journey").aliases == {"champion": "2", "previous": "1"}
 
+    files(page, operated)
     operated.grpo("download", "journey@champion", str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 1_000_000
     operated.grpo("rollback", "journey", "--reason", "shown to a visitor")
@@ -135,3 +141,16 @@ def compared(page, operated):
     runs.get_by_text("Show diff only").first.click()
     runs.get_by_text("stages.0.learning_rate").first.wait_for()
     picture(runs, "journey-compared")
+
+
+def files(page, operated):
+    """What a download fetches: the files of the version, which its page in MLflow leads to."""
+    page.goto(f"{operated.mlflow}/#/models/journey/versions/2")
+    page.get_by_text("grpo.decision").first.wait_for()
+    page.get_by_role("link", name="model", exact=True).click()
+    page.get_by_text("Artifacts", exact=True).first.click()
+    page.get_by_text("components", exact=True).wait_for()
+    # The heading, the folder, and the assistant beside the page are all called so.
+    page.get_by_text("model", exact=True).nth(-2).click()
+    page.get_by_text("model.safetensors", exact=True).first.wait_for()
+    picture(page, "journey-files")

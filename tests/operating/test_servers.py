@@ -1,8 +1,10 @@
 """Daily operation on real servers: two workers and one GPU slot, schedules, events, retraining with same, new and bad data."""
 
 import json
+import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 
 import psutil
@@ -49,6 +51,17 @@ def test_every_deployment_is_ready_on_its_queue_with_tags_version_and_descriptio
         assert entry["work_queue_name"] in ("cpu", "gpu")
         assert entry["work_queue_name"] in entry["tags"]
     assert found["gsm8k-qwen2.5-0.5b"]["work_queue_name"] == "gpu"
+
+
+def test_doctor_asks_each_part_of_the_stack(operated):
+    """In the folder of the stack, whose addresses no variable names."""
+    report = operated.grpo("doctor")
+    assert f"{operated.prefect}/api answers; its database has" in report
+    assert re.search(r"deployments +1[0-9]", report)
+    assert re.search(r"workers +online: \S+-[12], \S+-[12]", report)
+    assert f"{operated.mlflow} answers; its database has" in report
+    assert re.search(r"MLflow artifacts +the store takes, returns and deletes a file", report)
+    assert not list(operated.root.rglob("grpo-doctor-*")), "it leaves nothing behind"
 
 
 def test_a_second_stack_in_the_same_folder_is_refused(operated):
@@ -268,6 +281,21 @@ def test_retraining_from_the_champion_starts_from_its_weights_and_compares_with_
     again = operated.trigger("retrain", source=source, start_from="champion")
     operated.wait(again["id"], "COMPLETED")
     assert operated.says(again["id"], "nothing to do: version 2 of grown")
+
+
+def test_of_three_triggers_in_one_second_one_trains_and_two_say_why_not_in_the_list_of_runs(operated):
+    form = {"parameters": operated.deployment("retrain")["parameters"] | {"source": operated.config("thrice")}}
+    path = f"/deployments/{operated.deployment('retrain')['id']}/create_flow_run"
+    with ThreadPoolExecutor(3) as senders:
+        runs = list(senders.map(lambda _: operated.ask(path, form), range(3)))
+    made = [datetime.fromisoformat(run["created"]) for run in runs]
+    assert max(made) - min(made) < timedelta(seconds=1)
+    said = [operated.wait(run["id"], "COMPLETED")["state"]["message"] for run in runs]
+    nothing = "nothing to do: version 1 of thrice was made of the same data, code and config"
+    assert said.count(nothing) == 2, said
+    assert versions(operated, "thrice") == 1
+    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}})
+    assert [task["state_name"] for task in tasks if task["name"].startswith("train_stage")] == ["Completed"]
 
 
 def test_new_data_sends_the_event_that_retrains(operated):

@@ -186,3 +186,50 @@ def test_a_port_that_another_program_uses_is_said(tmp_path):
         port = Stack(tmp_path, report=said.append)._port_for(MLFLOW, taken)
     assert port > taken
     assert said == [f"port {taken} is in use by another program; the MLflow server uses {port}"]
+
+
+def test_of_two_commands_that_start_a_stack_at_once_one_starts_it_and_the_other_is_told(tmp_path, monkeypatch):
+    """Servers that only sleep: what is asked is who starts them, and whether both are recorded."""
+    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
+    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
+    # Between the question whether something runs and the record of what was started, whoever is not excluded is let in.
+    monkeypatch.setattr(Stack, "_port_for", lambda _, __, wanted: time.sleep(0.5) or wanted)
+    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(Stack, "_deploy", lambda *_: time.sleep(1))
+    stacks, told = [Stack(tmp_path), Stack(tmp_path)], []
+
+    def start(stack):
+        try:
+            stack.start(1, 2, postgres=None, deploy_file=tmp_path)
+        except UserError as refused:
+            told.append(refused.message)
+
+    threads = [threading.Thread(target=start, args=(stack,)) for stack in stacks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    spawned = {process.pid for stack in stacks for process in stack._spawned}
+    try:
+        assert len(told) == 1
+        assert told[0].startswith("a stack runs here already")
+        entries = json.loads((tmp_path / ".grpo" / "stack.json").read_text())
+        assert [each["name"] for each in entries] == [PREFECT, MLFLOW, "worker 1", "supervisor"]
+        assert {each["pid"] for each in entries} == spawned, "grpo down stops what is recorded"
+    finally:
+        for stack in stacks:
+            for process in stack._spawned:
+                process.kill()
+                process.wait()
+
+
+def test_a_stack_that_is_stopped_while_it_starts_gets_no_worker(tmp_path, monkeypatch):
+    sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
+    monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))
+    monkeypatch.setattr(Stack, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(Stack, "_deploy", lambda *_: Stack(tmp_path).stop())
+    stack = Stack(tmp_path)
+    with pytest.raises(UserError, match="grpo down has stopped the servers"):
+        stack.start(40_001, 40_101, postgres=None, deploy_file=tmp_path)
+    assert [process.wait(10) is not None for process in stack._spawned] == [True, True]
+    assert stack.running() == []

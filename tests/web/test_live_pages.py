@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import os
+import time
 
 import pytest
 
-from grpo_tasks.content.live_folder import live_address
+from grpo_tasks.content.live_folder import KEPT_S, live_address, remove_old_pages
 from grpo_tasks.web.live_pages import LivePages
 
 PAGE = "ab" * 16
@@ -66,3 +68,12 @@ def test_there_is_no_link_where_nobody_serves_the_pages(folder, monkeypatch):
     assert live_address(PAGE) == f"http://127.0.0.1:4200/live/{PAGE}.html"
     monkeypatch.delenv("GRPO_LIVE")
     assert live_address(PAGE) is None
+
+
+def test_pages_of_stages_that_ended_long_ago_are_removed_and_recent_ones_stay(folder):
+    pages = folder / "live"
+    old = pages / f"{'cd' * 16}.html"
+    old.write_text("old")
+    os.utime(old, (time.time() - KEPT_S - 60,) * 2)
+    remove_old_pages(pages)
+    assert [page.name for page in pages.iterdir()] == [f"{PAGE}.html"]

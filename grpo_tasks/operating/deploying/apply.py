@@ -1,0 +1,78 @@
+"""`python -m grpo_tasks.operating.deploying.apply FILE`: the work pool and all deployments of a prefect.yaml.
+
+`prefect deploy --all` makes every deployment what the file says: a schedule that a user switched on or added is off or gone, a
+trigger that was switched off is on again. So what users change in the Prefect UI goes into a copy of the file first:
+
+    schedules, paused             those of the server; the file's only for a new deployment
+    parameters                    those of the server, except `config`: the preset in it may be a newer one
+    triggers                      those of the file, switched on or off as on the server
+    the work pool                 that of the server
+    everything else               that of the file
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectNotFound
+
+POOL, TAG = "grpo", "grpo"
+"""The work pool of the deployments, and the tag that each of them has."""
+PRESET = "config"
+"""The parameter that holds a whole preset."""
+
+
+def as_users_left_them(tree: Mapping[str, Any], client: SyncPrefectClient) -> dict[str, Any]:
+    """The content of a prefect.yaml with what users have changed on the server."""
+    entries = []
+    for entry in tree["deployments"]:
+        named = DeploymentFilter(name=DeploymentFilterName(any_=[entry["name"]]))
+        # Somebody else's deployment may have the same name.
+        found = [each for each in client.read_deployments(deployment_filter=named) if TAG in each.tags]
+        entries.append(_merged(entry, found[0], _switches(client, found[0])) if found else entry)
+    return {**tree, "deployments": entries}
+
+
+def _switches(client: SyncPrefectClient, deployment: DeploymentResponse) -> dict[str, bool]:
+    """By the name of each trigger of a deployment: whether it is switched on."""
+    return {each.name: each.enabled for each in client.read_resource_related_automations(f"prefect.deployment.{deployment.id}")}
+
+
+def _merged(entry: Mapping[str, Any], found: DeploymentResponse, switches: Mapping[str, bool]) -> dict[str, Any]:
+    # Without schedules in the file, Prefect leaves those of the deployment as they are.
+    kept = {name: value for name, value in entry.items() if name != "schedules"}
+    # Only parameters that the file knows: a release may have dropped others.
+    given = {name: found.parameters.get(name, value) if name != PRESET else value for name, value in entry["parameters"].items()}
+    kept |= {"paused": found.paused, "parameters": given}
+    if "triggers" in kept:
+        kept["triggers"] = [each | {"enabled": switches.get(each["name"], each["enabled"])} for each in kept["triggers"]]
+    return kept
+
+
+def _prefect(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", *arguments], check=False).returncode
+
+
+def main(file: Path) -> int:
+    """Create the pool if there is none, and apply the deployments on the server that PREFECT_API_URL names; the exit status."""
+    with get_client(sync_client=True) as client, tempfile.TemporaryDirectory() as folder:
+        try:
+            client.read_work_pool(POOL)
+        except ObjectNotFound:
+            if failed := _prefect("work-pool", "create", POOL, "--type", "process"):
+                return failed
+        merged = Path(folder) / "prefect.yaml"
+        tree = as_users_left_them(yaml.safe_load(file.read_text(encoding="utf-8")), client)
+        merged.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        return _prefect("deploy", "--prefect-file", str(merged), "--all")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

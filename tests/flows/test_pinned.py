@@ -1,0 +1,46 @@
+"""A base model that is named by an alias: another version behind it is a change, for a retraining and for a sweep."""
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from flows.flow_run import pipeline_key
+from flows.model_names import with_pinned_model
+from flows.sweeps.flow import pinned
+from flows.sweeps.supervise import keys_of
+from grpo_tasks.sweeping.grid import make_grid
+from schemas.config.load import load_config
+from tests.flows.place import SMALL
+
+
+@pytest.fixture
+def champion(tmp_path, monkeypatch):
+    """Makes a version of `other` its champion."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client.create_registered_model("other")
+    for _ in range(2):
+        client.create_model_version("other", source=str(tmp_path))
+    return lambda version: client.set_registered_model_alias("other", "champion", version)
+
+
+@pytest.mark.parametrize("name", ["other@champion", "models:/other@champion", "other"])
+def test_a_new_champion_behind_the_base_of_a_config_makes_other_keys(champion, tmp_path, name):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"model": {"path": name}}))
+    found = []
+    for version in ("1", "2", "1"):
+        champion(version)
+        config = with_pinned_model(load_config("small.yaml"))
+        assert config.model.path == f"models:/other/{version}", "what is trained is what was hashed"
+        grid = pinned(make_grid("small.yaml", [], ["stages.0.learning_rate=1e-3,3e-4"], seeds=1))
+        found.append((pipeline_key(config, "base"), keys_of(grid)))
+    assert found[0] == found[2]
+    assert found[0][0] != found[1][0]
+    assert found[0][1].keys() == found[1][1].keys()
+    assert not {*found[0][1].values()} & {*found[1][1].values()}
+
+
+def test_another_base_is_left_as_it_is(champion, tmp_path):
+    config = load_config("demo")
+    assert with_pinned_model(config) == config
