@@ -19,6 +19,9 @@ from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
 from schemas.config.learning.judge import JudgeConfig
 
+_NOTES = ("", "unjudged", "manipulation")
+"""What is remarkable about a completion; of several notes the last one here counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -165,7 +168,7 @@ class Judge:
             for index, value, note in zip(pair, *_outcome(first, second), strict=True):
                 if index is not None:
                     won.setdefault(index, []).append(value)
-                    notes[index] = notes[index] or note
+                    notes[index] = max(notes[index], note, key=_NOTES.index)
         shares: list[float | None] = [sum(won[index]) / len(won[index]) if index in won else None for index in range(len(cases))]
         # One comparison is enough: a text that talks to the judge in one prompt does so in all of them.
         return _judgement(
@@ -174,15 +177,22 @@ class Judge:
 
 
 def _outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
-    """Scores and notes of both sides of a comparison, which was asked in both orders."""
+    """Scores and notes of both sides of a comparison, which was asked in both orders.
+
+    One sound verdict is enough to accuse: what confuses the judge in one order must not hide what it saw in the other.
+    """
+    accused = (_accuses(first, "a") or _accuses(second, "b"), _accuses(first, "b") or _accuses(second, "a"))
+    if any(accused):
+        notes = ("manipulation" if accused[0] else "", "manipulation" if accused[1] else "")
+        return (float(not accused[0]), float(not accused[1])), notes
     if first is None or second is None:
         return (0.0, 0.0), ("unjudged", "unjudged")
-    accused = ("a" in first.manipulators or "b" in second.manipulators, "b" in first.manipulators or "a" in second.manipulators)
-    notes = ("manipulation" if accused[0] else "", "manipulation" if accused[1] else "")
-    if any(accused):
-        return (float(not accused[0]), float(not accused[1])), notes
     value = (first.value + 1.0 - second.value) / 2
-    return (value, 1.0 - value), notes
+    return (value, 1.0 - value), ("", "")
+
+
+def _accuses(verdict: Verdict | None, label: str) -> bool:
+    return verdict is not None and label in verdict.manipulators
 
 
 def compared(cases: Sequence[Case], settings: JudgeConfig) -> list[tuple[int, int | None]]:
