@@ -49,8 +49,8 @@ def require_pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> None:
     if found is None:
         # Nobody knows whether the policy reaches the limit: a gate that cannot measure stays shut.
         raise DataError(
-            f"pass@{stage.num_generations} of the training prompts is unknown, and min_pass_at_group is {limit:.1%}: no completion "
-            "that measured the difficulty has a reward",
+            f"pass@{stage.num_generations} of the training prompts is unknown, and min_pass_at_group is {limit:.1%}: no "
+            "completion that measured the difficulty has a reward",
             place=f"stage {stage.name}",
             fix="correct what the log of measure_difficulty names: an environment that fails, or rewards that apply to no row "
             "(tasks, answers); or remove min_pass_at_group",

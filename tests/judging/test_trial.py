@@ -48,6 +48,12 @@ def test_the_cost_is_that_of_its_requests(settings):
     assert trial.cost == pytest.approx(12 * 0.002)
 
 
+def test_pairs_beyond_the_limit_are_counted(settings, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.judging.trial.MAX_PAIRS", 3)
+    trial = try_judge(settings(), PAIRS)
+    assert (trial.pairs, trial.left_out, trial.requests) == (3, 1, 9)
+
+
 def test_padding_is_long_and_keeps_the_text():
     assert padded("x").startswith("x ")
     assert len(padded("x" * 1_000)) > 3_000
@@ -60,6 +66,14 @@ def gold(tmp_path, *lines):
 
 
 LINE = json.dumps({"question": "Why?", "better": "good good", "worse": "good"})
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    said = "one\u2028two\x85three"
+    lines = [json.dumps({"question": "Why?", "better": said, "worse": "x"}, ensure_ascii=False), LINE]
+    path = tmp_path / "gold.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    assert [pair.better for pair in read_gold(path)] == [said, "good good"]
 
 
 @pytest.mark.parametrize(
