@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from grpo_tasks.judging.client import JudgeClient, unavailable
-from grpo_tasks.judging.frame import Question, ask
+from grpo_tasks.judging.frame import Completion, Question, ask
 from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
 from schemas.config.learning.judge import JudgeConfig
@@ -28,7 +28,7 @@ class Case:
     """A completion to judge."""
 
     question: str
-    completion: str
+    completion: Completion
     reference: str | None = None
     """Text of the reference reply; None: there is none."""
 
@@ -159,7 +159,7 @@ class Judge:
         questions = []
         for one, other in pairs:
             mine, texts = cases[one].completion, {"question": cases[one].question}
-            theirs = cases[other].completion if other is not None else cases[one].reference or ""
+            theirs: Completion = cases[other].completion if other is not None else cases[one].reference or ""
             questions += [ask(self.settings, texts, [mine, theirs]), ask(self.settings, texts, [theirs, mine])]
         verdicts = self.decide(questions, tally)
         won: dict[int, list[float]] = {}
