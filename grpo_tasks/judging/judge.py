@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from grpo_tasks.judging.client import JudgeClient, unavailable
+from grpo_tasks.judging.client import JudgeClient
 from grpo_tasks.judging.frame import Completion, Question, ask
+from grpo_tasks.judging.limits import Limits
 from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
 from schemas.config.learning.judge import JudgeConfig
@@ -66,12 +67,14 @@ class Judge:
     """Scores completions; holds the connections and the cache."""
 
     settings: JudgeConfig
-    client: JudgeClient = field(init=False)
     store: VerdictStore = field(init=False)
+    limits: Limits = field(init=False)
+    client: JudgeClient = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = JudgeClient(self.settings)
         self.store = VerdictStore(self.settings.cache)
+        self.limits = Limits(self.settings, self.store)
+        self.client = JudgeClient(self.settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
         """The scores of completions; those of one question follow each other.
@@ -86,12 +89,11 @@ class Judge:
 
     def decide(self, questions: Sequence[Question], tally: Tally) -> list[Verdict | None]:
         """The verdict on each question by all votes; None where no vote was sound."""
-        self.client.begin()
         votes = range(self.settings.votes)
         asked = [(question, vote) for question in questions for vote in votes]
         # Equal questions are asked once.
         unique = {question.key(self.settings, vote): (question, vote) for question, vote in asked}
-        with ThreadPoolExecutor(self.settings.max_concurrency, thread_name_prefix="judge") as pool:
+        with ThreadPoolExecutor(self.limits.concurrency, thread_name_prefix="judge") as pool:
             waiting = {key: pool.submit(self._vote, key, *pair) for key, pair in unique.items()}
             try:
                 found = {key: future.result() for key, future in waiting.items()}
@@ -125,27 +127,23 @@ class Judge:
                 tally.cached = 1
                 return verdict, tally
         for attempt in range(settings.max_malformed + 1):
-            self._check_cost()
-            # Another seed: the same one would bring the same malformed reply.
-            reply = self.client.send(question, vote=vote + attempt * settings.votes)
-            sound, problem = None, ""
-            try:
-                sound = parse(reply.text, question, settings)
-            except MalformedError as error:
-                problem = str(error) or "malformed"
-            cost = self.client.cost(reply)
-            counts = (reply.prompt_tokens, reply.completion_tokens, cost)
-            self.store.add(Entry(key, settings.model, vote, question.messages, reply.text, problem, *counts))
+            # The cost stays reserved until it is recorded.
+            with self.limits.turn(self.client.expected_cost(question)):
+                # Another seed: the same one would bring the same malformed reply.
+                reply = self.client.send(question, vote=vote + attempt * settings.votes)
+                sound, problem = None, ""
+                try:
+                    sound = parse(reply.text, question, settings)
+                except MalformedError as error:
+                    problem = str(error) or "malformed"
+                cost = self.client.cost(reply.prompt_tokens, reply.completion_tokens)
+                counts = (reply.prompt_tokens, reply.completion_tokens, cost)
+                self.store.add(Entry(key, settings.model, vote, question.messages, reply.text, problem, *counts))
             tally.asked, tally.cost = tally.asked + 1, tally.cost + cost
             if sound is not None:
                 return sound, tally
             tally.malformed += 1
         return None, tally
-
-    def _check_cost(self) -> None:
-        limit = self.settings.max_cost
-        if limit is not None and (spent := self.store.spent()) >= limit:
-            raise unavailable(self.settings, f"may not be asked: {spent:.4g} is spent, and judge.max_cost is {limit:g}")
 
     def _absolute(self, cases: Sequence[Case]) -> Judgement:
         tally = Tally()

@@ -108,7 +108,7 @@ def test_on_error_does_not_hide_an_outage(stages, settings, likes_nines):  # noq
 
 
 def test_a_judge_without_settings_and_settings_without_a_judge_are_refused(settings):
-    with pytest.raises(ValidationError, match=r"functions.taste has no judge; fix: judge: \{base_url"):
+    with pytest.raises(ValidationError, match=r"functions.taste has no judge; fix: judge: \{base_urls"):
         RewardsConfig(functions={"taste": {"function": "judge"}})
     with pytest.raises(ValidationError, match="fix: function: judge"):
         RewardsConfig(functions={"taste": {"function": "format", "judge": settings()}})
@@ -122,7 +122,7 @@ def test_another_address_or_limit_is_no_other_judge_and_another_rubric_is(settin
         return content_key("train_stage", (), {"rewards": RewardsConfig.model_validate(rewards(settings, **changes))})
 
     known = key()
-    assert key(base_url="http://other:1/v1", max_outage_s=5.0, cache="elsewhere", api_key_variable="OTHER") == known
+    assert key(base_urls=["http://other:1/v1"], max_outage_s=5.0, cache="elsewhere", api_key_variable="OTHER") == known
     assert key(max_cost=2.0, input_price=1.0) == known
     assert key(rubric=[{"name": "clarity", "description": "Is it short?"}]) != known
     assert key(votes=3) != known
