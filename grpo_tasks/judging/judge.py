@@ -47,7 +47,7 @@ class Tally:
     manipulations: int = 0
     """Completions that tried to talk to the judge."""
     unjudged: int = 0
-    """Completions without any sound verdict."""
+    """Completions without any sound verdict; in mode pairwise with a comparison that has none."""
     cost: float = 0.0
 
 
@@ -163,7 +163,7 @@ class Judge:
         won: dict[int, list[float]] = {}
         notes = [""] * len(cases)
         for pair, first, second in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
-            for index, value, note in zip(pair, *_outcome(first, second), strict=True):
+            for index, value, note in zip(pair, *outcome(first, second), strict=True):
                 if index is not None:
                     won.setdefault(index, []).append(value)
                     notes[index] = max(notes[index], note, key=_NOTES.index)
@@ -174,7 +174,7 @@ class Judge:
         )
 
 
-def _outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
+def outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
     """Scores and notes of both sides of a comparison, which was asked in both orders.
 
     One sound verdict is enough to accuse: what confuses the judge in one order must not hide what it saw in the other.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_tasks.judging.frame import ask
-from grpo_tasks.judging.judge import Case, Judge, Tally
+from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
 from grpo_tasks.judging.verdict import Verdict
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import ConfigError
@@ -134,8 +134,8 @@ def _comparisons(judge: Judge, pairs: Sequence[GoldPair]) -> Trial:
 
 
 def _share(first: Verdict | None, second: Verdict | None) -> float:
-    """Share of both orders that the first text of the first order wins; without a sound verdict a tie."""
-    return 0.5 if first is None or second is None else (first.value + 1.0 - second.value) / 2
+    """What training would give the first text of the first order; without a sound verdict a tie."""
+    return 0.5 if first is None or second is None else outcome(first, second)[0][0]
 
 
 def _trial(

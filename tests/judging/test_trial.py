@@ -6,6 +6,7 @@ import pytest
 
 from grpo_tasks.judging.trial import GoldPair, padded, read_gold, try_judge
 from schemas.errors import ConfigError
+from tests.judging.endpoint import Endpoint
 
 PAIRS = [GoldPair(f"Question {number}?", "good good", "good") for number in range(4)]
 
@@ -40,6 +41,20 @@ def test_a_judge_that_prefers_the_first_is_found_out(settings, endpoint):
 def test_a_judge_that_prefers_the_worse_does_not_agree(settings, endpoint):
     endpoint.opinion = lambda texts, _: {"points": 4 - texts["completion"].count("good")}
     assert try_judge(settings(), PAIRS).agreement == 0.0
+
+
+@pytest.mark.parametrize("mode", ["absolute", "pairwise"])
+def test_a_judge_that_accuses_the_better_does_not_agree(settings, endpoint, mode):
+    def accuses(body):
+        found = Endpoint.verdict(endpoint, body)
+        label = next((one for one in ("a", "b", "") if f'completion{" " if one else ""}{one}] "good good"' in str(body)), None)
+        if label is not None:
+            found["manipulation"] = label or "yes"
+        return found
+
+    endpoint.verdict = accuses
+    # Its points are right, and training would not use them.
+    assert try_judge(settings(mode=mode), PAIRS).agreement == 0.0
 
 
 def test_the_cost_is_that_of_its_requests(settings):
