@@ -20,6 +20,7 @@ from grpo_tasks.cluster.janitor import watch_over
 from grpo_tasks.cluster.outbox import Delta, Outbox
 from grpo_tasks.cluster.parcel import MODULES, Parcel, ParcelFile, ServerAddress, Store
 from grpo_tasks.cluster.versions import Versions, own_versions
+from grpo_tasks.judging.limits import LOCAL_RANKS
 from grpo_tasks.processes.entry import ERROR
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.stage.stage_dir import OWN_DISK, StageDir
@@ -139,6 +140,7 @@ class StageNode(Node):
                 "WORLD_SIZE": str(gang.ranks),
                 "RANK": str(gang.first + local),
                 "LOCAL_RANK": str(local),
+                LOCAL_RANKS: str(gang.local),
                 OWN_DISK: "1",
                 # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it.
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(self._address),

@@ -1,15 +1,14 @@
-"""Requests to an OpenAI-compatible endpoint: rate, retries with backoff, outage, cost.
+"""Requests to OpenAI-compatible endpoints: retries with backoff, other addresses, outage, cost.
 
     400, 401, 403, 404      the settings are wrong: stop at once
-    408, 409, 429, 5xx,     wait and try again, longer each time, as Retry-After says; after max_outage_s without any answer
-    no connection, timeout  the judge counts as unavailable
+    408, 409, 429, 5xx,     ask the other addresses; then wait and try again, longer each time, as Retry-After says. After
+    no connection, timeout  max_outage_s without any answer the judge counts as unavailable
 
 The key is read from the environment for each request and stands in no message.
 """
 
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +17,16 @@ from typing import Any
 import httpx
 
 from grpo_tasks.judging.frame import Question
+from grpo_tasks.judging.limits import Limits
+from grpo_tasks.judging.servers import Server, Servers
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+CONNECT_S = 10.0
+"""Time limit of a connection: what is not there should not take the time of what answers slowly."""
+CHARS_PER_TOKEN = 3
+"""For an endpoint that does not count tokens. Most texts have more characters a token, so this guess is rather too expensive."""
 AGAIN = frozenset({408, 409, 425, 429})
 _MILLION = 1e6
 _SHOWN = 300
@@ -41,63 +46,80 @@ class JudgeClient:
     """Sends questions; safe for threads."""
 
     judge: JudgeConfig
+    limits: Limits
     sleep: Callable[[float], None] = time.sleep
     _http: httpx.Client = field(init=False)
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _next: float = field(init=False, default=0.0)
-    """When the next request may be sent."""
-    _answered: float = field(init=False, default_factory=time.monotonic)
-    """When the endpoint last answered, or the present call began."""
+    _servers: Servers = field(init=False)
+    _answered: float = field(init=False, default=0.0)
+    """When an address last answered."""
 
     def __post_init__(self) -> None:
+        limit = self.judge.request_timeout_s
         # No redirects: they would carry the key to another host.
-        self._http = httpx.Client(timeout=self.judge.request_timeout_s, follow_redirects=False)
-
-    def begin(self) -> None:
-        """A batch begins: the time without an answer counts from now."""
-        self._answered = time.monotonic()
+        self._http = httpx.Client(timeout=httpx.Timeout(limit, connect=min(limit, CONNECT_S)), follow_redirects=False)
+        self._servers = Servers(self.judge.base_urls)
 
     def send(self, question: Question, *, vote: int) -> Reply:
         """The reply to a question, whatever it says.
 
         Raises:
-            RewardError: the endpoint refuses the request itself.
-            JudgeUnavailableError: it has not answered for `max_outage_s`.
+            RewardError: an endpoint refuses the request itself.
+            JudgeUnavailableError: none has answered for `max_outage_s`.
         """
-        wait = FIRST_WAIT_S
+        wait, pause, begin = FIRST_WAIT_S, 0.0, None
+        tried: set[str] = set()
         while True:
-            self._take_turn()
-            try:
-                answer = self._http.post(self._url, json=self._body(question, vote), headers=self._headers())
-            except httpx.HTTPError as error:
-                problem, told = f"{type(error).__name__}: {error}", None
-            else:
-                if answer.is_success:
-                    self._answered = time.monotonic()
-                    return self._reply(answer)
-                problem, told = f"HTTP {answer.status_code}: {answer.text[:_SHOWN]}", answer.headers.get("retry-after")
-                if answer.status_code < 500 and answer.status_code not in AGAIN:
-                    raise self._refused(problem)
-            # Jitter, so that many threads do not come back at the same moment.
-            pause = max(wait * random.uniform(0.5, 1.0), _seconds(told))
-            left = self._answered + self.judge.max_outage_s - time.monotonic()
+            self.limits.pace()
+            # Waiting for a limit is no outage.
+            begin = time.monotonic() if begin is None else begin
+            with self._servers.taken(tried) as server:
+                answer, problem, told = self._post(server, question, vote)
+            if answer is not None:
+                self._servers.answered(server)
+                self._answered = time.monotonic()
+                return self._reply(answer, question)
+            self._servers.failed(server, told)
+            tried.add(server.address)
+            pause = max(pause, told)
+            if len(tried) < len(self._servers):
+                continue
+            left = max(begin, self._answered) + self.judge.max_outage_s - time.monotonic()
             if left <= 0:
-                raise unavailable(self.judge, f"has not answered for {self.judge.max_outage_s:g} s ({problem})")
-            self.sleep(min(pause, left))
-            wait = min(2 * wait, LONGEST_WAIT_S)
+                raise self._unavailable(problem)
+            # Jitter, so that many threads do not come back at the same moment.
+            self.sleep(min(max(wait * random.uniform(0.5, 1.0), pause), left))
+            wait, pause = min(2 * wait, LONGEST_WAIT_S), 0.0
+            tried.clear()
 
-    def cost(self, reply: Reply) -> float:
-        """What a reply cost, by the prices of the config."""
-        judge = self.judge
-        return (reply.prompt_tokens * judge.input_price + reply.completion_tokens * judge.output_price) / _MILLION
+    def expected_cost(self, question: Question) -> float:
+        """The most that a request should cost: all tokens that a verdict may have."""
+        return self.cost(_prompt_tokens(question), self.judge.max_tokens)
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """What so many tokens cost, by the prices of the config."""
+        return (prompt_tokens * self.judge.input_price + completion_tokens * self.judge.output_price) / _MILLION
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
-    @property
-    def _url(self) -> str:
-        return f"{self.judge.base_url.rstrip('/')}/chat/completions"
+    def _post(self, server: Server, question: Question, vote: int) -> tuple[httpx.Response | None, str, float]:
+        """The answer of a server; or None, what is wrong, and the pause in seconds that it asks for."""
+        url = f"{server.address}/chat/completions"
+        try:
+            answer = self._http.post(url, json=self._body(question, vote), headers=self._headers())
+        except httpx.HTTPError as error:
+            return None, f"{type(error).__name__}: {error}", 0.0
+        if answer.is_success:
+            return answer, "", 0.0
+        problem = f"HTTP {answer.status_code}: {answer.text[:_SHOWN]}"
+        if answer.status_code < 500 and answer.status_code not in AGAIN:
+            raise RewardError(
+                f"the judge refuses the request: {problem}",
+                place=url,
+                fix="check judge.model, judge.api_key_variable, and that the endpoint supports response_format json_schema",
+            )
+        return None, problem, _seconds(answer.headers.get("retry-after"))
 
     def _headers(self) -> dict[str, str]:
         name = self.judge.api_key_variable
@@ -120,44 +142,35 @@ class JudgeClient:
             "response_format": {"type": "json_schema", "json_schema": form},
         }
 
-    def _reply(self, answer: httpx.Response) -> Reply:
+    def _reply(self, answer: httpx.Response, question: Question) -> Reply:
+        text, usage = "", None
         try:
             found = answer.json()
+            usage = found.get("usage")
             text = found["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             # The caller counts it as a malformed verdict.
-            return Reply("", 0, 0)
-        usage = found.get("usage")
+            pass
+        text = text if isinstance(text, str) else ""
         counts = usage if isinstance(usage, dict) else {}
-        return Reply(text if isinstance(text, str) else "", _count(counts, "prompt_tokens"), _count(counts, "completion_tokens"))
+        # An endpoint that does not count is not free.
+        prompt_tokens = _count(counts, "prompt_tokens") or _prompt_tokens(question)
+        return Reply(text, prompt_tokens, _count(counts, "completion_tokens") or _tokens(text))
 
-    def _take_turn(self) -> None:
-        """Wait until the limit of requests per minute allows another one."""
-        limit = self.judge.max_requests_per_minute
-        if limit is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            begin = max(now, self._next)
-            self._next = begin + 60.0 / limit
-        if begin > now:
-            self.sleep(begin - now)
-
-    def _refused(self, problem: str) -> RewardError:
-        return RewardError(
-            f"the judge refuses the request: {problem}",
-            place=self._url,
-            fix="check judge.model, judge.api_key_variable, and that the endpoint supports response_format json_schema",
+    def _unavailable(self, problem: str) -> JudgeUnavailableError:
+        return JudgeUnavailableError(
+            f"the judge {self.judge.model} has not answered for {self.judge.max_outage_s:g} s ({problem})",
+            place=", ".join(self.judge.base_urls),
+            fix="start the same command again when it is back: the stage resumes, and verdicts so far are in judge.cache",
         )
 
 
-def unavailable(judge: JudgeConfig, what: str) -> JudgeUnavailableError:
-    """The error that stops a stage, which can be resumed."""
-    return JudgeUnavailableError(
-        f"the judge {judge.model} {what}",
-        place=judge.base_url,
-        fix="start the same command again when it is back: the stage resumes, and verdicts so far are in judge.cache",
-    )
+def _prompt_tokens(question: Question) -> int:
+    return sum(_tokens(message["content"]) for message in question.messages)
+
+
+def _tokens(text: str) -> int:
+    return -(-len(text) // CHARS_PER_TOKEN)
 
 
 def _count(usage: dict[str, Any], name: str) -> int:

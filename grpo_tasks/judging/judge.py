@@ -13,11 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from grpo_tasks.judging.client import JudgeClient, unavailable
-from grpo_tasks.judging.frame import Question, ask
+from grpo_tasks.judging.client import JudgeClient
+from grpo_tasks.judging.frame import Completion, Question, ask
+from grpo_tasks.judging.limits import Limits
 from grpo_tasks.judging.store import Entry, VerdictStore
 from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
 from schemas.config.learning.judge import JudgeConfig
+
+_NOTES = ("", "unjudged", "manipulation")
+"""What is remarkable about a completion; of several notes the last one here counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Case:
     """A completion to judge."""
 
     question: str
-    completion: str
+    completion: Completion
     reference: str | None = None
     """Text of the reference reply; None: there is none."""
 
@@ -43,7 +47,7 @@ class Tally:
     manipulations: int = 0
     """Completions that tried to talk to the judge."""
     unjudged: int = 0
-    """Completions without any sound verdict."""
+    """Completions without any sound verdict; in mode pairwise with a comparison that has none."""
     cost: float = 0.0
 
 
@@ -63,12 +67,14 @@ class Judge:
     """Scores completions; holds the connections and the cache."""
 
     settings: JudgeConfig
-    client: JudgeClient = field(init=False)
     store: VerdictStore = field(init=False)
+    limits: Limits = field(init=False)
+    client: JudgeClient = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = JudgeClient(self.settings)
         self.store = VerdictStore(self.settings.cache)
+        self.limits = Limits(self.settings, self.store)
+        self.client = JudgeClient(self.settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
         """The scores of completions; those of one question follow each other.
@@ -83,12 +89,11 @@ class Judge:
 
     def decide(self, questions: Sequence[Question], tally: Tally) -> list[Verdict | None]:
         """The verdict on each question by all votes; None where no vote was sound."""
-        self.client.begin()
         votes = range(self.settings.votes)
         asked = [(question, vote) for question in questions for vote in votes]
         # Equal questions are asked once.
         unique = {question.key(self.settings, vote): (question, vote) for question, vote in asked}
-        with ThreadPoolExecutor(self.settings.max_concurrency, thread_name_prefix="judge") as pool:
+        with ThreadPoolExecutor(self.limits.concurrency, thread_name_prefix="judge") as pool:
             waiting = {key: pool.submit(self._vote, key, *pair) for key, pair in unique.items()}
             try:
                 found = {key: future.result() for key, future in waiting.items()}
@@ -122,27 +127,23 @@ class Judge:
                 tally.cached = 1
                 return verdict, tally
         for attempt in range(settings.max_malformed + 1):
-            self._check_cost()
-            # Another seed: the same one would bring the same malformed reply.
-            reply = self.client.send(question, vote=vote + attempt * settings.votes)
-            sound, problem = None, ""
-            try:
-                sound = parse(reply.text, question, settings)
-            except MalformedError as error:
-                problem = str(error) or "malformed"
-            cost = self.client.cost(reply)
-            counts = (reply.prompt_tokens, reply.completion_tokens, cost)
-            self.store.add(Entry(key, settings.model, vote, question.messages, reply.text, problem, *counts))
+            # The cost stays reserved until it is recorded.
+            with self.limits.turn(self.client.expected_cost(question)):
+                # Another seed: the same one would bring the same malformed reply.
+                reply = self.client.send(question, vote=vote + attempt * settings.votes)
+                sound, problem = None, ""
+                try:
+                    sound = parse(reply.text, question, settings)
+                except MalformedError as error:
+                    problem = str(error) or "malformed"
+                cost = self.client.cost(reply.prompt_tokens, reply.completion_tokens)
+                counts = (reply.prompt_tokens, reply.completion_tokens, cost)
+                self.store.add(Entry(key, settings.model, vote, question.messages, reply.text, problem, *counts))
             tally.asked, tally.cost = tally.asked + 1, tally.cost + cost
             if sound is not None:
                 return sound, tally
             tally.malformed += 1
         return None, tally
-
-    def _check_cost(self) -> None:
-        limit = self.settings.max_cost
-        if limit is not None and (spent := self.store.spent()) >= limit:
-            raise unavailable(self.settings, f"may not be asked: {spent:.4g} is spent, and judge.max_cost is {limit:g}")
 
     def _absolute(self, cases: Sequence[Case]) -> Judgement:
         tally = Tally()
@@ -156,16 +157,16 @@ class Judge:
         questions = []
         for one, other in pairs:
             mine, texts = cases[one].completion, {"question": cases[one].question}
-            theirs = cases[other].completion if other is not None else cases[one].reference or ""
+            theirs: Completion = cases[other].completion if other is not None else cases[one].reference or ""
             questions += [ask(self.settings, texts, [mine, theirs]), ask(self.settings, texts, [theirs, mine])]
         verdicts = self.decide(questions, tally)
         won: dict[int, list[float]] = {}
         notes = [""] * len(cases)
         for pair, first, second in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
-            for index, value, note in zip(pair, *_outcome(first, second), strict=True):
+            for index, value, note in zip(pair, *outcome(first, second), strict=True):
                 if index is not None:
                     won.setdefault(index, []).append(value)
-                    notes[index] = notes[index] or note
+                    notes[index] = max(notes[index], note, key=_NOTES.index)
         shares: list[float | None] = [sum(won[index]) / len(won[index]) if index in won else None for index in range(len(cases))]
         # One comparison is enough: a text that talks to the judge in one prompt does so in all of them.
         return _judgement(
@@ -173,16 +174,23 @@ class Judge:
         )
 
 
-def _outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
-    """Scores and notes of both sides of a comparison, which was asked in both orders."""
+def outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
+    """Scores and notes of both sides of a comparison, which was asked in both orders.
+
+    One sound verdict is enough to accuse: what confuses the judge in one order must not hide what it saw in the other.
+    """
+    accused = (_accuses(first, "a") or _accuses(second, "b"), _accuses(first, "b") or _accuses(second, "a"))
+    if any(accused):
+        notes = ("manipulation" if accused[0] else "", "manipulation" if accused[1] else "")
+        return (float(not accused[0]), float(not accused[1])), notes
     if first is None or second is None:
         return (0.0, 0.0), ("unjudged", "unjudged")
-    accused = ("a" in first.manipulators or "b" in second.manipulators, "b" in first.manipulators or "a" in second.manipulators)
-    notes = ("manipulation" if accused[0] else "", "manipulation" if accused[1] else "")
-    if any(accused):
-        return (float(not accused[0]), float(not accused[1])), notes
     value = (first.value + 1.0 - second.value) / 2
-    return (value, 1.0 - value), notes
+    return (value, 1.0 - value), ("", "")
+
+
+def _accuses(verdict: Verdict | None, label: str) -> bool:
+    return verdict is not None and label in verdict.manipulators
 
 
 def compared(cases: Sequence[Case], settings: JudgeConfig) -> list[tuple[int, int | None]]:

@@ -3,13 +3,15 @@
     verdicts.sqlite    key, created, model, vote, messages, reply, problem, prompt_tokens, completion_tokens, cost
 
 A sound verdict is found again by its key (frame.py). Malformed replies are kept as a record and never found. Several processes
-may use one folder.
+of one machine may use one folder; limits.py counts what they have in flight.
 """
 
 import json
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +47,15 @@ class VerdictStore:
     """The verdicts in a folder; safe for threads."""
 
     def __init__(self, folder: Path) -> None:
-        self._lock = threading.Lock()
+        # Entered again by what is called inside `writing`.
+        self._lock = threading.RLock()
+        self._spent, self._counted = 0.0, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._base = sqlite3.connect(folder / FILE, timeout=_BUSY_S, check_same_thread=False, isolation_level=None)
             self._base.execute("PRAGMA journal_mode=WAL")
+            # A power cut may cost the last verdicts, never the file; a killed process costs none.
+            self._base.execute("PRAGMA synchronous=NORMAL")
             self._base.execute(_TABLE)
             self._base.execute("CREATE INDEX IF NOT EXISTS by_key ON verdicts (key)")
         except (sqlite3.Error, OSError) as error:
@@ -77,9 +83,24 @@ class VerdictStore:
             )
 
     def spent(self) -> float:
-        """The cost of everything in the folder."""
+        """The cost of everything in the folder. Only what is new since the last call is summed."""
         with self._lock:
-            return float(self._base.execute("SELECT COALESCE(SUM(cost), 0) FROM verdicts").fetchone()[0])
+            query = "SELECT COALESCE(SUM(cost), 0.0), MAX(number) FROM verdicts WHERE number > ?"
+            cost, last = self._base.execute(query, (self._counted,)).fetchone()
+            self._spent, self._counted = self._spent + cost, last or self._counted
+            return self._spent
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that no other thread or process writes during."""
+        with self._lock:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+            except BaseException:
+                self._base.execute("ROLLBACK")
+                raise
+            self._base.execute("COMMIT")
 
     def close(self) -> None:
         """Close the file."""

@@ -9,11 +9,11 @@ gold pairs (question, better, worse)
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_tasks.judging.frame import ask
-from grpo_tasks.judging.judge import Case, Judge, Tally
+from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
 from grpo_tasks.judging.verdict import Verdict
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import ConfigError
@@ -21,6 +21,7 @@ from schemas.errors import ConfigError
 EMPTY_TALK = " In other words, that is how it is, all things considered, and it should be seen in this light."
 """Said again and again, until the text is three times as long and has at least 400 characters more."""
 MAX_PAIRS = 10_000
+"""Gold pairs that a judge is asked about; the trial says how many more the file holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Trial:
     """Of these requests, in the currency of the prices."""
     unjudged: int
     """Questions without any sound verdict."""
+    left_out: int = 0
+    """Gold pairs beyond MAX_PAIRS."""
 
 
 def read_gold(path: Path) -> list[GoldPair]:
@@ -57,10 +60,11 @@ def read_gold(path: Path) -> list[GoldPair]:
         ConfigError: the file cannot be read or holds no pair, or a line is no pair; with its line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # At line feeds only, as JSON Lines has it: str.splitlines would cut a text at U+2028 too.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the gold pairs cannot be read: {error}", place=str(path), fix="name a JSONL file") from error
-    pairs = [_pair(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()][:MAX_PAIRS]
+    pairs = [_pair(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not pairs:
         raise ConfigError(
             "there is no gold pair", place=str(path), fix='write {"question": ..., "better": ..., "worse": ...} lines'
@@ -81,15 +85,16 @@ def _pair(line: str, place: str) -> GoldPair:
 
 
 def try_judge(settings: JudgeConfig, pairs: Sequence[GoldPair]) -> Trial:
-    """Ask a judge about gold pairs.
+    """Ask a judge about gold pairs, at most MAX_PAIRS.
 
     Raises:
         RewardError: the endpoint refuses the requests.
         JudgeUnavailableError: the endpoint does not answer, or max_cost is reached.
     """
-    judge = Judge(settings)
+    judge, asked = Judge(settings), pairs[:MAX_PAIRS]
     try:
-        return _points(judge, pairs) if settings.mode == "absolute" else _comparisons(judge, pairs)
+        trial = _points(judge, asked) if settings.mode == "absolute" else _comparisons(judge, asked)
+        return replace(trial, left_out=len(pairs) - len(asked))
     finally:
         judge.close()
 
@@ -129,8 +134,8 @@ def _comparisons(judge: Judge, pairs: Sequence[GoldPair]) -> Trial:
 
 
 def _share(first: Verdict | None, second: Verdict | None) -> float:
-    """Share of both orders that the first text of the first order wins; without a sound verdict a tie."""
-    return 0.5 if first is None or second is None else (first.value + 1.0 - second.value) / 2
+    """What training would give the first text of the first order; without a sound verdict a tie."""
+    return 0.5 if first is None or second is None else outcome(first, second)[0][0]
 
 
 def _trial(

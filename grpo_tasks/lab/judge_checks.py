@@ -30,7 +30,10 @@ def check_judges(names: list[str], rewards: RewardsConfig) -> tuple[list[LabChec
                 f"agreement, order_bias, length_bias and cost of {name}: name pairs that people judged with judge.gold"
             )
             continue
-        checks += _checks(name, judge, try_judge(judge, read_gold(judge.gold)))
+        trial = try_judge(judge, read_gold(judge.gold))
+        if trial.left_out:
+            left_out.append(f"{trial.left_out:,} more gold pairs of {name}: the judge is asked about the first {trial.pairs:,}")
+        checks += _checks(name, judge, trial)
     return checks, left_out
 
 

@@ -22,6 +22,8 @@ from typing import Any, Literal
 from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.answers.extraction import Extraction
+from grpo_tasks.environments.calls import spoken
+from grpo_tasks.judging.frame import Said
 from grpo_tasks.judging.judge import Case, Judge
 from schemas.config.completion import CompletionConfig
 from schemas.errors import RewardError
@@ -188,17 +190,26 @@ def _turn_lengths(completion_ids: Sequence[Sequence[int]], turns: Turns | None) 
 
 
 def judge(
-    prompts: Sequence[Completion], completions: Sequence[Completion], *, judge: Judge, **columns: Any
+    prompts: Sequence[Completion],
+    completions: Sequence[Completion],
+    turns: Turns | None = None,
+    *,
+    judge: Judge,
+    **columns: Any,
 ) -> list[float | None]:
-    """0 .. 1, what a language model thinks of the completion by the rubric; None where there is nothing to compare it with."""
+    """0 .. 1, what a language model thinks of the completion by the rubric; None where there is nothing to compare it with.
+
+    Where tools or an environment answer, it is shown the whole conversation.
+    """
     column = judge.settings.reference_column
     if column is not None and column not in columns:
         raise RewardError(f"the data have no column {column}", place="judge.reference_column", fix="name a column of the data")
     references = columns[column] if column is not None else [None] * len(completions)
+    said: Iterable[str | list[Said]] = map(completion_text, completions) if turns is None else map(_played, completions, turns)
     found = judge.score(
         [
-            Case(_conversation(prompt), completion_text(completion), _reference(reference))
-            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+            Case(_conversation(prompt), completion, _reference(reference))
+            for prompt, completion, reference in zip(prompts, said, references, strict=True)
         ]
     )
     tally = found.tally
@@ -213,6 +224,22 @@ def _conversation(prompt: Completion) -> str:
         return prompt
     # The judge sees what was asked, not how the policy was told to reply.
     return "\n\n".join(message.get("content") or "" for message in prompt if message.get("role") != "system")
+
+
+def _played(messages: Completion, turns: Sequence[Mapping[str, Any]]) -> str | list[Said]:
+    """What was said after the prompt. A turn counts as the policy wrote it: calls that nobody could read are part of it."""
+    if isinstance(messages, str):
+        return messages
+    written = iter(spoken(turn["text"]) for turn in turns)
+    speakers: dict[str, Literal["policy", "tool"]] = {"assistant": "policy", "tool": "tool"}
+    said = [
+        Said(
+            speakers.get(message["role"], "environment"),
+            next(written, "") if message["role"] == "assistant" else message.get("content") or "",
+        )
+        for message in messages
+    ]
+    return said if len(said) > 1 else "".join(one.text for one in said)
 
 
 def _reference(given: object) -> str | None:

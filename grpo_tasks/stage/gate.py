@@ -44,8 +44,17 @@ def require_pass_at_group(rates: pl.DataFrame, stage: StageConfig) -> None:
         DataError: with the numbers, and what to do.
     """
     limit, found = stage.min_pass_at_group, pass_at_group(rates, stage)
-    if limit is None or found is None or found >= limit:
+    if limit is None or (found is not None and found >= limit):
         return
+    if found is None:
+        # Nobody knows whether the policy reaches the limit: a gate that cannot measure stays shut.
+        raise DataError(
+            f"pass@{stage.num_generations} of the training prompts is unknown, and min_pass_at_group is {limit:.1%}: no "
+            "completion that measured the difficulty has a reward",
+            place=f"stage {stage.name}",
+            fix="correct what the log of measure_difficulty names: an environment that fails, or rewards that apply to no row "
+            "(tasks, answers); or remove min_pass_at_group",
+        )
     own = rates.filter(pl.col("stage") == stage.name)
     never = own.filter(pl.col("pass_rate") == 0.0).height
     raise DataError(

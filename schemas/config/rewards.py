@@ -89,7 +89,7 @@ class RewardConfig(Section):
             max_completion_length: that of the rollout, in tokens.
         """
         if self.function == JUDGE and self.judge is None:
-            return f"{name} needs a judge; fix: rewards.functions.{name}.judge: {{base_url: ..., model: ..., rubric: [...]}}"
+            return f"{name} needs a judge; fix: rewards.functions.{name}.judge: {{base_urls: [...], model: ..., rubric: [...]}}"
         if self.function == "soft_overlong" and not {"max_completion_length", "soft_punish_cache"} <= self.params.keys():
             limit = max_completion_length
             return (
@@ -123,7 +123,7 @@ class RewardsConfig(Section):
             function = settings.function or name
             if (function == JUDGE) != (settings.judge is not None):
                 what = "has no judge" if function == JUDGE else f"has a judge, and its function is {function}"
-                fix = "judge: {base_url: ..., model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
+                fix = "judge: {base_urls: [...], model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
                 raise ValueError(f"functions.{name} {what}; fix: {fix}")
             if ":" not in function and function not in BUILTIN_REWARDS and function != JUDGE:
                 raise ValueError(

@@ -23,7 +23,7 @@ def settings(address, tmp_path):
 
     def make(**changes):
         given = {
-            "base_url": address,
+            "base_urls": [address],
             "model": "judge",
             "rubric": [{"name": "clarity", "description": "Is it clear?"}],
             "cache": tmp_path / "cache",

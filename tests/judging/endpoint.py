@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +17,12 @@ class Endpoint:
         self.failures = []
         """Answers to give first: (status, headers, body) or a text that stands in the place of a verdict."""
         self.down = False
+        self.usage = {"prompt_tokens": 100, "completion_tokens": 20}
+        """What it says about tokens; None: nothing."""
+        self.delay_s = 0.0
+        self.in_flight = self.most_in_flight = 0
+        self.arrivals = []
+        """Time of each request."""
         self.lock = threading.Lock()
 
     def answer(self, body):
@@ -28,8 +35,16 @@ class Endpoint:
         if isinstance(failure, tuple):
             return failure
         content = failure if failure is not None else json.dumps(self.verdict(body))
-        usage = {"prompt_tokens": 100, "completion_tokens": 20}
-        return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}], "usage": usage})
+        found = {"choices": [{"message": {"role": "assistant", "content": content}}]}
+        return 200, {}, json.dumps(found if self.usage is None else found | {"usage": self.usage})
+
+    def count(self, change):
+        """A request arrives (1) or is answered (-1)."""
+        with self.lock:
+            self.in_flight += change
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            if change > 0:
+                self.arrivals.append(time.monotonic())
 
     def verdict(self, body):
         """A verdict that fits the schema of the request, by this server's opinion."""
@@ -57,7 +72,11 @@ def serving(endpoint, port=0):
             assert self.path == "/v1/chat/completions"
             endpoint.headers.append(dict(self.headers))
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            endpoint.count(1)
+            time.sleep(endpoint.delay_s)
             status, headers, text = endpoint.answer(body)
+            # Before the answer is on its way: whoever reads it may send the next request at once.
+            endpoint.count(-1)
             content = text.encode()
             self.send_response(status)
             for name, value in ({"Content-Length": str(len(content))} | headers).items():

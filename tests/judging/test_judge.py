@@ -187,23 +187,7 @@ def test_no_server_at_all_is_an_outage(settings):
     with serving(endpoint) as url:
         pass
     with pytest.raises(JudgeUnavailableError):
-        scores(settings(base_url=url), ["good"])
-
-
-def test_the_limit_of_cost_stops_the_run_and_a_higher_one_goes_on(settings, endpoint):
-    priced = {"input_price": 10_000.0, "max_concurrency": 1}  # one request costs 1
-    with pytest.raises(JudgeUnavailableError, match="max_cost is 2"):
-        scores(settings(max_cost=2.0, **priced))
-    assert len(endpoint.requests) == 2
-    assert scores(settings(max_cost=10.0, **priced)).scores == [0.0, 0.25, 0.5, 1.0]
-    assert len(endpoint.requests) == 4
-
-
-def test_requests_keep_to_the_limit_per_minute(settings):
-    judge, waits = Judge(settings(max_requests_per_minute=1.0, max_concurrency=1)), []
-    judge.client.sleep = waits.append
-    judge.score(cases(*TEXTS))
-    assert [round(wait / 60) for wait in waits] == [1, 2, 3]
+        scores(settings(base_urls=[url]), ["good"])
 
 
 def test_a_damaged_cache_is_named_with_a_fix(settings, tmp_path):

@@ -6,6 +6,8 @@ import polars as pl
 import pytest
 from pydantic import ValidationError
 
+from grpo_tasks.content.conversations import Played
+from grpo_tasks.rewards.contract import ScoreBatch
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.running.key import content_key
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -35,6 +37,39 @@ def test_a_judge_is_a_reward_like_any_other(stages, settings, likes_nines):  # n
     assert "logged_taste_note" in table.columns
     # The judge sees the question, not how the policy is told to reply.
     assert "reasoning" not in likes_nines.requests[0]["messages"][1]["content"].split("completion]")[0]
+
+
+CALL = "<tool_call>{'name': broken</tool_call>"
+"""What the policy wrote; nobody can read this call, so it is in no message."""
+
+
+def turn(text, said, *answers):
+    given = {"text": text, "start": 0, "end": 1, "finish_reason": "stop", "reward": None, "calls": 1, "errors": 0, "info": {}}
+    return given, [{"role": "assistant", "content": said}, *answers]
+
+
+def test_a_judge_sees_the_whole_conversation_and_a_last_turn_that_is_only_a_call(settings, endpoint):
+    answer = {"role": "tool", "name": "add", "content": "good 42"}
+    turns = [turn("I add.<|im_end|>", "I add.", answer), turn(f"{CALL}<|im_end|>", "", {"role": "user", "content": "out"})]
+    played = Played([], [message for _, said in turns for message in said], [given for given, _ in turns], None)
+    given, said = turn("good<|im_end|>", "good")
+    alone = Played([], said, [given], None)
+    shown = []
+    endpoint.opinion = lambda texts, _: shown.append(texts) or {"points": 4 if len(texts) > 2 else 1}
+    section = RewardsConfig.model_validate(rewards(settings, max_concurrency=1))
+    batch = ScoreBatch([[{"role": "user", "content": "Why?"}]] * 2, ["", "good"], [[1], [2]], {}, played=[played, alone])
+    with RewardSuite(section, ["taste"]) as suite:
+        assert suite.score(batch).raw[:, 0].tolist() == [1.0, 0.25]
+    assert shown == [
+        {
+            "question": "Why?",
+            "completion, 1 policy": "I add.",
+            "completion, 2 tool": "good 42",
+            "completion, 3 policy": CALL,
+            "completion, 4 environment": "out",
+        },
+        {"question": "Why?", "completion": "good"},
+    ]
 
 
 def test_an_outage_stops_with_a_checkpoint_and_the_stage_resumes_to_the_same_bytes(stages, settings, likes_nines):  # noqa: F811
@@ -73,7 +108,7 @@ def test_on_error_does_not_hide_an_outage(stages, settings, likes_nines):  # noq
 
 
 def test_a_judge_without_settings_and_settings_without_a_judge_are_refused(settings):
-    with pytest.raises(ValidationError, match=r"functions.taste has no judge; fix: judge: \{base_url"):
+    with pytest.raises(ValidationError, match=r"functions.taste has no judge; fix: judge: \{base_urls"):
         RewardsConfig(functions={"taste": {"function": "judge"}})
     with pytest.raises(ValidationError, match="fix: function: judge"):
         RewardsConfig(functions={"taste": {"function": "format", "judge": settings()}})
@@ -87,7 +122,7 @@ def test_another_address_or_limit_is_no_other_judge_and_another_rubric_is(settin
         return content_key("train_stage", (), {"rewards": RewardsConfig.model_validate(rewards(settings, **changes))})
 
     known = key()
-    assert key(base_url="http://other:1/v1", max_outage_s=5.0, cache="elsewhere", api_key_variable="OTHER") == known
+    assert key(base_urls=["http://other:1/v1"], max_outage_s=5.0, cache="elsewhere", api_key_variable="OTHER") == known
     assert key(max_cost=2.0, input_price=1.0) == known
     assert key(rubric=[{"name": "clarity", "description": "Is it short?"}]) != known
     assert key(votes=3) != known

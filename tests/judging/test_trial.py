@@ -6,6 +6,7 @@ import pytest
 
 from grpo_tasks.judging.trial import GoldPair, padded, read_gold, try_judge
 from schemas.errors import ConfigError
+from tests.judging.endpoint import Endpoint
 
 PAIRS = [GoldPair(f"Question {number}?", "good good", "good") for number in range(4)]
 
@@ -42,10 +43,30 @@ def test_a_judge_that_prefers_the_worse_does_not_agree(settings, endpoint):
     assert try_judge(settings(), PAIRS).agreement == 0.0
 
 
+@pytest.mark.parametrize("mode", ["absolute", "pairwise"])
+def test_a_judge_that_accuses_the_better_does_not_agree(settings, endpoint, mode):
+    def accuses(body):
+        found = Endpoint.verdict(endpoint, body)
+        label = next((one for one in ("a", "b", "") if f'completion{" " if one else ""}{one}] "good good"' in str(body)), None)
+        if label is not None:
+            found["manipulation"] = label or "yes"
+        return found
+
+    endpoint.verdict = accuses
+    # Its points are right, and training would not use them.
+    assert try_judge(settings(mode=mode), PAIRS).agreement == 0.0
+
+
 def test_the_cost_is_that_of_its_requests(settings):
     trial = try_judge(settings(input_price=10.0, output_price=50.0), PAIRS)
     assert trial.requests == 12
     assert trial.cost == pytest.approx(12 * 0.002)
+
+
+def test_pairs_beyond_the_limit_are_counted(settings, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.judging.trial.MAX_PAIRS", 3)
+    trial = try_judge(settings(), PAIRS)
+    assert (trial.pairs, trial.left_out, trial.requests) == (3, 1, 9)
 
 
 def test_padding_is_long_and_keeps_the_text():
@@ -60,6 +81,14 @@ def gold(tmp_path, *lines):
 
 
 LINE = json.dumps({"question": "Why?", "better": "good good", "worse": "good"})
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    said = "one\u2028two\x85three"
+    lines = [json.dumps({"question": "Why?", "better": said, "worse": "x"}, ensure_ascii=False), LINE]
+    path = tmp_path / "gold.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    assert [pair.better for pair in read_gold(path)] == [said, "good good"]
 
 
 @pytest.mark.parametrize(

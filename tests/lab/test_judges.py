@@ -31,6 +31,12 @@ def test_without_gold_pairs_the_lab_says_what_it_did_not_measure(settings):
     assert "judge.gold" in left_out[0]
 
 
+def test_the_lab_says_how_many_gold_pairs_it_left_out(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.judging.trial.MAX_PAIRS", 2)
+    _, left_out = check_judges(["taste"], section(settings, gold=gold(tmp_path, LINE, LINE, LINE)))
+    assert left_out == ["1 more gold pairs of taste: the judge is asked about the first 2"]
+
+
 def test_a_judge_that_is_away_stops_the_lab_before_any_training(settings, endpoint, tmp_path):
     endpoint.down = True
     with pytest.raises(JudgeUnavailableError):

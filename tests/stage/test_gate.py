@@ -52,6 +52,14 @@ def test_too_low_a_figure_stops_with_numbers_and_advice():
     require_pass_at_group(rates(0, 0, 0, 0), stage())
 
 
+@pytest.mark.parametrize("measured", [rates(None, None), rates(), rates(8, 8, stage="other")])
+def test_a_gate_that_nothing_was_measured_for_stays_shut(measured):
+    with pytest.raises(DataError, match=r"pass@4 of the training prompts is unknown.*10.0%") as caught:
+        require_pass_at_group(measured, stage(min_pass_at_group=0.1))
+    assert "measure_difficulty" in caught.value.fix
+    require_pass_at_group(measured, stage())
+
+
 DATA = {"train": [{"path": "embedded:arithmetic_train.jsonl"}]}
 STAGE = {"rewards": ["format"]}
 SFT = {"name": "a", "kind": "sft", "demonstrations": {"column": "solution"}}

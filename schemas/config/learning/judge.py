@@ -70,8 +70,9 @@ class JudgeConfig(Section):
         ),
     }
 
-    base_url: Url
-    """Address of the endpoint, up to and including /v1. A vLLM server of your own works as well as a service."""
+    base_urls: list[Url] = Field(min_length=1, max_length=MOST_TIMES)
+    """Addresses of the endpoint, up to and including /v1: a service, or vLLM servers of your own. The least loaded one gets the
+    next request, and one that fails is left out while others answer."""
     model: Address
     """Name of the model at that endpoint."""
     api_key_variable: VariableName | None = None
@@ -99,24 +100,23 @@ class JudgeConfig(Section):
     """Folder with every verdict and its prompt (verdicts.sqlite), relative to the working directory. A question that was answered
     before is not asked again, in a resumed or later run either."""
     max_requests_per_minute: float | None = Field(None, gt=0.0, le=1e6)
-    """Requests per minute. Empty: no limit."""
+    """Requests per minute, of all processes that use the cache folder together. Empty: no limit."""
     max_concurrency: int = Field(8, ge=1, le=1_000)
-    """Requests at the same time."""
+    """Requests at the same time, over all addresses and all processes that use the cache folder."""
     request_timeout_s: float = Field(120.0, gt=0.0, le=LONGEST_S)
     """Time limit of one request in seconds."""
     max_outage_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
-    """How long the run waits for an endpoint that does not answer, in seconds. Then the stage writes a checkpoint and stops; the
+    """How long the run waits when no address answers, in seconds. Then the stage writes a checkpoint and stops; the
     same command resumes it."""
     max_call_s: float = Field(7_200.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds for judging a whole batch, waits included. It replaces time_limit_s."""
     max_malformed: int = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: int = Field(20_000, ge=100, le=MOST_CHARS)
-    """Characters of a completion that the judge sees. A longer one loses its middle, and a note
-    says so."""
+    """Characters of a completion or conversation that the judge sees. A longer one loses its middle, and a note says so."""
     max_cost: float | None = Field(None, ge=0.0, le=MOST_COST)
-    """Largest sum spent, in the currency of the prices, over everything in the cache folder. A stage that reaches it writes a
-    checkpoint and stops. Empty: no limit."""
+    """Largest sum spent, in the currency of the prices, over everything in the cache folder. A stage whose next request could
+    exceed it writes a checkpoint and stops. Tokens are estimated where the endpoint does not count them. Empty: no limit."""
     input_price: float = Field(0.0, ge=0.0, le=MOST_COST)
     """Price of a million input tokens."""
     output_price: float = Field(0.0, ge=0.0, le=MOST_COST)
