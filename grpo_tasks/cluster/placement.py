@@ -112,7 +112,7 @@ class Demand:
         Args:
             machines: what each has, by its id.
         """
-        # best[n]: of the ways to place n nodes on the machines seen so far, one that leaves room for most servers.
+        # best[n]: of the ways to place n nodes on the machines seen so far, the one that leaves room for the most servers.
         best: list[_Placed | None] = [_Placed(0, ()), *[None] * self.count]
         for name, machine in machines.items():
             most = min(self.share.times_in(machine), 1 if self.strategy == "STRICT_SPREAD" else self.count)
