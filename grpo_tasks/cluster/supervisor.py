@@ -1,12 +1,15 @@
 """Trains a stage on the nodes of a cluster: reserves, sends, starts, collects, and starts again when something dies.
 
-    attempt: reserve nodes -> compare versions -> send the stage -> start the ranks -> collect until all ranks ended
-    a node, an actor or a rank dies: end the attempt, report it as an event of the stage, attempt again from what has arrived
+    reserve nodes and room for rollout servers, all of it or nothing -> start the servers
+    attempt: compare versions -> send the stage -> start the ranks -> collect until all ranks ended
+    a node, an actor or a rank dies: end the attempt, report it as an event of the stage, reserve nodes again, attempt again
 
 Ray's own restarts are not used: the ranks of a stage can only go on together, from a checkpoint that all of them read.
 """
 
+import random
 import time
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ from grpo_tasks.cluster.inbox import Inbox
 from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, full_disk, send
 from grpo_tasks.cluster.node import Gang, Report, StageNode
 from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
-from grpo_tasks.cluster.placement import Share, reserved
+from grpo_tasks.cluster.placement import Crowded, Demand, Share, reserved
 from grpo_tasks.cluster.servers import Servers, rollout_servers
 from grpo_tasks.cluster.versions import require_equal
 from grpo_tasks.processes.entry import DISK_FULL
@@ -28,6 +31,8 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import TrainingError, UserError
 
 POLL_S = 0.25
+PAUSE_S = (2.0, 20.0)
+"""Bounds of the pause before a stage that was too late for a part of what it needs tries again."""
 SETTLING_S = 3.0
 """When a rank ends badly, a node that died is often the reason. Ray may need so long to notice it."""
 
@@ -39,39 +44,58 @@ class Supervisor:
         self.dir, self.spec = directory, spec
         self.cluster = spec.resources.cluster
         self.name = f"grpo {directory.root.parent.parent.name} {spec.stage.name}"
+        self.restarts = 0
+        self._wait_report = partial(self._report, "cluster")
 
     def train(self) -> None:
         """Attempt until the stage is finished.
 
         Raises:
-            UserError: one that a rank left, or nodes that differ.
+            UserError: one that a rank left, nodes that differ, or a cluster that is too small.
             TrainingError: more nodes or processes died than `max_restarts` allows.
         """
-        with rollout_servers(self.spec, self.dir, self.name, partial(self._report, "cluster")) as servers:
-            self._train(servers)
-
-    def _train(self, servers: Servers | None) -> None:
-        nodes, restarts = self.cluster.num_nodes, 0
         while True:
-            patience_s = self.cluster.replacement_wait_s if restarts else None
-            wait = partial(self._report, "cluster")
-            with reserved(self.name, self.spec.resources, nodes, report=wait, patience_s=patience_s) as (group, found):
-                attempt = Attempt(self.dir, self.spec, group, found, servers)
-                try:
-                    attempt.run()
-                    return
-                except NodeLost as lost:
-                    restarts += 1
-                    self._report("node_lost", f"{lost}; restart {restarts} of {self.cluster.max_restarts}")
-                    if restarts > self.cluster.max_restarts:
-                        raise TrainingError(
-                            f"the stage was interrupted {restarts} times, the last time because {lost}",
-                            place=str(self.dir.log),
-                            fix="see the end of the log and `grpo cluster`; the same command resumes from the last checkpoint; "
-                            "resources.cluster.max_restarts allows more interruptions",
-                        ) from lost
-                finally:
-                    attempt.end()
+            try:
+                self._train()
+                return
+            except Crowded as crowded:
+                self._wait_report(f"{crowded}; releases what it has, and tries again")
+                # Not all that are after the same nodes come back at once.
+                time.sleep(random.uniform(*PAUSE_S))
+
+    def _train(self) -> None:
+        """Train with nodes and servers that are reserved together; the servers stay while nodes are replaced."""
+        demand = Demand.of_stage(self.spec.resources, self.spec.rollout)
+        with ExitStack() as nodes:
+            group, found = nodes.enter_context(self._reserved(demand))
+            with rollout_servers(self.spec, self.dir, self.name, self._wait_report) as servers:
+                while not self._attempt(group, found, demand.share, servers):
+                    nodes.close()
+                    group, found = nodes.enter_context(self._reserved(demand, holds_servers=servers is not None))
+
+    def _reserved(self, demand: Demand, *, holds_servers: bool = False) -> AbstractContextManager[tuple[PlacementGroup, int]]:
+        wait_s, fewer = self.cluster.replacement_wait_s, self.restarts > 0
+        return reserved(self.name, demand, report=self._wait_report, wait_s=wait_s, fewer=fewer, holds_servers=holds_servers)
+
+    def _attempt(self, group: PlacementGroup, nodes: int, share: Share, servers: Servers | None) -> bool:
+        """Train on these nodes; False if something died."""
+        attempt = Attempt(self.dir, self.spec, group, nodes, share, servers)
+        try:
+            attempt.run()
+            return True
+        except NodeLost as lost:
+            self.restarts += 1
+            self._report("node_lost", f"{lost}; restart {self.restarts} of {self.cluster.max_restarts}")
+            if self.restarts > self.cluster.max_restarts:
+                raise TrainingError(
+                    f"the stage was interrupted {self.restarts} times, the last time because {lost}",
+                    place=str(self.dir.log),
+                    fix="see the end of the log and `grpo cluster`; the same command resumes from the last checkpoint; "
+                    "resources.cluster.max_restarts allows more interruptions",
+                ) from lost
+            return False
+        finally:
+            attempt.end()
 
     def _report(self, event: str, detail: str) -> None:
         """An event of the stage: the step shows it in the log and in Prefect and sends it to MLflow."""
@@ -81,10 +105,11 @@ class Supervisor:
 class Attempt:
     """The stage on one set of nodes, until it ends or one of them dies."""
 
-    def __init__(self, directory: StageDir, spec: StageSpec, group: PlacementGroup, nodes: int, servers: Servers | None) -> None:
+    def __init__(
+        self, directory: StageDir, spec: StageSpec, group: PlacementGroup, nodes: int, share: Share, servers: Servers | None
+    ) -> None:
         self.dir, self.spec, self.servers = directory, spec, servers
         self.local = spec.resources.cluster.processes_per_node
-        share = Share.of(spec.resources)
         self.addresses = [_address(group, index) for index in range(nodes)]
         self.actors: list[Any] = [
             ray.remote(StageNode)

@@ -76,7 +76,8 @@ class ClusterConfig(Section):
     max_restarts: int = Field(3, ge=0, le=1_000)
     """How often a stage resumes from its last checkpoint by itself after a node or a process died."""
     replacement_wait_s: float = Field(60.0, ge=0.0, le=LONGEST_S)
-    """Time in seconds that a restart waits for as many nodes as before. Then the stage continues with fewer nodes."""
+    """Time in seconds that a restart waits for as many nodes as before, and an evaluation for a cluster that can hold all of its
+    processes. Then they continue with fewer."""
     placement: Literal["STRICT_SPREAD", "PACK"] = "STRICT_SPREAD"
     """STRICT_SPREAD: each of the num_nodes on a machine of its own. PACK: on as few machines as possible."""
 

@@ -1,21 +1,26 @@
 """`python -m tests.benchmarks.scale_check`: updates of 1, 2 and 4 processes against the prediction of `grpo plan --nodes`.
 
+    --nodes     a stage on 2 and 4 nodes of a Ray cluster on this machine instead, one process each, without a directory in common
+
 The card of the prediction is this machine: the arithmetic, the bandwidth and the fixed time of a decoding step of so many
 processes that run at once, measured right before each stage. So this checks the form of the model, not its figures for a GPU.
 Predictions and stages alternate, because other work may run here. Times are computing time of a process, which is what an
 update takes when each process has a core for itself; this machine has two. Only the ratios mean something.
 """
 
+import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -29,6 +34,7 @@ from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
@@ -37,8 +43,12 @@ from schemas.results.model import ModelRef
 from tests.benchmarks.scale import computing_s, gradient_sums, in_processes
 from tests.benchmarks.sides import Work, write_stage
 
-OUT = Path(".bench/scale-check.json")
-PROCESSES, TURNS, UPDATES = (1, 2, 4), 2, 2
+OUT = {False: Path(".bench/scale-check.json"), True: Path(".bench/scale-check-nodes.json")}
+"""Of processes, and of nodes."""
+COUNTS = {False: (1, 2, 4), True: (2, 4)}
+TURNS, UPDATES = 2, 2
+NODE_UPDATES = 12
+"""More of them: on nodes the time is read when a line of the journal arrives, to a quarter of a second."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
 PROMPT, LENGTH, PROMPTS, GROUP = 64, 32, 8, 8
 
@@ -123,6 +133,43 @@ def _train(directory: StageDir, port: int, processes: int, rank: int) -> float:
     return (seconds[-1] - seconds[0]) / UPDATES
 
 
+def on_nodes(model: Path, nodes: int, folder: Path) -> dict[str, float]:
+    """Updates of a stage with a process on each of so many nodes of a Ray cluster: the same as `measured`."""
+    # Only this needs Ray and the cluster of the tests.
+    from tests.cluster.conftest import Nodes
+    from tests.cluster.processes import MARK
+
+    folder.mkdir()
+    cluster = Nodes(folder)
+    spent = dict[int, float]()
+    try:
+        for _ in range(nodes):
+            cluster.add(**MARK)
+        there = {"cluster": {"engine": "ray", "address": cluster.address, "num_nodes": nodes}}
+        work = Work(str(model), PROMPT, LENGTH, PROMPTS, GROUP, NODE_UPDATES, beta=0.0, threads=1, stage={"kl_every_steps": 0})
+        directory = write_stage(replace(work, resources=there), folder)
+        run_stage(StageSpec.load(directory.spec), directory.root, tick=partial(_read_times, directory, nodes, spent))
+    finally:
+        cluster.cluster.shutdown()
+    # The first update warms up. With the last line the processes end.
+    first, last = min(spent), max(step for step in spent if step <= NODE_UPDATES)
+    lengths = [Journal(directory.journal, writes=False).steps[step][MEAN_LENGTH] for step in range(first + 1, last + 1)]
+    return {STEP_TIME: (spent[last] - spent[first]) / (last - first) / nodes, MEAN_LENGTH: statistics.mean(lengths)}
+
+
+def _read_times(directory: StageDir, nodes: int, spent: dict[int, float]) -> None:
+    """Note the computing time of all ranks so far, each time a line of the journal arrives."""
+    from tests.cluster.processes import not_of_ray
+
+    steps = directory.journal.read_bytes().count(b"\n") if directory.journal.exists() else 0
+    if steps == 0 or steps in spent:
+        return
+    with suppress(psutil.Error):  # the stage ends
+        ranks = [process for process in not_of_ray() if process.cmdline()[1:4] == ["-P", "-m", "grpo_tasks.grpo"]]
+        if len(ranks) == nodes:
+            spent[steps] = sum(computing_s(rank) for rank in ranks)
+
+
 def predicted(found: dict[str, float], link: Link, processes: int, mean_tokens: float, directory: StageDir) -> Forecast:
     """The forecast with this machine as the card."""
     spec = StageSpec.load(directory.spec)
@@ -137,28 +184,33 @@ def predicted(found: dict[str, float], link: Link, processes: int, mean_tokens: 
 
 def main() -> None:
     """Alternate predictions and stages, print and write the ratios."""
+    parser = argparse.ArgumentParser(description="Updates of real stages against the prediction.")
+    parser.add_argument("--nodes", action="store_true", help="on Ray nodes of this machine (needs the extra ray)")
+    nodes = parser.parse_args().nodes
     torch.set_num_threads(1)
+    # Ray's workers are nice to everything else by default, and each would take all cores.
+    os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     rows: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         model = base(root / "base")
         gradient = 4 * 2**20
         for turn in range(TURNS):
             link = Link("gloo", gradient / gradient_sums([gradient])[gradient], 1e-4)
-            for processes in PROCESSES:
-                found = speeds_of(model, processes)
-                real = measured(model, processes, root / f"{turn}-{processes}")
-                guess = predicted(found, link, processes, real[MEAN_LENGTH], StageDir(root / f"{turn}-{processes}" / "stage"))
-                row = {"processes": processes, "turn": turn, "predicted": guess.step_s, "measured": real[STEP_TIME]}
+            for count in COUNTS[nodes]:
+                found = speeds_of(model, count)
+                real = (on_nodes if nodes else measured)(model, count, root / f"{turn}-{count}")
+                guess = predicted(found, link, count, real[MEAN_LENGTH], StageDir(root / f"{turn}-{count}" / "stage"))
+                row = {"processes": count, "turn": turn, "predicted": guess.step_s, "measured": real[STEP_TIME]}
                 row |= {"sampling": guess.sampling_s, "training": guess.training_s} | found
                 rows.append(row)
                 print(json.dumps({name: round(value, 4) for name, value in row.items()}), flush=True)
-    for processes in PROCESSES:
-        ratios = [row["predicted"] / row["measured"] for row in rows if row["processes"] == processes]
+    for count in COUNTS[nodes]:
+        ratios = [row["predicted"] / row["measured"] for row in rows if row["processes"] == count]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        print(f"{processes} processes: predicted / measured {middle:.2f} ({low:.2f} to {high:.2f})")
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(f"{count} {'nodes' if nodes else 'processes'}: predicted / measured {middle:.2f} ({low:.2f} to {high:.2f})")
+    OUT[nodes].parent.mkdir(exist_ok=True)
+    OUT[nodes].write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

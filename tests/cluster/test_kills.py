@@ -1,7 +1,6 @@
 """A stage on two nodes, killed at seeded points: a rank, its actor, a node, the driver. It ends in the same bytes."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -10,26 +9,23 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from mlflow import MlflowClient
+
+from grpo_tasks.stage.run import run_stage
+from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.tracking.runs import open_run
+from schemas.config.run import RunConfig
+from tests.cluster.processes import MARK, not_of_ray, of_this_test
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(3600)]
 
-OWN, UPDATES = "GRPO_TEST_KILLS_OF", 8
+UPDATES = 8
+TRAINING = {"max_steps": UPDATES, "save_steps": 2, "learning_rate": 3e-3}
 VICTIMS = ("rank", "actor", "node", "driver") * 5
 
 
 def command(directory):
     return [sys.executable, "-P", "-m", "grpo_tasks.cluster", str(directory.root)]
-
-
-def of_this_test():
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(OWN) == str(os.getpid()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def ranks():
@@ -64,28 +60,35 @@ class Stage:
 
     def __init__(self, stages, nodes, name):
         cluster = {"engine": "ray", "address": nodes.address, "num_nodes": 2, "max_restarts": 20, "replacement_wait_s": 120}
-        settings = {"max_steps": UPDATES, "save_steps": 2, "learning_rate": 3e-3, "resources": {"cluster": cluster}}
-        self.directory = stages.write(name, **settings)
-        self.nodes, self.driver = nodes, None
+        self.directory = stages.write(name, resources={"cluster": cluster}, **TRAINING)
+        self.nodes, self.driver, self.starts = nodes, None, 0
 
     def start(self):
+        self.starts += 1
         with self.directory.log.open("ab") as log:
             self.driver = subprocess.Popen(command(self.directory), stdout=log, stderr=log)
 
-    def run(self, kill=None, after=0):
-        """Train to the end; when `after` updates are in the journal, call `kill`, and start the driver again if it died."""
+    def run(self, *kills, tick=lambda: None):
+        """Train to the end; for each (after, kill), in order, call `kill` when `after` updates are in the journal. A driver that
+        died is started again.
+        """
+        waiting, old = list(kills), set()
         self.start()
         while self.driver.poll() is None or not self.directory.result.exists():
             if self.driver.poll() is not None:
                 assert self.driver.returncode < 0, self.directory.log.read_text()[-3000:]
                 soon(lambda: not ranks())
                 self.start()
-            if kill is not None and len(journal(self.directory)) >= after and ranks():
-                kill(self)
-                kill = None
+            if waiting and len(journal(self.directory)) >= waiting[0][0]:
+                # Those of the kill before are ending.
+                now = {rank.pid for rank in ranks()}
+                if now and now.isdisjoint(old):
+                    old = now
+                    waiting.pop(0)[1](self)
+            tick()
             time.sleep(0.05)
         assert self.driver.returncode == 0, self.directory.log.read_text()[-3000:]
-        assert kill is None, "it ended before it was killed"
+        assert not waiting, "it ended before it was killed"
         return json.loads(self.directory.result.read_text())["sha256"]
 
 
@@ -100,7 +103,7 @@ def kill_actor(_):
 def kill_node(stage):
     node = stage.nodes.made.pop(0)
     stage.nodes.remove(node)
-    stage.nodes.made.append(stage.nodes.add(**{OWN: str(os.getpid())}))
+    stage.nodes.made.append(stage.nodes.add(**MARK))
 
 
 def kill_driver(stage):
@@ -111,28 +114,70 @@ KILLS = {"rank": kill_rank, "actor": kill_actor, "node": kill_node, "driver": ki
 
 
 def test_twenty_kills_end_in_the_same_bytes_and_leave_nothing(nodes, stages):
-    nodes.made = [nodes.add(**{OWN: str(os.getpid())}) for _ in range(2)]
+    nodes.made = [nodes.add(**MARK) for _ in range(2)]
     whole = Stage(stages, nodes, "whole").run()
     chance = random.Random(20261123)
     for number, victim in enumerate(VICTIMS):
         stage = Stage(stages, nodes, f"{victim}-{number}")
         after = chance.randrange(UPDATES - 1)
-        assert stage.run(KILLS[victim], after) == whole, (victim, after)
+        assert stage.run((after, KILLS[victim])) == whole, (victim, after)
         assert journal(stage.directory) == list(range(1, UPDATES + 1)), (victim, after)
         if victim != "driver":
             assert "node_lost" in stage.directory.events.read_text()
-        soon(lambda: not ranks())
+        soon(lambda: not not_of_ray())
         soon(lambda: not private_folders(nodes))
         assert not list(stage.directory.root.rglob(".part-*"))
 
 
+@pytest.mark.ci
+def test_a_stage_killed_three_times_ends_in_the_bytes_of_local_processes_and_mlflow_has_every_step_once(
+    nodes, stages, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    local = StageSpec.load(stages.write("local", resources={"num_processes": 2}, **TRAINING).spec)
+    whole = run_stage(local, tmp_path / "local-run").sha256
+    nodes.made = [nodes.add(**MARK) for _ in range(2)]
+    stage, chance = Stage(stages, nodes, "killed"), random.Random(20261124)
+    victims = chance.sample(["rank", "actor", "driver"], 3)
+    kills = [(after + chance.randrange(2), KILLS[victim]) for after, victim in zip((0, 3, 5), victims, strict=True)]
+    config = RunConfig(
+        name="kills",
+        data={"train": [{"path": "train.jsonl"}]},
+        stages=[{"name": "s", "rewards": ["format"], "max_steps": UPDATES}],
+        tracking={"tracking_uri": f"sqlite:///{tmp_path / 'mlflow.db'}"},
+    )
+    with open_run(config, key="kills") as run:
+        followed = []
+
+        def ship():
+            # A step that is tried again, because its driver died, follows the journal from its beginning.
+            if len(followed) < stage.starts:
+                followed.append(run.follow(stage.directory.root))
+            followed[-1].ship()
+
+        assert stage.run(*kills, tick=ship) == whole, (victims, kills)
+        followed[-1].finish()
+    assert len(followed) == 2, "the driver died once"
+    assert journal(stage.directory) == list(range(1, UPDATES + 1))
+    client = MlflowClient(config.tracking.tracking_uri)
+    [child] = [
+        each
+        for each in client.search_runs([client.get_experiment_by_name("kills").experiment_id])
+        if each.data.tags.get("grpo.stage") == "s"
+    ]
+    for metric in ("reward", "learning_rate"):
+        assert [point.step for point in client.get_metric_history(child.info.run_id, metric)] == list(range(1, UPDATES + 1))
+    soon(lambda: not not_of_ray())
+    soon(lambda: not private_folders(nodes))
+
+
 def test_a_driver_that_dies_for_good_leaves_no_process_and_no_folder_on_any_node(nodes, stages):
-    nodes.made = [nodes.add(**{OWN: str(os.getpid())}) for _ in range(2)]
+    nodes.made = [nodes.add(**MARK) for _ in range(2)]
     stage = Stage(stages, nodes, "alone")
     stage.start()
     soon(lambda: len(journal(stage.directory)) >= 2)
     assert len(ranks()) == 2
     stage.driver.kill()
     stage.driver.wait()
-    soon(lambda: not ranks())
+    soon(lambda: not not_of_ray())
     soon(lambda: not private_folders(nodes))

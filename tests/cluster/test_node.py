@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from grpo_tasks.cluster import messages, placement
 from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.cluster.inbox import Inbox
 from grpo_tasks.cluster.node import Gang, StageNode, interface_of
@@ -17,6 +18,7 @@ from grpo_tasks.stage.checkpoint import MANIFEST
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ClusterError, ConfigError
+from tests.docs.pages import DOCS
 
 
 def train_on_nodes(spec, directory, count):
@@ -162,3 +164,17 @@ def test_what_a_trial_pass_measured_comes_back_and_goes_along_when_the_stage_res
     there.token_budget.write_text('{"tokens": 512}')
     parcel = pack(StageSpec.load(there.spec), there)
     assert "token_budget.json" in {file.target for file in parcel.files}
+
+
+def test_the_page_names_the_limits_of_the_code_and_of_ray():
+    config = pytest.importorskip("ray._raylet").Config
+    text = " ".join((DOCS / "cluster.md").read_text().split())
+    failures, timeout_s = config.health_check_failure_threshold(), config.health_check_timeout_ms() / 1000
+    period_s = config.health_check_period_ms() / 1000
+    for figure in (
+        f"at most {messages.ANSWER_S:g} seconds: the driver asks each node",
+        f"its part of the stage starts | at most {messages.START_S / 60:g} minutes",
+        f"too small for {placement.JOIN_S / 60:g} minutes",
+        f"after {failures} health checks that failed for {timeout_s:g} seconds each, {period_s:g} seconds apart",
+    ):
+        assert figure in text, figure

@@ -1,6 +1,6 @@
 """The files for Slurm and for Ray over ssh: what they run and set exists, and a job near its time limit is queued again.
 
-Slurm itself is not here: a script takes the place of `scontrol`, and the batch script runs as Slurm would start it on one node.
+Slurm itself is not here: scripts take the place of `scontrol` and `srun`, and the batch script runs as Slurm would start it.
 """
 
 import json
@@ -33,10 +33,11 @@ def start(tmp_path):
     """Start the batch script as Slurm would, with `lines` for Python; ended by its pid."""
     started = []
 
-    def run(*lines, restarts="0"):
+    def run(*lines, restarts="0", nodes="1"):
         script(tmp_path / "scontrol", f'echo "$@" >> {tmp_path}/scontrol.txt')
+        script(tmp_path / "srun", f'echo "${{SRUN_CPUS_PER_TASK:-none}}: $*" >> {tmp_path}/srun.txt')
         python = script(tmp_path / "python", f'echo "$@" > {tmp_path}/arguments.txt', *lines)
-        slurm = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2"}
+        slurm = {"SLURM_JOB_ID": "17", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "2"}
         slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": restarts, "GRPO_PYTHON": str(python)}
         environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         process = subprocess.Popen(
@@ -58,6 +59,16 @@ def test_a_job_runs_grpo_with_its_arguments_and_ends_with_its_exit_code(start, t
     assert "start number 2" in shown
     assert (tmp_path / "arguments.txt").read_text().split() == ["-m", "flows.cli", "run", "config.yaml", "--set", "seed=3"]
     assert not (tmp_path / "scontrol.txt").exists()
+
+
+def test_ray_gets_the_cores_of_a_node_and_not_one(start, tmp_path):
+    process = start("exit 0", nodes="2")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    steps = (tmp_path / "srun.txt").read_text().splitlines()
+    assert sum("start" in step for step in steps) == 2
+    assert all(step.startswith("2: ") for step in steps), steps
+    assert "resources.cluster.num_nodes=2" in (tmp_path / "arguments.txt").read_text()
 
 
 def test_a_job_near_its_time_limit_ends_its_run_and_is_queued_again(start, tmp_path):

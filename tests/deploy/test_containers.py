@@ -130,6 +130,11 @@ def test_the_image_without_arguments_shows_the_commands(stack):
     assert "Run the pipeline" in shown
 
 
+def test_a_login_shell_of_the_image_finds_ray_and_python(stack):
+    shown = stack.compose("run", "--rm", "--no-deps", "--entrypoint", "bash -lc", "worker", "command -v ray python")
+    assert shown.split() == ["/venv/bin/ray", "/venv/bin/python"]
+
+
 def test_the_demo_completes_and_registers_a_version(stack, finished):
     assert finished["state_type"] == "COMPLETED", finished["state"]
     versions = stack.registry("/model-versions/search?filter=name%3D%27grpo-demo%27")["model_versions"]

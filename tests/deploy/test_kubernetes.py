@@ -7,10 +7,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from prefect.utilities.templating import apply_values
+
+from schemas.config.rollout import VllmConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "deploy" / "k8s"
@@ -79,7 +82,7 @@ def containers(pod):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid_by_the_published_schemas(version):
     of_kubernetes = [manifest for manifest in EVERYTHING if not manifest["apiVersion"].startswith("ray.io/")]
-    # Ray's own kinds have no schema there, but the pods that they describe have.
+    # Ray's own kinds have no schema there (the next test has one), but the pods that they describe have.
     pods_of_ray = [{"apiVersion": "v1", "kind": "Pod"} | template for _, template in pods(RAY)]
     assert len(pods_of_ray) == 4
     for manifest in [*of_kubernetes, *pods_of_ray]:
@@ -93,11 +96,100 @@ def test_a_misspelt_field_is_found_by_the_schemas():
         kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
 
 
+KUBERAY = yaml.safe_load((Path(__file__).parent / "kuberay.yaml").read_text())
+
+
+def test_the_kinds_of_ray_have_the_fields_of_their_definition():
+    of_ray = [tree for tree in RAY if tree["apiVersion"].startswith("ray.io/")]
+    assert [tree["kind"] for tree in of_ray] == ["RayCluster", "RayJob"]
+    for tree in of_ray:
+        jsonschema.validate(tree, KUBERAY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "right", "wrong"),
+    [
+        ("RayCluster", ["spec"], "workerGroupSpecs", "workerGroupSpec"),
+        ("RayCluster", ["spec", "headGroupSpec"], "rayStartParams", "rayStartParameters"),
+        ("RayCluster", ["spec", "workerGroupSpecs", 0], "maxReplicas", "maxReplica"),
+        ("RayJob", ["spec"], "submissionMode", "submitMode"),
+        ("RayJob", ["spec", "rayClusterSpec"], "rayVersion", "version"),
+        ("RayJob", [], "spec", "specification"),
+    ],
+)
+def test_a_misspelt_field_of_ray_is_found(kind, path, right, wrong):
+    broken = copy.deepcopy(next(tree for tree in RAY if tree["kind"] == kind))
+    place = broken
+    for part in path:
+        place = place[part]
+    place[wrong] = place.pop(right)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, KUBERAY)
+
+
+def test_a_parameter_of_ray_start_is_a_text():
+    broken = copy.deepcopy(next(tree for tree in RAY if tree["kind"] == "RayCluster"))
+    broken["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+    with pytest.raises(jsonschema.ValidationError, match="is not of type 'string'"):
+        jsonschema.validate(broken, KUBERAY)
+
+
+def test_a_pod_that_keeps_its_runs_on_a_volume_finds_vllm_where_a_run_looks_for_it(tmp_path):
+    """The volume hides the link that the image has there. The head of Ray samples nothing, and its nodes have no such volume."""
+    checked = 0
+    for name, pod in pods():
+        [main] = pod["spec"]["containers"]
+        mounts = [mount["mountPath"] for mount in main.get("volumeMounts", [])]
+        if main["image"] != "grpo-pipeline-gpu:0.2.0" or "/runs" not in mounts or main["name"] == "ray-head":
+            continue
+        checked += 1
+        [link] = pod["spec"]["initContainers"]
+        assert link["image"] == main["image"], name
+        there = tmp_path / str(checked)
+        (there / "runs").mkdir(parents=True)
+        (there / "venv-vllm" / "bin").mkdir(parents=True)
+        (there / "venv-vllm" / "bin" / "python").touch()
+        call = [part.replace("/runs", f"{there}/runs").replace("/venv-vllm", f"{there}/venv-vllm") for part in link["command"]]
+        # A pod that starts again finds the link.
+        for _ in range(2):
+            subprocess.run(call, check=True)
+        assert (there / "runs" / VllmConfig().python).exists(), name
+    assert checked == 3, "the worker, the job, and the job of the pool"
+
+
+def test_a_login_shell_of_the_image_finds_ray_and_python():
+    """KubeRay before 1.4 starts Ray in one, and /etc/profile sets PATH before it reads the files of this folder."""
+    [(line, name)] = re.findall(r"RUN echo '(.*)' > /etc/profile.d/(\S+)", (ROOT / "deploy" / "Dockerfile").read_text())
+    assert name.endswith(".sh"), "others are not read"
+    shown = subprocess.run(
+        ["bash", "-c", f"{line}; echo $PATH"],
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.startswith("/venv/bin:/usr/local/bin:")
+
+
 def test_every_kustomization_lists_every_file_of_its_folder():
     for folder in ("base", "gpu"):
         [tree] = documents(K8S / folder / "kustomization.yaml")
         files = {path.name for path in (K8S / folder).glob("*.yaml")} - {"kustomization.yaml"}
         assert {name for name in tree["resources"] if name.endswith(".yaml")} == files
+
+
+def test_a_kustomization_has_only_fields_that_kustomize_knows():
+    """`kubectl kustomize` finds a misspelt field too, and the test with it skips where kubectl is missing."""
+    for folder in ("base", "gpu"):
+        [tree] = documents(K8S / folder / "kustomization.yaml")
+        known = {"apiVersion", "kind", "namespace", "resources", "generatorOptions", "secretGenerator"}
+        assert tree.keys() <= known
+        assert (tree["apiVersion"], tree["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+        assert tree["namespace"] == "grpo"
+        assert all(generated.keys() == {"name", "envs"} for generated in tree.get("secretGenerator", []))
+    [base] = documents(K8S / "base" / "kustomization.yaml")
+    # Without it the names of the secrets end in a hash, and job.yaml would not find them.
+    assert base["generatorOptions"] == {"disableNameSuffixHash": True}
 
 
 def test_the_base_has_every_part_of_the_stack():

@@ -1,7 +1,8 @@
 """Samples on the nodes of a cluster: reserves, sends, hands out shards, collects, and hands out again what a dead worker had.
 
-The workers know nothing of each other, unlike the ranks of a stage. So when one dies the others go on and take its shard. Nodes
-are reserved again only when no worker is left.
+The workers know nothing of each other, unlike the ranks of a stage. So each is placed wherever there is room, and there are fewer
+of them where the cluster cannot hold all. When one dies, the others take its shard. Workers are reserved again only when none is
+left.
 """
 
 import io
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_tasks.cluster.inbox import CHUNK_BYTES
 from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, full_disk, send
-from grpo_tasks.cluster.placement import Share, reserved
+from grpo_tasks.cluster.placement import Demand, Share, reserved
 from grpo_tasks.cluster.sampling.shards import SampleParcel, joined, shards
 from grpo_tasks.cluster.sampling.worker import SampleNode, ShardReport
 from grpo_tasks.cluster.versions import require_equal
@@ -76,11 +77,11 @@ class SamplingSupervisor:
             ClusterError: more workers died than `max_restarts` allows.
         """
         while len(self.tables) < len(self.shards):
-            patience_s = self.cluster.replacement_wait_s if self.deaths else None
-            # No more nodes than there are shards.
-            nodes = min(self.cluster.num_nodes, len(self.shards))
-            with reserved(self.name, self.resources, nodes, report=_report, patience_s=patience_s) as (group, found):
-                actors = self._actors(group, found)
+            # No more processes than there are shards left.
+            count = min(self.cluster.num_nodes * self.cluster.processes_per_node, len(self.shards) - len(self.tables))
+            demand, wait_s = Demand.of_processes(self.resources, count), self.cluster.replacement_wait_s
+            with reserved(self.name, demand, report=_report, wait_s=wait_s, fewer=self.deaths > 0) as (group, found):
+                actors = self._actors(group, found, demand.share)
                 try:
                     self._open(actors)
                     while self.workers and len(self.tables) < len(self.shards):
@@ -93,19 +94,17 @@ class SamplingSupervisor:
                     self._close(actors)
         return joined([self.tables[number] for number in range(len(self.shards))])
 
-    def _actors(self, group: PlacementGroup, nodes: int) -> list[Any]:
-        share, each = Share.of(self.resources), self.cluster.processes_per_node
+    def _actors(self, group: PlacementGroup, processes: int, share: Share) -> list[Any]:
         return [
             ray.remote(SampleNode)
             .options(
-                num_cpus=share.cpus / each,
-                num_gpus=share.gpus // each,
+                num_cpus=share.cpus,
+                num_gpus=share.gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             )
-            .remote(f"node {index}")
-            for index in range(nodes)
-            for _ in range(each)
+            .remote(f"worker {index}")
+            for index in range(processes)
         ]
 
     def _open(self, actors: list[Any]) -> None:
