@@ -151,6 +151,27 @@ class RolloutEngine(Protocol):
         """Release what the engine holds in other processes; it is not used afterwards."""
 
 
+def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds.
+
+    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
+    """
+    groups: list[list[Request]] = []
+    for request in requests:
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
+        if last is not None and alike and server_seed(request) == server_seed(last) + 1:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def server_seed(request: Request) -> int:
+    """The seed of a request as vLLM takes it."""
+    return request.seed % 2**31
+
+
 def completion_seed(*parts: int | str) -> int:
     """A 63-bit seed from parts such as (seed, stage, step, prompt id), the same in every process."""
     # Not hash(): Python salts the hash of a str differently in each process.

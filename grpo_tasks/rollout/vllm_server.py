@@ -67,6 +67,7 @@ class VllmServer:
         asleep: it has released its GPU memory.
         own: it was started here.
         receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
+        bytes_taken: size of the weights that it has loaded since the policy changed.
     """
 
     own = False
@@ -75,6 +76,7 @@ class VllmServer:
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
         self.loaded: set[str] = set()
+        self.bytes_taken = 0
         self.stale = self.asleep = False
 
     def inspect(self) -> None:

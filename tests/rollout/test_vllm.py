@@ -157,7 +157,7 @@ def server_memory(address):
 
 def test_a_server_that_stays_with_old_weights_is_found_out(engines, policy, tmp_path, monkeypatch):
     engine = engines["vllm"]
-    post, old = engine._post, str(shutil.copytree(engine._folder, tmp_path / "old"))
+    post, old = engine._post, str(shutil.copytree(engine._present.folder, tmp_path / "old"))
 
     def stale(server, path, body):
         if path == "/v1/load_lora_adapter":
