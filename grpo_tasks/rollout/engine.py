@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from grpo_tasks.rollout.conversations.record import Conversation
 from schemas.config.rollout import RolloutConfig
+from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, SYNC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,26 @@ class EngineReport:
     """Metrics by the names of schemas/metrics.py."""
     events: tuple[str, ...] = ()
     """What happened to its servers, as sentences."""
+
+    @classmethod
+    def of_ranks(cls, reports: "Sequence[EngineReport]") -> "EngineReport":
+        """One report for the engines of all ranks, which have a queue each and the same servers.
+
+        Rates, queues and bytes add up. Of times and ages the longest counts, of servers the fewest. What several ranks report in
+        the same words is reported once.
+        """
+        values: dict[str, list[float]] = {}
+        for report in reports:
+            for name, value in report.figures.items():
+                values.setdefault(name, []).append(value)
+        events = dict.fromkeys(event for report in reports for event in report.events)
+        return cls({name: _of_ranks(name, found) for name, found in values.items()}, tuple(events))
+
+
+def _of_ranks(name: str, values: Sequence[float]) -> float:
+    if name in (QUEUE_DEPTH, SYNC_BYTES) or name.startswith(REPLICA_TOKENS_PER_S.partition("*")[0]):
+        return sum(values)
+    return min(values) if name == REPLICAS_SERVING else max(values)
 
 
 @runtime_checkable

@@ -57,6 +57,8 @@ class ServedModel:
     """Largest rank of the adapters that will be loaded; None: no adapters."""
     cuda: bool
     """Run on a GPU."""
+    num_adapters: int = 1
+    """Adapters that are sampled from at the same time: one for each process of the stage."""
 
 
 class VllmServer:
@@ -354,7 +356,10 @@ def command(config: VllmConfig, served: ServedModel, python: Path, address: str)
     if served.max_lora_rank is not None:
         # The smallest of the ranks that vLLM has kernels for.
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)
-        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
+        # vLLM lets requests for further adapters wait, so one batch must have room for all of them. While new adapters are
+        # loaded the previous ones are still there.
+        at_once, loaded = str(served.num_adapters), str(2 * served.num_adapters)
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", at_once, "--max-cpu-loras", loaded]
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
 
 

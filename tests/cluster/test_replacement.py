@@ -47,12 +47,15 @@ class Driver:
 
     def tend(self):
         """Two looks: one asks, the next one reads the answer."""
-        for _ in range(2):
-            self.sleep(room.TEND_S)
-            self.servers.tend(self.announced.append)
-            for server in self.servers._servers:
-                if server.starting is not None:
-                    server.starting.join()
+        self.look()
+        self.look()
+
+    def look(self):
+        self.sleep(room.TEND_S)
+        self.servers.tend(self.announced.append)
+        for server in self.servers._servers:
+            if server.starting is not None:
+                server.starting.join()
 
     def sleep(self, seconds):
         self.now += seconds
@@ -112,13 +115,11 @@ def test_ranks_that_start_while_a_server_is_replaced_learn_of_it_once(driver):
     one.servers.start()
     assert len(one.urls()) == 2
     one.lost[1] = NodeLost("node-1 is lost")
-    one.tend()
-    one.sleep(room.TEND_S)
-    one.servers.tend(one.announced.append)
+    while one.servers._servers[1].starting is None:
+        one.look()
     # It has started, and `tend` has not seen that: it will be announced to the ranks that start now.
-    one.servers._servers[1].starting.join()
     given = one.urls()
-    one.tend()
+    one.look()
     learnt = [*given, *(address.url for address in one.announced)]
     assert sorted(learnt) == sorted(set(learnt)) == sorted(one.urls())
 
@@ -153,3 +154,7 @@ def test_what_a_start_raises_is_its_fault_whatever_it_is(driver):
     one.start(server)
     assert isinstance(server.fault, KeyError)
     assert server.address is None
+
+
+def test_a_server_has_room_for_the_adapter_of_every_process(driver):
+    assert driver().servers._served.num_adapters == 2

@@ -1,6 +1,10 @@
 """The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, and existing servers."""
 
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import polars as pl
@@ -15,7 +19,7 @@ from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
-from grpo_tasks.rollout.vllm_server import OwnServer, authorization, existing_servers, serving
+from grpo_tasks.rollout.vllm_server import OwnServer, VllmServer, authorization, existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -246,3 +250,30 @@ def test_a_server_on_a_network_wants_the_key_on_every_path(key, tmp_path, rank):
         assert found.base == "base"
     finally:
         server.end()
+
+
+def test_adapters_of_two_processes_are_sampled_in_the_same_batch(key, policy, tokenizer, prompts, tmp_path):
+    requests = [[Request(prompts[0], completion_seed(rank, 0) + k) for k in range(64)] for rank in range(2)]
+    with serving(CONFIG, replace(served(), num_adapters=2), tmp_path) as [server]:
+        # What a process that trains does: an engine and an adapter of its own for the server that they share.
+        shares = [VllmServer(server.address) for _ in requests]
+        engines = [engine_on(share, policy, tokenizer, tmp_path / str(rank)) for rank, share in enumerate(shares)]
+        for engine in engines:
+            engine.sync()
+        long = sampling(max_completion_length=400, stop_token_ids=[], temperature=2.0)
+        began = threading.Event()
+
+        def first():
+            began.set()
+            engines[0].generate(requests[0], long)
+            return time.monotonic()
+
+        with ThreadPoolExecutor(1) as thread:
+            busy = thread.submit(first)
+            began.wait()
+            time.sleep(0.3)
+            engines[1].generate(requests[1], sampling(max_completion_length=2))
+            answered = time.monotonic()
+            assert answered < busy.result()
+        for engine in engines:
+            engine.close()
