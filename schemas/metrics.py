@@ -232,7 +232,7 @@ TRAINING: tuple[Metric, ...] = (
         "near step_time: training is the bottleneck, or rollout.max_staleness is 0",
     ),
     Metric(SYNC_TIME, "time to hand the policy to all servers and to verify it", "s", "lower"),
-    Metric(SYNC_BYTES, "size of the weights that were handed to the servers", "bytes", "lower"),
+    Metric(SYNC_BYTES, "size of the weights that all servers together have loaded since the policy changed", "bytes", "lower"),
     Metric(QUEUE_DEPTH, "requests that waited for a server, averaged over the rollout", "requests", "lower"),
     Metric(
         REPLICAS_SERVING,

@@ -157,7 +157,8 @@ class Attempt:
         ranks = self.local * len(members)
         gangs = [Gang(first.facts.address, port, index * self.local, self.local, ranks) for index in range(len(members))]
         engine = package_of(self.spec.stage)
-        servers = () if self.servers is None else tuple(self.servers.addresses)
+        # Ranks that are given no server would start some of their own.
+        servers = () if self.servers is None else tuple(self.servers.wait_for_one())
         started = [member.actor.start.remote(parcel, engine, gang, servers) for member, gang in zip(members, gangs, strict=True)]
         bases = [ask(each, member.facts.name, START_S) for each, member in zip(started, members, strict=True)]
         return str(bases[0])

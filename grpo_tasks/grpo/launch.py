@@ -112,15 +112,18 @@ def rollout_engine(
     servers: Sequence[VllmServer],
     *,
     device: torch.device,
+    ranks: int,
 ) -> RolloutEngine:
-    """The engine that samples from `model`: through the servers, or in this process when there are none."""
+    """The engine that samples from `model`: through the servers, which `ranks` processes share, or in this process when there are
+    none."""
     if servers:
         config, cuda = spec.rollout.vllm, device.type == "cuda"
         merged = swaps_merged_weights(config, spec.model, cuda=cuda)
         engine = VllmEngine(
             model,
             tokenizer,
-            config.model_copy(update={"sleep": config.sleep and cuda}),
+            # Each rank has a queue of its own.
+            config.model_copy(update={"sleep": config.sleep and cuda, "concurrency": max(1, config.concurrency // ranks)}),
             servers,
             weights=directory.root / "served",
             dtype=spec.model.dtype,

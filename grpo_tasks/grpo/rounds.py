@@ -37,6 +37,7 @@ from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import TrainingError
 from schemas.metrics import POLICY_LAG, SAMPLER_WAIT, TRAINER_WAIT
 
 
@@ -166,7 +167,11 @@ class Rounds:
         """When (s) the last round was sampled."""
 
     def take(self, number: int) -> Round:
-        """Round `number`, counted from 0; starts later ones. The policy has had all updates of the rounds before it."""
+        """Round `number`, counted from 0; starts later ones. The policy has had all updates of the rounds before it.
+
+        Raises:
+            TrainingError: the policy that sampled it is older than `max_staleness` allows.
+        """
         if not self.ahead:
             began = time.perf_counter()
             # The engine takes over the weights first: sampled from any others the update would be off-policy.
@@ -177,7 +182,13 @@ class Rounds:
             began = time.perf_counter()
             current = self._started.pop(number).result()
         lag = number * self._updates - current.version
-        assert lag <= self.ahead * self._updates
+        if lag > self.ahead * self._updates:
+            # The correction is made for the configured age, so training would continue on something else than was asked for.
+            raise TrainingError(
+                f"round {number} was sampled by a policy that is {lag} updates old, {self.ahead * self._updates} are allowed",
+                place="rollout.max_staleness",
+                fix="start the same command again: the stage resumes from its last checkpoint. Please report this fault of ours",
+            )
         if not isinstance(self._collector.engine, VllmEngine):
             return current
         waits = {TRAINER_WAIT: time.perf_counter() - began, POLICY_LAG: float(lag)}

@@ -7,7 +7,7 @@ Trainer.train is that loop. What each word means is in a module of its own: roun
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.conversations.play import Player
-from grpo_tasks.rollout.engine import RolloutEngine, completion_seed
+from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.checkpoint import TrainingState
 from grpo_tasks.stage.finish import Ending, best_step, finished, restore_best, save_best, save_final, write_completions
@@ -142,7 +142,8 @@ class Trainer:
 
     def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
         """What samples from the policy."""
-        return rollout_engine(self.spec, self.dir, self.learner.model, self.tokenizer, servers, device=self.device)
+        model, ranks = self.learner.model, self.ranks.count
+        return rollout_engine(self.spec, self.dir, model, self.tokenizer, servers, device=self.device, ranks=ranks)
 
     def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:
@@ -165,6 +166,8 @@ class Trainer:
             if not self.rounds.ahead and self.ranks.count == 1:
                 self.checkpoints.save()
             raise
+        # Only one rank writes, and each has its own queue to the servers.
+        current = replace(current, report=EngineReport.of_ranks(self.ranks.gather(current.report)))
         self.counters.tokens += current.tokens
         for note in current.scored.scores.notes:
             self.events.report(self.step + 1, "reward_error", str(note))

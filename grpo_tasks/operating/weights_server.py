@@ -15,7 +15,6 @@ for a week is deleted when the next one arrives: the trainer that sent it was ki
 """
 
 import hashlib
-import hmac
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from starlette.routing import Route
 
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.processes.lifetime import die_with_parent
+from grpo_tasks.web.bearer_key import BearerKey
 from grpo_tasks.web.same_origin import LOOPBACK, App, SameOrigin
 from schemas.errors import UserError
 
@@ -72,14 +72,14 @@ def weights_app(folder: Path, key: str | None) -> App:
     """The application; see `serve_weights`."""
     store = _Store(folder)
     routes = [
-        Route("/weights", _checked(store.names, key), methods=["GET"]),
-        Route("/weights/{name}/{file}", _checked(store.put, key), methods=["PUT"]),
-        Route("/weights/{name}", _checked(store.complete, key), methods=["POST"]),
-        Route("/weights/{name}", _checked(store.delete, key), methods=["DELETE"]),
+        Route("/weights", _checked(store.names), methods=["GET"]),
+        Route("/weights/{name}/{file}", _checked(store.put), methods=["PUT"]),
+        Route("/weights/{name}", _checked(store.complete), methods=["POST"]),
+        Route("/weights/{name}", _checked(store.delete), methods=["DELETE"]),
     ]
     app = Starlette(routes=routes)
     # No web page knows the key. Without one, pages of other sites are refused by what the browser says about them.
-    return SameOrigin(app, hosts=()) if key is None else app
+    return SameOrigin(app, hosts=()) if key is None else BearerKey(app, key)
 
 
 def main() -> None:
@@ -152,13 +152,10 @@ class _Store:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _checked(handler: Handler, key: str | None) -> Handler:
-    """The handler behind the checks of the key and of the folder's name; failures of the disk become answers."""
+def _checked(handler: Handler) -> Handler:
+    """The handler behind the check of the folder's name; failures of the disk become answers."""
 
     async def answer(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode()
-        if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            return _refusal(401, "the key is missing or wrong; it is read from VLLM_API_KEY")
         name = request.path_params.get("name", "weights")
         if not _NAME.fullmatch(name):
             return _refusal(400, f"{name!r} is not a name for weights")

@@ -219,9 +219,10 @@ class ScaleModel:
             )
         if self._rows_in_memory(layout) < 1:
             raise ConfigError(
-                f"the model and the keys and values of one completion do not fit on {work.tensor_parallel} x {card.name}",
+                "the model, an adapter for each process that trains, and the keys and values of one completion do not fit on "
+                f"{work.tensor_parallel} x {card.name}",
                 place="rollout.vllm",
-                fix="a higher tensor_parallel_size or gpu_memory_utilization, or a card with more memory",
+                fix="a higher tensor_parallel_size or gpu_memory_utilization, a card with more memory, or fewer processes",
             )
 
     def _trainer_bytes(self, layout: Layout) -> float:
@@ -233,7 +234,9 @@ class ScaleModel:
         """Completions whose keys and values fit next to the weights of a sampler."""
         work, memory = self.work, self.cluster.card.memory
         if layout.replicas:
-            room = memory * work.sampler_memory * work.tensor_parallel - work.weight_bytes
+            # A server holds an adapter for each process that trains, for they send one each.
+            adapters = 0 if work.merged else 1 if self.sent_once else layout.trainers
+            room = memory * work.sampler_memory * work.tensor_parallel - work.weight_bytes - adapters * work.trained * work.width
         else:
             room = memory - self._trainer_bytes(layout) - work.weight_bytes
         prompt = work.prompt_tokens / work.group_size

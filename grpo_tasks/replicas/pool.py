@@ -78,6 +78,8 @@ class Pool(Generic[ServerT]):
         self._seconds = self._waited = 0.0
         self._fewest: int | None = None
         self._alone_since: float | None = None
+        self._policy = 0
+        """Counts the calls of `refresh`, each for another policy."""
         self.replicas: list[Replica[ServerT]] = []
         for server in servers:
             self.add(server)
@@ -87,6 +89,12 @@ class Pool(Generic[ServerT]):
         """The servers that serve the present policy."""
         with self._changed:
             return [replica.server for replica in self.replicas if replica.state is State.SERVING]
+
+    @property
+    def servers(self) -> list[ServerT]:
+        """All servers, whatever their state."""
+        with self._changed:
+            return [replica.server for replica in self.replicas]
 
     def add(self, server: ServerT) -> None:
         """A server joins; it takes requests as soon as it was admitted, also of a batch that is being answered."""
@@ -102,8 +110,10 @@ class Pool(Generic[ServerT]):
             RolloutError: no replica is left.
         """
         with self._changed:
-            # An admission in progress loads the policy before this one. A request that was given to a second replica may still
-            # be running on the first one, which must not change its weights meanwhile.
+            # An admission in progress may load the policy before this one; it is repeated.
+            self._policy += 1
+            # A request that was given to a second replica may still be running on the first one, which must not change its
+            # weights meanwhile.
             self._changed.wait_for(self._idle, self._limits.drain_s)
             self._leave_out_the_late(self.replicas)
             for replica in self.replicas:
@@ -190,7 +200,7 @@ class Pool(Generic[ServerT]):
         for replica in self.replicas:
             if replica.state is State.UP:
                 replica.state = State.ADMITTING
-                self._start(self._admission, replica, replica.life)
+                self._start(self._admission, replica, replica.life, self._policy)
             elif replica.state is State.GONE and replica.retry_at is not None and now >= replica.retry_at:
                 self._revive(replica)
         serving = self._count(State.SERVING)
@@ -327,7 +337,7 @@ class Pool(Generic[ServerT]):
             replica.fault, replica.state = fault, State.GONE
             replica.retry_at = self._next_try(replica)
 
-    def _admission(self, replica: Replica[ServerT], life: int) -> None:
+    def _admission(self, replica: Replica[ServerT], life: int, policy: int) -> None:
         """In a thread of its own: hand over the present policy."""
         fault: RolloutError | None = None
         try:
@@ -343,6 +353,8 @@ class Pool(Generic[ServerT]):
                 return
             if isinstance(fault, ServerGoneError):
                 self._take_out(replica, fault, None)
+            elif policy != self._policy:
+                replica.state = State.UP
             elif fault is not None:
                 replica.state, replica.fault, replica.retry_at = State.GONE, fault, None
                 self._report(replica, f"is left out from now on: {fault.message}")

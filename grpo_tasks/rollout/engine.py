@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from grpo_tasks.rollout.conversations.record import Conversation
 from schemas.config.rollout import RolloutConfig
+from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, SYNC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,26 @@ class EngineReport:
     events: tuple[str, ...] = ()
     """What happened to its servers, as sentences."""
 
+    @classmethod
+    def of_ranks(cls, reports: "Sequence[EngineReport]") -> "EngineReport":
+        """One report for the engines of all ranks, which have a queue each and the same servers.
+
+        Rates, queues and bytes add up. Of times and ages the longest counts, of servers the fewest. What several ranks report in
+        the same words is reported once.
+        """
+        values: dict[str, list[float]] = {}
+        for report in reports:
+            for name, value in report.figures.items():
+                values.setdefault(name, []).append(value)
+        events = dict.fromkeys(event for report in reports for event in report.events)
+        return cls({name: _of_ranks(name, found) for name, found in values.items()}, tuple(events))
+
+
+def _of_ranks(name: str, values: Sequence[float]) -> float:
+    if name in (QUEUE_DEPTH, SYNC_BYTES) or name.startswith(REPLICA_TOKENS_PER_S.partition("*")[0]):
+        return sum(values)
+    return min(values) if name == REPLICAS_SERVING else max(values)
+
 
 @runtime_checkable
 class RolloutEngine(Protocol):
@@ -149,6 +170,27 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release what the engine holds in other processes; it is not used afterwards."""
+
+
+def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one call to a server can answer: neighbours with equal prompts and limits, and consecutive seeds.
+
+    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
+    """
+    groups: list[list[Request]] = []
+    for request in requests:
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
+        if last is not None and alike and server_seed(request) == server_seed(last) + 1:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    return groups
+
+
+def server_seed(request: Request) -> int:
+    """The seed of a request as vLLM takes it."""
+    return request.seed % 2**31
 
 
 def completion_seed(*parts: int | str) -> int:

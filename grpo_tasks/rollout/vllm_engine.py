@@ -33,7 +33,7 @@ from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
 from grpo_tasks.replicas.delivery import deliver, withdraw
 from grpo_tasks.replicas.pool import Limits, Pool
-from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
+from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling, groups_of, server_seed
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import VllmServer, authorization
 from schemas.config.rollout import VllmConfig
@@ -55,10 +55,15 @@ class Weights:
     name: str
     """Unlike that of any other policy: under an old name vLLM's prefix cache would return keys and values of old weights."""
     folder: Path
-    logps: Float[torch.Tensor, " T"]
-    """Log-probabilities (nats) of the probe under this policy."""
-    seconds: float
+    logps: Float[torch.Tensor, " T"] | None = None
+    """Log-probabilities (nats) of the probe under this policy; None: it is not verified."""
+    seconds: float = 0.0
     """Time it took to write them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
 class VllmSampler:
@@ -86,8 +91,8 @@ class VllmSampler:
         self._merged = False
         # A unique name: on a shared server it collides neither with other users' adapters nor with those of an earlier attempt.
         self._run = f"policy-{uuid4().hex[:8]}"
-        self._name: str | None = None if adapter is None else self._run
-        self._folder = adapter
+        self._present = None if adapter is None else Weights(self._run, adapter)
+        """What the servers have to serve; None: their base model."""
         limits = Limits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
         self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
 
@@ -106,7 +111,8 @@ class VllmSampler:
             RolloutError: a server refuses a request, or each one failed more often than `max_restarts`.
         """
         stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-        answers = self.pool.run(_groups(requests), lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
+        groups = groups_of(requests)
+        answers = self.pool.run(groups, lambda server, group: self._complete(server, group, stop), tokens=_num_tokens)
         return [self._completion(answer, stop) for group in answers for answer in group]
 
     def sleep(self) -> None:
@@ -143,7 +149,7 @@ class VllmSampler:
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "seed": _seed(group[0]),
+            "seed": server_seed(group[0]),
             "logprobs": 0,
             "return_token_ids": True,
             "stop": list(sampling.stop),
@@ -173,32 +179,33 @@ class VllmSampler:
         return Completion(ids, logps, stop.text(ids), reason, policy_logps)
 
     def _model(self, server: VllmServer) -> str:
-        return server.base if self._name is None or self._merged else self._name
+        return server.base if self._present is None or self._merged else self._present.name
 
     def _admit(self, server: VllmServer) -> None:
-        """Hand the present weights to a server; nothing to do for one that has them."""
+        # Read once: `load` may replace them while this server still receives them.
+        self._hand_over(server, self._present)
+
+    def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
+        """Load weights into a server; nothing to do for one that has them."""
         if server.asleep:
             self._post(server, "/wake_up", {})
             server.asleep = False
         if server.stale:
             self._recall(server)
-        if self._name is None or self._name in server.loaded:
+        if weights is None or weights.name in server.loaded:
             return
+        where = str(weights.folder)
+        if server.receiver is not None:
+            where = deliver(self._client, server.receiver, weights.name, weights.folder)
         if self._merged:
-            where = self._place(server, self._name)
             self._post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": where}})
             # Cached keys and values of prompts come from the previous weights.
             self._post(server, "/reset_prefix_cache", {})
             self._unload(server, keep=None)
         else:
-            where = self._place(server, self._name)
-            self._post(server, "/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": where})
-        server.loaded.add(self._name)
-
-    def _place(self, server: VllmServer, name: str) -> str:
-        """The folder of the present weights as the server sees it, after they were sent there if need be."""
-        assert self._folder is not None
-        return str(self._folder) if server.receiver is None else deliver(self._client, server.receiver, name, self._folder)
+            self._post(server, "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": where})
+        server.loaded.add(weights.name)
+        server.bytes_taken += weights.num_bytes
 
     def _recall(self, server: VllmServer) -> None:
         """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
@@ -227,7 +234,7 @@ class VllmSampler:
             # second attempt: the pool loads the policy again first.
             return self._client.post(server.address, path, body, repeat=not (sampled and self._merged))
         except UnknownError as error:
-            if sampled and self._name is not None and not self._merged:
+            if sampled and self._present is not None and not self._merged:
                 raise ServerGoneError(f"the server has lost the policy: {error.message}", place=server.address) from error
             raise
 
@@ -258,8 +265,7 @@ class VllmEngine(VllmSampler):
         super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
         self._weights, self._untied = weights, untied
-        self._expected_logps = torch.empty(0)
-        self._sync: dict[str, float] = {}
+        self._sync_s = 0.0
         trained = not untied and merged and _trains_embeddings(policy)
         if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
             # vLLM's CPU output layer multiplies with a packed copy of the embeddings, which a reload does not update.
@@ -298,21 +304,23 @@ class VllmEngine(VllmSampler):
         Raises:
             RolloutError: each server refuses them, or its log-probabilities differ from the policy's afterwards.
         """
-        began, before = time.perf_counter(), self._folder
-        self._name, self._folder, self._expected_logps = weights.name, weights.folder, weights.logps
+        began, before = time.perf_counter(), self._present
+        self._present = weights
+        for server in self.pool.servers:
+            server.bytes_taken = 0
         if any(server.asleep for server in self.pool.serving):
             self._make_room()
         self.pool.refresh()
         if before is not None:
             # An immutable folder for each policy: vLLM's engine dies when it reads an adapter whose files were deleted.
-            shutil.rmtree(before)
-        size = sum(file.stat().st_size for file in weights.folder.rglob("*"))
-        self._sync = {SYNC_TIME: weights.seconds + time.perf_counter() - began, SYNC_BYTES: float(size)}
+            shutil.rmtree(before.folder)
+        self._sync_s = weights.seconds + time.perf_counter() - began
 
     def report(self) -> EngineReport:
         """Figures and events of the pool and of the last load."""
         report = super().report()
-        return EngineReport(report.figures | self._sync, report.events)
+        taken = sum(server.bytes_taken for server in self.pool.servers)
+        return EngineReport(report.figures | {SYNC_TIME: self._sync_s, SYNC_BYTES: float(taken)}, report.events)
 
     def close(self) -> None:
         """Unload the last weights; the servers may keep running and are left awake."""
@@ -337,10 +345,11 @@ class VllmEngine(VllmSampler):
         # 3. The blocks that torch caches after both: to other processes they are still allocated.
         torch.cuda.empty_cache()
 
-    def _admit(self, server: VllmServer) -> None:
-        super()._admit(server)
-        self._check(server)
-        self._unload(server, keep=self._name)
+    def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
+        super()._hand_over(server, weights)
+        assert weights is not None
+        self._check(server, weights)
+        self._unload(server, keep=weights.name)
 
     @torch.no_grad()
     def _probe_logps(self) -> Float[torch.Tensor, " T"]:
@@ -353,16 +362,18 @@ class VllmEngine(VllmSampler):
         self._policy.train(training)
         return logps
 
-    def _check(self, server: VllmServer) -> None:
+    def _check(self, server: VllmServer, weights: Weights) -> None:
         """Compare the log-probabilities of the probe with those of a server.
 
         The expected ones are those of the moment when the weights were saved: the policy may have changed since.
         """
-        body = {"model": self._model(server), "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        model = server.base if self._merged else weights.name
+        body = {"model": model, "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         # The first entry has no log-probability, the second belongs to the prompt in `_probe_logps`.
         entries = self._post(server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"][2:]
         found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
-        difference = (found - self._expected_logps).abs().mean().item()
+        assert weights.logps is not None
+        difference = (found - weights.logps).abs().mean().item()
         if not difference <= PROBE_LIMIT[self._dtype]:
             raise RolloutError(
                 f"the server does not serve the trainer's policy: their log-probabilities differ by {difference:.3g} nats",
@@ -378,23 +389,3 @@ def _num_tokens(answers: Sequence[dict[str, Any]]) -> int:
 def _trains_embeddings(policy: CausalLM) -> bool:
     embedding: Any = policy.get_input_embeddings()
     return any(parameter.requires_grad for parameter in embedding.parameters())
-
-
-def _groups(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call can serve: neighbours with equal prompts and limits, and consecutive seeds.
-
-    vLLM seeds the n completions of a request with seed, seed + 1, ..., so the result is the same as of n single requests.
-    """
-    groups: list[list[Request]] = []
-    for request in requests:
-        last = groups[-1][-1] if groups else None
-        alike = last is not None and (request.prompt_ids, request.max_tokens) == (last.prompt_ids, last.max_tokens)
-        if last is not None and alike and _seed(request) == _seed(last) + 1:
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-    return groups
-
-
-def _seed(request: Request) -> int:
-    return request.seed % 2**31

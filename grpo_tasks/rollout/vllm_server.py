@@ -26,13 +26,16 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
-LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
+LOADING_ADAPTERS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+LOADING_WEIGHTS = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Opens the paths that load complete weights, run methods of the engine and put the server to sleep."""
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Without the first, the first request for log-probabilities takes several seconds; the second is in GiB."""
 FLAGS_ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Chunked prefill with seeded requests crashes vLLM's CPU engine."""
 GUARD = Path(__file__).resolve().parents[1] / "web"
-"""Folder of the middleware that refuses requests from web pages; vLLM's API key does not protect the paths that load weights."""
+"""Folder of the middlewares that refuse requests from web pages and, on a network, those without the key. vLLM asks for its key
+on some paths only."""
 ALLOWED_HOSTS = "GRPO_ALLOWED_HOSTS"
 """Environment variable in which the middleware finds further host names that the server answers to."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -54,6 +57,8 @@ class ServedModel:
     """Largest rank of the adapters that will be loaded; None: no adapters."""
     cuda: bool
     """Run on a GPU."""
+    num_adapters: int = 1
+    """Adapters that are sampled from at the same time: one for each process of the stage."""
 
 
 class VllmServer:
@@ -67,6 +72,7 @@ class VllmServer:
         asleep: it has released its GPU memory.
         own: it was started here.
         receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
+        bytes_taken: size of the weights that it has loaded since the policy changed.
     """
 
     own = False
@@ -75,6 +81,7 @@ class VllmServer:
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
         self.loaded: set[str] = set()
+        self.bytes_taken = 0
         self.stale = self.asleep = False
 
     def inspect(self) -> None:
@@ -102,8 +109,7 @@ class ForeignServer(VllmServer):
 
     def __init__(self, address: str, *, adapters: bool, receiver: str | None = None) -> None:
         super().__init__(address)
-        self.receiver = receiver
-        self._wanted = ["/v1/completions", *(ADAPTER_PATHS if adapters else WEIGHT_PATHS)]
+        self.receiver, self._adapters = receiver, adapters
 
     def inspect(self) -> None:
         """Check that it offers what the engine uses, and read the name of its model.
@@ -124,12 +130,15 @@ class ForeignServer(VllmServer):
                 place=self.address,
                 fix="correct rollout.vllm.base_urls; the API key is read from VLLM_API_KEY",
             ) from error
-        missing = [path for path in self._wanted if path not in paths["paths"]]
+        wanted = ["/v1/completions", *(ADAPTER_PATHS if self._adapters else WEIGHT_PATHS)]
+        missing = [path for path in wanted if path not in paths["paths"]]
         if missing:
+            variables = LOADING_ADAPTERS if self._adapters else LOADING_WEIGHTS
+            start = " ".join(f"{name}={value}" for name, value in variables.items())
             raise RolloutError(
                 f"vLLM {version['version']} does not offer {', '.join(missing)}",
                 place=self.address,
-                fix="start it with " + " ".join(f"{name}={value}" for name, value in LOADING.items()) + " and --enable-lora",
+                fix=f"start it with {start}" + " and --enable-lora" * self._adapters,
             )
         self._check_receiver()
         # Adapters are listed with the model they belong to as their parent.
@@ -160,7 +169,8 @@ class OwnServer(VllmServer):
         served: the model.
         log: where its output goes.
         device: its CUDA_VISIBLE_DEVICES; None: those of this process.
-        host: address that it listens on. On any but the loopback address it wants the key of VLLM_API_KEY.
+        host: address that it listens on. On any but the loopback address it wants the key of VLLM_API_KEY for everything except
+            /health, and without a key it refuses all requests.
     """
 
     own = True
@@ -180,8 +190,10 @@ class OwnServer(VllmServer):
             RolloutError: it does not come up.
         """
         # What other machines know by its address keeps it; here a new port cannot have been taken meanwhile.
-        address = self.address if self.address and self._host != HOST else f"http://{self._host}:{free_port()}"
-        environment = os.environ | QUIET | LOADING | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        address = self.address if self.address and self._host != HOST else f"http://{self._host}:{free_port(self._host)}"
+        environment = os.environ | QUIET | LOADING_ADAPTERS | ({} if self._served.cuda else ON_CPU) | {PARENT: str(os.getpid())}
+        if self._served.max_lora_rank is None or _sleeps(self._config, self._served):
+            environment |= LOADING_WEIGHTS
         if self._host != HOST:
             environment[ALLOWED_HOSTS] = self._host
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(GUARD)]))
@@ -329,11 +341,13 @@ def command(config: VllmConfig, served: ServedModel, python: Path, address: str)
     host, _, port = address.removeprefix("http://").rpartition(":")
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", host, "--port", port]
     flags += ["--middleware", "same_origin.SameOrigin"]
+    if host != HOST:
+        flags += ["--middleware", "bearer_key.BearerKey"]
     # "vllm" ignores the model's generation_config, whose sampling settings would otherwise fill in what a request leaves out.
     # processed_logprobs are those of the distribution that tokens are drawn from, after penalty, temperature and truncation.
     flags += ["--dtype", served.dtype, "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)] if served.cuda else FLAGS_ON_CPU
-    if config.sleep and served.cuda:
+    if _sleeps(config, served):
         flags.append("--enable-sleep-mode")
     if config.tensor_parallel_size > 1:
         flags += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
@@ -342,8 +356,15 @@ def command(config: VllmConfig, served: ServedModel, python: Path, address: str)
     if served.max_lora_rank is not None:
         # The smallest of the ranks that vLLM has kernels for.
         rank = next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= served.max_lora_rank)
-        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
+        # vLLM lets requests for further adapters wait, so one batch must have room for all of them. While new adapters are
+        # loaded the previous ones are still there.
+        at_once, loaded = str(served.num_adapters), str(2 * served.num_adapters)
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", at_once, "--max-cpu-loras", loaded]
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
+
+
+def _sleeps(config: VllmConfig, served: ServedModel) -> bool:
+    return config.sleep and served.cuda
 
 
 def authorization() -> dict[str, str]:

@@ -216,7 +216,8 @@ GUARDS = (
     Guard(
         "sampler_mismatch",
         _above(SAMPLER_DIFFERENCE_MEAN),
-        "the sampler's probabilities differ from the policy's; give both the same dtype, or set importance_sampling_correction",
+        "the sampler's probabilities differ from the policy's; give both the same dtype, lower rollout.max_staleness, or set "
+        "importance_sampling_correction",
     ),
 )
 

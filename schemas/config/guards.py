@@ -135,7 +135,8 @@ class GuardsConfig(Section):
     format_regression: Annotated[FormatRegression, _OrActionAlone()] = Field(default_factory=FormatRegression)
     """The success rate of a format reward dropped by more than the threshold below the best 10 updates of the stage."""
     sampler_mismatch: Annotated[SamplerMismatch, _OrActionAlone()] = Field(default_factory=SamplerMismatch)
-    """The log-probabilities of sampler and trainer differ by more than the threshold."""
+    """The log-probabilities of sampler and trainer differ by more than the threshold. With max_staleness above 0 the age of the
+    policy that samples is part of the difference."""
     max_rollbacks: int = Field(2, ge=0, le=MOST_TIMES)
     """Number of rollbacks after which the stage stops."""
     rollback_learning_rate: float = Field(0.5, gt=0.0, le=1.0)

@@ -45,9 +45,9 @@ class VllmConfig(Section):
     }
 
     base_urls: list[Url] = Field(default_factory=list)
-    """Addresses of running servers, such as http://10.0.0.7:8000; they share one queue of requests. They see the files that
-    the trainer writes, or there are `weights_urls`. Their API key is read from VLLM_API_KEY. One that does not answer at the
-    start joins when it does. Empty: the stage starts servers of its own and ends them."""
+    """Addresses of running servers, such as http://10.0.0.7:8000; each process of a stage has one queue for all of them. They see
+    the files that the trainer writes, or there are `weights_urls`. Their API key is read from VLLM_API_KEY. One that does not
+    answer at the start joins when it does. Empty: the stage starts servers of its own and ends them."""
     weights_urls: list[Url] = Field(default_factory=list)
     """Addresses of `grpo weights-server`, one for each entry of base_urls, for servers that do not see the files of the trainer.
     The weights of each policy are sent there. Empty: the servers read them from the trainer's folder."""
@@ -62,8 +62,8 @@ class VllmConfig(Section):
     sleep: bool = False
     """Release the server's GPU memory while the policy trains, for one GPU that server and trainer share."""
     replicas: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Number of servers to start here. They share one queue of requests: the least loaded one takes the next group. One that
-    fails or lags is left out, and others sample its requests."""
+    """Number of servers to start. Each process of a stage has one queue for all of them: the least loaded server takes the next
+    group. One that fails or lags is left out, and others sample its requests."""
     devices: list[str] = Field(default_factory=list)
     """GPUs of the servers, one entry per replica, such as "1", or "2,3" with tensor_parallel_size 2. Empty: one server
     uses the cards of the trainer; several servers get cards of their own, the last ones."""
@@ -78,12 +78,13 @@ class VllmConfig(Section):
     request_timeout_s: float = Field(300.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one request."""
     concurrency: int = Field(64, ge=1, le=MOST_COMPLETIONS)
-    """Highest number of concurrent requests of one server. A server that does not answer in time, or answers 429 or 503, gets
-    half as many; answered requests raise the number again."""
+    """Highest number of concurrent requests of one server, divided among the processes of a stage (at least 1 for each). A
+    server that does not answer in time, or answers 429 or 503, gets half as many; answered requests raise the number again."""
     retries: int = Field(3, ge=0, le=MOST_TIMES)
     """How often a request is repeated after a connection error."""
     max_restarts: int = Field(2, ge=0, le=MOST_TIMES)
-    """How often a server that failed is restarted or tried again before it is left out. The stage stops when none is left."""
+    """How often a server that failed is restarted or tried again before it is left out. The stage stops when none is left. On a
+    Ray cluster the driver counts failures in a row, those of starts included, and pauses longer after each."""
     patience_s: float = Field(0.0, ge=0.0, le=LONGEST_S)
     """How long (s) a stage waits when no server is left, for one that somebody starts again. 0: it stops at once. On a Ray
     cluster, which replaces its servers, a stage waits for half an hour at least."""

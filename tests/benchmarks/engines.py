@@ -2,15 +2,20 @@
 
 Tokens per second, swap included: 64 completions of at most 64 tokens for 8 prompts of the demo. Then updates by a vLLM server,
 with `max_staleness` 0 and 1. The servers come from .venv-vllm (make vllm).
+
+    python -m tests.benchmarks.engines --staleness     the demo's stages with `max_staleness` 0, 1 and 4: what it learns, the age
+                                                       of the policy that sampled, and the wait for a rollout (half an hour)
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from grpo_tasks.grpo.launch import rollout_servers
 from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.library.steps import base_model, evaluate, load_data, merge, train_stage
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
@@ -18,18 +23,31 @@ from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completi
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import ServedModel, serving
-from grpo_tasks.stage.stage_dir import StageSpec
+from grpo_tasks.stage.journal import Journal
+from grpo_tasks.stage.stage_dir import StageDir, StageSpec
+from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig, VllmConfig
+from schemas.metrics import ACCURACY, POLICY_LAG, TRAINER_WAIT
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.benchmarks.sides import Work, write_stage
 
 ROUNDS, PROMPTS, GROUP, LENGTH = 5, 8, 8, 64
+BOUNDS = (0, 1, 4)
 
 
 def main() -> None:
+    """Measure the engines, or with `--staleness` what an older policy costs."""
+    if sys.argv[1:] == ["--staleness"]:
+        with tempfile.TemporaryDirectory() as folder:
+            staleness(Path(folder))
+    else:
+        engines()
+
+
+def engines() -> None:
     """Measure in turns and print."""
     device, ref, config = pick_device(ResourcesConfig(device="cpu", num_threads=2)), ModelRef(path="embedded:base"), VllmConfig()
     policy, tokenizer = trainable_policy(ref, ModelConfig(), device=device, seed=1).eval(), load_tokenizer(ref)
@@ -52,6 +70,27 @@ def main() -> None:
     for name, found in rates.items():
         print(f"{name:15} {statistics.median(found):8.0f} tokens/s")
     _overlap(folder)
+
+
+def staleness(folder: Path) -> None:
+    """Train the demo with each bound and print a line of the table in docs/vllm.md."""
+    print("| `max_staleness` | accuracy, base to merged | policy lag, median and highest | wait for a rollout, median |")
+    print("|---:|---|---:|---:|")
+    for bound in BOUNDS:
+        settings = [f"stages.{number}.importance_sampling_correction=token_truncate" for number in range(2)] if bound else []
+        config = load_config("demo", ["seed=1", "rollout.engine=vllm", f"rollout.max_staleness={bound}", *settings])
+        here, model, lines = folder / str(bound), base_model(config), []
+        data = load_data(config, here / "data")
+        for stage in config.stages:
+            model = train_stage(config, stage.name, data, here / stage.name, start=model).model
+            lines += Journal(StageDir(here / stage.name).journal, writes=False).steps.values()
+        merged = merge(config, model, data, here / "merged").model
+        models = {"before": base_model(config), "after": merged}
+        reports = [evaluate(config, one, data, here / name).metrics[ACCURACY].value for name, one in models.items()]
+        lags, waits = ([line[name] for line in lines] for name in (POLICY_LAG, TRAINER_WAIT))
+        accuracy = " to ".join(f"{100 * value:.1f} %" for value in reports)
+        ages = f"{statistics.median(lags):g}, {max(lags):g}"
+        print(f"| {bound} | {accuracy} | {ages} | {statistics.median(waits):.2f} s |", flush=True)
 
 
 def _overlap(folder: Path) -> None:

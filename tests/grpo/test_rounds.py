@@ -3,13 +3,20 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
+import torch
 
+from grpo_tasks.grpo.launch import rollout_engine
+from grpo_tasks.grpo.rounds import Rounds
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import TrainingError
 from schemas.metrics import (
     IMPORTANCE_RATIO_MEAN,
     POLICY_LAG,
@@ -109,6 +116,26 @@ def test_a_roll_back_discards_the_rounds_in_flight(train):
     assert result.steps == 16
 
 
+def test_a_round_that_an_older_policy_sampled_ends_the_stage(stages):
+    directory = stages.write("stage")
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        rounds = Rounds(Trainer(directory, suite).collector, updates=1, max_staleness=2, may_start=lambda _: False)
+        rounds._started[3] = Future()
+        rounds._started[3].set_result(SimpleNamespace(version=0))
+        with pytest.raises(TrainingError, match="3 updates old, 2 are allowed"):
+            rounds.take(3)
+        rounds.close()
+
+
+def test_processes_share_the_concurrency_of_a_server(stages, policy, tokenizer):
+    directory = stages.write("stage", rollout={"engine": "vllm", "vllm": {"concurrency": 8, "base_urls": ["http://127.0.0.1:9"]}})
+    given = (StageSpec.load(directory.spec), directory, policy, tokenizer, [VllmServer("http://127.0.0.1:9")])
+    for ranks, share in ((1, 8), (3, 2), (16, 1)):
+        engine = rollout_engine(*given, device=torch.device("cpu"), ranks=ranks)
+        assert [replica.concurrency.most for replica in engine.pool.replicas] == [share]
+
+
 @pytest.mark.long
 def test_two_processes_sample_ahead_on_the_servers_that_they_share(stages, servers):
     urls = [server.address for server in servers]
@@ -128,3 +155,5 @@ def test_two_processes_sample_ahead_on_the_servers_that_they_share(stages, serve
     # The same completions, up to the rounding of the summed gradients.
     assert [line["completions/mean_length"] for line in results[0]] == [line["completions/mean_length"] for line in results[1]]
     assert results[0][-1]["reward"] == pytest.approx(results[1][-1]["reward"], rel=1e-3)
+    # Each process hands its copy of the policy to each server, and the journal counts all of them.
+    assert results[1][-1][SYNC_BYTES] == pytest.approx(2 * results[0][-1][SYNC_BYTES], rel=0.01)

@@ -196,6 +196,9 @@ def test_what_does_not_fit_on_one_card_is_left_out():
         (large(tensor_parallel=16), Layout(1, 1), "16 cards of one node, which has 8"),
         (large("rtx4090", sampler_memory=0.5), Layout(1, 1), "do not fit on 1 x rtx4090"),
         (large("rtx4090", tensor_parallel=4, trained=10**9), Layout(1, 1), "a process that trains needs"),
+        # Every process that trains sends an adapter of its own, here of 2 GB.
+        (large(trained=10**9), Layout(1, 1), None),
+        (large(trained=10**9), Layout(32, 1), "an adapter for each process that trains"),
         (large("l40s"), Layout(1, 0), None),
         (large("rtx4090"), Layout(1, 0), "a process that trains needs 33 GB on its card"),
     ],

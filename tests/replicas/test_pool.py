@@ -250,6 +250,31 @@ def test_new_weights_are_handed_to_every_server_and_one_that_fails_follows_later
     assert [shop.policy for shop in shops] == ["present"] * 2
 
 
+def test_an_admission_that_began_before_the_policy_changed_is_repeated():
+    policies, handing_over = ["old"], threading.Event()
+    late, other = Shop("late"), Shop("other")
+    late.alive = False
+
+    def admit(shop):
+        policy = policies[-1]
+        if shop is late:
+            handing_over.set()
+            shop.released.wait(30)
+        shop.policy = policy
+
+    pool = Pool([other], Limits(4, 2, drain_s=0.1), healthy=lambda shop: shop.alive, admit=admit)
+    pool.refresh()
+    pool.add(late)
+    with background(lambda: pool.run([3], lambda _, number: handing_over.wait(30) and number)):
+        until(handing_over.is_set)
+    policies.append("new")
+    with background(pool.refresh):
+        # Longer than what `refresh` waits for what is in progress.
+        time.sleep(0.5)
+        late.released.set()
+    assert [shop.policy for shop in pool.serving] == ["new", "new"]
+
+
 def test_an_overloaded_server_gets_half_as_many_requests_and_then_slowly_more():
     limit = Concurrency(16)
     limit.overloaded(began=1.0, now=2.0)

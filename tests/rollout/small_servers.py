@@ -31,7 +31,7 @@ def tell(server, **behaviour):
 
 
 def counts(server):
-    return httpx.get(f"{server.address}/test", timeout=30).json()
+    return httpx.get(f"{server.address}/test", timeout=30, headers=authorization()).json()
 
 
 def kill(server):

@@ -148,7 +148,7 @@ def test_a_foreign_server_that_somebody_restarted_gets_the_policy_again(servers,
     engine = engine_of([foreign], policy, tokenizer, tmp_path)
     engine.sync()
     # It forgets its adapters, as after a restart, and answers 404 for the policy.
-    name = engine._name
+    name = engine._present.name
     engine._post(foreign, "/v1/unload_lora_adapter", {"lora_name": name})
     assert generate(engine, prompts) == wanted
     assert any("has lost the policy" in event for event in engine.report().events)
@@ -183,7 +183,7 @@ def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
 def test_a_server_with_another_policy_serves_nothing(servers, policy, tokenizer, prompts, wanted, tmp_path):
     engine = engine_of(servers, policy, tokenizer, tmp_path)
     engine.sync()
-    old = str(shutil.copytree(engine._folder, tmp_path / "old"))
+    old = str(shutil.copytree(engine._present.folder, tmp_path / "old"))
     moved(policy, 0.5)
     post = engine._post
 

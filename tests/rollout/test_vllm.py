@@ -1,6 +1,10 @@
 """The vLLM engine on real servers (CPU build): the contract of the local engine, swaps, the probe, and existing servers."""
 
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import polars as pl
@@ -15,7 +19,7 @@ from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.sample_table import sample_table
 from grpo_tasks.rollout.spec import SampleSpec
-from grpo_tasks.rollout.vllm_server import authorization, existing_servers, serving
+from grpo_tasks.rollout.vllm_server import OwnServer, VllmServer, authorization, existing_servers, serving
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
@@ -157,7 +161,7 @@ def server_memory(address):
 
 def test_a_server_that_stays_with_old_weights_is_found_out(engines, policy, tmp_path, monkeypatch):
     engine = engines["vllm"]
-    post, old = engine._post, str(shutil.copytree(engine._folder, tmp_path / "old"))
+    post, old = engine._post, str(shutil.copytree(engine._present.folder, tmp_path / "old"))
 
     def stale(server, path, body):
         if path == "/v1/load_lora_adapter":
@@ -220,8 +224,56 @@ def test_an_adapter_is_evaluated_by_a_server_as_it_is_here(lora_server, policy, 
 
 
 @pytest.mark.parametrize("page", FOREIGN)
-def test_a_server_started_here_refuses_web_pages_also_where_vllm_asks_for_no_key(lora_server, page):
+def test_a_server_started_here_refuses_web_pages_also_where_vllm_asks_for_no_key(plain_server, page):
     for path in ("/reset_prefix_cache", "/collective_rpc", "/v1/completions"):
-        assert status(lora_server.address + path, FOREIGN[page] | authorization(), "POST", {"method": "none"}) == 403
-    assert status(lora_server.address + "/v1/models", FOREIGN[page] | authorization()) == 403
-    assert status(lora_server.address + "/reset_prefix_cache", {}, "POST", {}) == 200
+        assert status(plain_server.address + path, FOREIGN[page] | authorization(), "POST", {"method": "none"}) == 403
+    assert status(plain_server.address + "/v1/models", FOREIGN[page] | authorization()) == 403
+    assert status(plain_server.address + "/reset_prefix_cache", {}, "POST", {}) == 200
+
+
+def test_a_server_that_loads_adapters_has_no_path_that_replaces_its_weights(lora_server):
+    for path in ("/collective_rpc", "/reset_prefix_cache", "/sleep"):
+        assert status(lora_server.address + path, authorization(), "POST", {"method": "none"}) == 404
+
+
+@pytest.mark.parametrize("rank", [16, None], ids=["adapter", "weights"])
+def test_a_server_on_a_network_wants_the_key_on_every_path(key, tmp_path, rank):
+    server = OwnServer(CONFIG, served(rank), tmp_path / "vllm.log", host="127.0.0.2")
+    server.start()
+    try:
+        paths = ("/v1/load_lora_adapter", "/collective_rpc", "/reset_prefix_cache", "/sleep", "/metrics", "/openapi.json")
+        for path in paths:
+            assert status(server.address + path, {}, "POST", {"method": "none"}) == 401
+            assert status(server.address + path, {"Authorization": "Bearer wrong"}) == 401
+        assert status(server.address + "/health", {}) == 200
+        [found] = existing_servers(CONFIG.model_copy(update={"base_urls": [server.address]}), adapters=rank is not None)
+        assert found.base == "base"
+    finally:
+        server.end()
+
+
+def test_adapters_of_two_processes_are_sampled_in_the_same_batch(key, policy, tokenizer, prompts, tmp_path):
+    requests = [[Request(prompts[0], completion_seed(rank, 0) + k) for k in range(64)] for rank in range(2)]
+    with serving(CONFIG, replace(served(), num_adapters=2), tmp_path) as [server]:
+        # What a process that trains does: an engine and an adapter of its own for the server that they share.
+        shares = [VllmServer(server.address) for _ in requests]
+        engines = [engine_on(share, policy, tokenizer, tmp_path / str(rank)) for rank, share in enumerate(shares)]
+        for engine in engines:
+            engine.sync()
+        long = sampling(max_completion_length=400, stop_token_ids=[], temperature=2.0)
+        began = threading.Event()
+
+        def first():
+            began.set()
+            engines[0].generate(requests[0], long)
+            return time.monotonic()
+
+        with ThreadPoolExecutor(1) as thread:
+            busy = thread.submit(first)
+            began.wait()
+            time.sleep(0.3)
+            engines[1].generate(requests[1], sampling(max_completion_length=2))
+            answered = time.monotonic()
+            assert answered < busy.result()
+        for engine in engines:
+            engine.close()

@@ -4,19 +4,23 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
+from grpo_tasks.replicas.delivery import deliver
+from grpo_tasks.rollout import vllm_engine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import existing_servers
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
+from schemas.metrics import SYNC_BYTES
 from tests.ports import free_ports
 from tests.rollout.servers import ROOT, moved
-from tests.rollout.small_servers import small_config, small_servers
+from tests.rollout.small_servers import counts, small_config, small_servers
 from tests.rollout.test_pool_of_servers import generate, local
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
@@ -78,8 +82,8 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
             engine.sync()
             assert generate(engine, prompts) == local(policy, tokenizer, prompts)
             # The policies before it are gone, here and there.
-            assert names(address) == [engine._name]
-            assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == [engine._name]
+            assert names(address) == [engine._present.name]
+            assert [entry.name for entry in (tmp_path / "theirs").iterdir()] == [engine._present.name]
         assert not any(str(tmp_path / "weights") in where for where in seen)
         engine.close()
         assert names(address) == []
@@ -104,9 +108,45 @@ def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewh
             while len(engine.pool.serving) < 2:
                 assert time.monotonic() < deadline
                 assert generate(engine, prompts) == wanted
-            assert engine._name in names(second)
+            assert engine._present.name in names(second)
             assert generate(engine, prompts) == wanted
             engine.close()
+
+
+def test_a_server_that_receives_a_policy_while_the_next_one_is_loaded_serves_the_next_one(
+    elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch
+):
+    arrived, switching = threading.Event(), threading.Event()
+
+    def slowly(client, receiver, name, folder):
+        path = deliver(client, receiver, name, folder)
+        if receiver == second and not switching.is_set():
+            arrived.set()
+            assert switching.wait(60)
+        return path
+
+    with receiver(tmp_path / "a") as (first, _), receiver(tmp_path / "b") as (second, _):
+        engine = engine_for(elsewhere, [first, second], policy, tokenizer, tmp_path)
+        engine.sync()
+        # Somebody restarts the second server: it has lost its adapter, and gets it again during a batch.
+        engine._post(elsewhere[1], "/v1/unload_lora_adapter", {"lora_name": next(iter(engine.pool.replicas[1].server.loaded))})
+        monkeypatch.setattr(vllm_engine, "deliver", slowly)
+        engine.pool.take_out(engine.pool.replicas[1].server, ServerGoneError("restarted", place=second))
+        while not arrived.is_set():
+            assert generate(engine, prompts) == local(policy, tokenizer, prompts)
+        moved(policy, 0.2)
+        weights, refresh = engine.prepare(), engine.pool.refresh
+        monkeypatch.setattr(engine.pool, "refresh", lambda: (switching.set(), refresh()))
+        engine.load(weights)
+        # The name stands for the new weights there too.
+        assert len(engine.pool.serving) == 2
+        before = [counts(server)["requests"] for server in elsewhere]
+        assert generate(engine, prompts) == local(policy, tokenizer, prompts)
+        assert all(counts(server)["requests"] > was for server, was in zip(elsewhere, before, strict=True))
+        # Each of the two has loaded the new weights once, and the second one the old ones meanwhile.
+        size = sum(file.stat().st_size for file in weights.folder.iterdir())
+        assert engine.report().figures[SYNC_BYTES] >= 2 * size
+        engine.close()
 
 
 def test_what_does_not_arrive_whole_is_never_loaded(tmp_path):

@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": models},
             "/openapi.json": {"paths": dict.fromkeys(paths)},
             "/version": {"version": "0.32.0"},
-            "/test": self.server.counts,
+            "/test": self.server.counts | {"dev_mode": os.environ.get("VLLM_SERVER_DEV_MODE") == "1"},
         }
         self.answer(200, answers.get(self.path, {}))
 
