@@ -8,7 +8,7 @@ import time
 import pytest
 
 from schemas.metrics import ACCURACY
-from schemas.results.evaluation import EvalReport, Interval, PairedTest
+from schemas.results.evaluation import EvalReport, Interval, PairedTest, Regression
 from schemas.results.model import ModelRef
 from schemas.results.publication import PipelineResult, Publication, RetrainResult
 from tests.flows.place import ask
@@ -16,18 +16,22 @@ from tests.flows.place import ask
 pytestmark = pytest.mark.timeout(900)
 
 
-def published(tmp_path, *, champion, tests):
+def published(tmp_path, *, champion, tests, **found):
     step = {"key": "k", "directory": tmp_path, "seconds": 1.0}
     metrics = {ACCURACY: Interval(value=0.78, low=0.7, high=0.8)}
     numbers = {"prompts": 9, "num_samples": 2, "temperature": 1.0, "confidence": 0.95, "metrics": metrics, "pass_at_k": {}}
     merged = EvalReport(**step, **numbers, label="merged", model=ModelRef(path="m"))
     names = {"run_id": "r", "model_name": "small", "model_version": "7", "reason": "better than the base"}
-    publication = Publication(**step, **names, champion=champion, tests=tests)
+    publication = Publication(**step, **names, champion=champion, tests=tests, **found)
     return PipelineResult(publication=publication, evaluations=[merged], report=tmp_path / "report.html")
 
 
 def paired(against, difference):
     return PairedTest(against=against, metric=ACCURACY, prompts=9, difference=difference, p_value=0.003, better=difference > 0)
+
+
+def check(metric, ours, theirs, limit):
+    return Regression(metric=metric, against="champion", ours=ours, theirs=theirs, limit=limit, passed=False)
 
 
 def test_a_promotion_says_the_version_and_the_figure_before_and_after(tmp_path):
@@ -40,6 +44,32 @@ def test_a_version_that_stays_behind_says_so(tmp_path):
     made = published(tmp_path, champion=False, tests=[paired("base", -0.02)])
     assert made.headline() == "v7 not promoted: accuracy 80.0 % -> 78.0 % (against the base, p = 0.003)"
     assert published(tmp_path, champion=False, tests=[]).headline() == "v7 not promoted: better than the base"
+
+
+SAID = "v7 not promoted: accuracy 71.0 % -> 78.0 % (against the champion, p = 0.003)"
+BETTER = [paired("base", 0.4), paired("champion", 0.07)]
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        ({"regressions": [check("format_rate", 0.8, 0.95, 0.93)]}, "format_rate 0.8 against 0.95 of the champion, limit 0.93"),
+        (
+            {"regressions": [check("truncated_rate", 0.2, 0.0, 0.05), check("mean_length", 90, 30, 60)]},
+            "truncated_rate 0.2 against 0 of the champion, limit 0.05; mean_length 90 against 30 of the champion, limit 60",
+        ),
+        ({"obstacle": "rejected by bob (too long)"}, "rejected by bob (too long)"),
+        ({"obstacle": "version 6 became champion meanwhile"}, "version 6 became champion meanwhile"),
+    ],
+    ids=["format", "truncation and length", "a person", "another champion"],
+)
+def test_a_version_that_passed_the_test_and_was_not_promoted_says_what_stood_in_its_way(tmp_path, found, cause):
+    assert published(tmp_path, champion=False, tests=BETTER, **found).headline() == f"{SAID}; {cause}"
+
+
+def test_of_two_tests_the_failed_one_is_shown(tmp_path):
+    made = published(tmp_path, champion=False, tests=[paired("base", 0.0), paired("champion", 0.07)])
+    assert made.headline() == "v7 not promoted: accuracy 78.0 % -> 78.0 % (against the base, p = 0.003)"
 
 
 def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):

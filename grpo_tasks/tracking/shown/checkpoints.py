@@ -1,12 +1,13 @@
-"""Checkpoints and stages as logged models of MLflow, so that the best of all runs is one search.
+"""Checkpoints, stages and merged models as logged models of MLflow, so that the best of all runs is one search.
 
     train_stage/format-KEY/checkpoints/step-000080   ->   format-step-80    the metrics of its update, eval_reward if measured
     train_stage/format-KEY/final                     ->   format            accuracy, format_rate ... of its evaluation
+    the published model                              ->   model             accuracy, format_rate ... of the last evaluation
 
     mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
 
-They point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only a merged model is
-published. Each function can be repeated.
+Checkpoints and stages point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only
+a merged model is published (publishing.py). Each function can be repeated.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,14 @@ from schemas.results.model import StageResult
 _PARAMS = 100
 _VALUE_CHARS = 500
 """MLflow's limits for the parameters of a logged model are lower than those of a run."""
+_KEPT_FIRST = (
+    "learning_rate",
+    "model.lora.",
+    "reward.",
+    *("name", "kind", "seed", "rewards", "max_steps", "num_generations", "beta", "loss_type", "model.path"),
+    *("rollout.temperature", "rollout.max_completion_length", "completion.", "data.train"),
+)
+"""Beginnings of the names that are kept where a stage has more parameters: what people search by."""
 
 
 def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str, str]) -> None:
@@ -43,7 +52,7 @@ def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str,
         if line is not None:
             # Names, values and times of the run's own metrics: they are linked, not stored twice.
             figures = {name: value for name, value in line["metrics"].items() if value is not None}
-            _measure(run, model, figures, step=step, timestamp_ms=line["timestamp_ms"])
+            measure(run, model.model_id, figures, step=step, timestamp_ms=line["timestamp_ms"])
     place = str(result.model.adapter or stage.final)
     tags = {"stage": result.stage, "step": str(result.steps), "path": place, SHA_TAG: result.sha256}
     _create(run, known, result.stage, "stage", tags, params)
@@ -60,7 +69,7 @@ def record_stage_figures(
     # A curve of the training keeps its name: its last point would otherwise come from another measurement.
     curves = {name for line in _journal(StageDir(stage.directory)).values() for name in line["metrics"]}
     figures = {name: interval.value for name, interval in result.metrics.items() if name not in curves}
-    _measure(run, model, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
+    measure(run, model.model_id, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
 
 
 def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
@@ -85,7 +94,7 @@ def _create(
     """The run's logged model of this name, created if there is none, and ready."""
     model = known.get(name)
     if model is None:
-        kept = {key: value[:_VALUE_CHARS] for key, value in list(params.items())[:_PARAMS]}
+        kept = {key: params[key][:_VALUE_CHARS] for key in sorted(params, key=_rank)[:_PARAMS]}
         model = run.store.ask(
             lambda client: client.create_logged_model(
                 run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), params=kept, model_type=kind
@@ -97,19 +106,25 @@ def _create(
     return model
 
 
-def _measure(
+def _rank(name: str) -> int:
+    """The place of a parameter among those that are kept; all others follow in their order."""
+    return next((place for place, first in enumerate(_KEPT_FIRST) if name.startswith(first)), len(_KEPT_FIRST))
+
+
+def measure(
     run: RunHandle,
-    model: LoggedModel,
+    model_id: str,
     figures: Mapping[str, float],
     *,
     step: int,
     timestamp_ms: int,
     data: DataReport | None = None,
 ) -> None:
+    """Log figures for a run and for a logged model of it. `data` are the held-out rows that they were measured on."""
     measured = {"dataset_name": "eval", "dataset_digest": data.digest[:36]} if data is not None else {}
     run.log_metrics(
         [
-            Metric(name, float(value), timestamp_ms, step, model_id=model.model_id, run_id=run.run_id, **measured)
+            Metric(name, float(value), timestamp_ms, step, model_id=model_id, run_id=run.run_id, **measured)
             for name, value in figures.items()
         ]
     )
