@@ -32,12 +32,10 @@ from grpo_tasks.tracking.models import (
     parse_manifest,
     stored_manifest,
 )
-from grpo_tasks.tracking.records import made_at
 from grpo_tasks.tracking.registry import (
     CHALLENGER,
     CHAMPION,
     DECISION_TAG,
-    PREFIX,
     PREVIOUS,
     ROLLED_BACK_TAG,
     SHA_TAG,
@@ -48,7 +46,6 @@ from grpo_tasks.tracking.registry import (
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
 from grpo_tasks.tracking.served.proof import ServedSpec
-from grpo_tasks.tracking.shown.checkpoints import measure
 from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.shown.version import decision_tags, tag_decision
 from grpo_tasks.tracking.store import Store
@@ -114,7 +111,6 @@ def publish(
     name = run.config.registered_model
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove)
-    _measure(run, version, evaluation)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
     if ROLLED_BACK_TAG in version.tags and not is_champion:
@@ -324,15 +320,6 @@ def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[S
         link_to_model(run.handle, prompt, model_id)
     tags = {PROVED_TAG: f"{len(answers)} answers equal those of the merged model"}
     run.store.ask(lambda client: client.set_logged_model_tags(model_id, tags))
-
-
-def _measure(run: TrackedRun, version: ModelVersion, evaluation: EvalReport) -> None:
-    """The figures of the merged model as metrics of its logged model, so that a search over all runs finds the best."""
-    model_id = (version.source or "").removeprefix(PREFIX)
-    figures = {metric: interval.value for metric, interval in evaluation.metrics.items()}
-    at = made_at(evaluation, run.handle)
-    work = partial(measure, run.handle, model_id, figures, step=0, timestamp_ms=at, data=run.data)
-    run.handle.once(f"figures.{model_id}.{evaluation.key}", work)
 
 
 def _as_a_client_asks(run: TrackedRun, messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.served import card
 from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.store import Store, open_store, pages
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -300,6 +300,11 @@ def _environment(store: Store, run_id: str) -> Environment | None:
     return store.ask(work)
 
 
+def model_names(client: MlflowClient) -> list[str]:
+    """The names of all registered models."""
+    return sorted(model.name for model in pages(lambda token: client.search_registered_models(page_token=token)))
+
+
 def _known(store: Store, name: str) -> str:
     """What a user can name instead."""
     versions = store.ask(lambda client: list(client.search_model_versions(f"name = '{name}'")))
@@ -307,5 +312,5 @@ def _known(store: Store, name: str) -> str:
         numbers = ", ".join(sorted((str(version.version) for version in versions), key=int))
         aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
         return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
-    names = store.ask(lambda client: [model.name for model in client.search_registered_models()])
-    return f"registered models: {', '.join(sorted(names)) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"
+    names = store.ask(model_names)
+    return f"registered models: {', '.join(names) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"

@@ -1,5 +1,6 @@
 """What a list of runs says about a run that has ended, and that Prefect keeps no copy of its result."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 
 import pytest
 
+from grpo_tasks.operating.servers import ADDRESSES, FOLDER, PREFECT, STATE
+from grpo_tasks.processes.identity import ProcessIdentity
 from schemas.metrics import ACCURACY
 from schemas.results.evaluation import EvalReport, Interval, PairedTest, Regression
 from schemas.results.model import ModelRef
@@ -80,13 +83,24 @@ def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, 
     assert not list((place.root / "prefect").rglob("storage/*"))
 
 
-def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api):
-    code = "from flows.cli.models import tell_prefect; tell_prefect('grpo.champion.changed', 'grpo.model.told', 'rolled back')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PREFECT_API_URL": prefect_api})
-    wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}}}
+@pytest.mark.parametrize("by_stack", [False, True], ids=["environment", "the stack of the folder"])
+def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api, tmp_path, by_stack):
+    resource = f"grpo.model.told-{'stack' if by_stack else 'environment'}"
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    if by_stack:
+        # What `grpo up` leaves in its folder; this process stands for the server's.
+        own = ProcessIdentity.of()
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / STATE).write_text(json.dumps([{"name": PREFECT, "pid": own.pid, "born": own.born}]))
+        addresses = {"prefect": prefect_api.removesuffix("/api"), "mlflow": "http://127.0.0.1:1"}
+        (tmp_path / FOLDER / ADDRESSES).write_text(json.dumps(addresses))
+    else:
+        environment |= {"PREFECT_API_URL": prefect_api}
+    code = f"from flows.cli.notify import tell_prefect; tell_prefect('grpo.champion.changed', '{resource}', 'rolled back')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)
+    wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}, "resource": {"id": [resource]}}}
     deadline = time.monotonic() + 120
     while not (found := ask(f"{prefect_api}/events/filter", wanted)["events"]):
         assert time.monotonic() < deadline, "the event did not arrive"
         time.sleep(0.3)
-    assert found[0]["resource"]["prefect.resource.id"] == "grpo.model.told"
     assert found[0]["payload"]["detail"] == "rolled back"

@@ -77,3 +77,19 @@ def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejecte
     assert ended["state"]["message"].startswith("v1 not promoted: format rate ")
     assert operated.client.get_registered_model("refused").aliases == {"challenger": "1"}
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
+
+
+def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
+    source = operated.config("by-hand", **PROMOTED)
+    run = operated.trigger("preset", source=source)
+    suspended(operated, run)
+    # The command knows no address of a Prefect server: its folder is that of `grpo up`.
+    assert "PREFECT_API_URL" not in operated.environment
+    output = operated.grpo("promote", "by-hand@challenger", "--by", "ann", "--tracking-uri", operated.mlflow)
+    assert f"the suspended flow run {run['id']} continues" in output
+    ended = operated.wait(run["id"], "COMPLETED")
+    assert ended["state"]["message"].startswith("promoted v1: format rate ")
+    assert operated.client.get_registered_model("by-hand").aliases == {"champion": "1"}
+    wanted = {"filter": {"resource": {"id": ["grpo.model.by-hand.1"]}, "event": {"name": ["grpo.approval.decided"]}}}
+    [decided] = operated.ask("/events/filter", wanted)["events"]
+    assert "approved by ann" in decided["payload"]["detail"]

@@ -2,23 +2,26 @@
 
     train_stage/format-KEY/checkpoints/step-000080   ->   format-step-80    the metrics of its update, eval_reward if measured
     train_stage/format-KEY/final                     ->   format            accuracy, format_rate ... of its evaluation
-    the published model                              ->   model             accuracy, format_rate ... of the last evaluation
+    the published model                              ->   model             what its run has measured so far: accuracy, reward ...
 
     mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
 
 Checkpoints and stages point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only
-a merged model is published (publishing.py). Each function can be repeated.
+a merged model is published. publishing.py logs that one, and MLflow itself links the metrics of its run to it. Each function can
+be repeated.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
 
 from grpo_tasks.stage.journal import JOURNAL_KEYS, read_lines
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.registry import SHA_TAG
+from grpo_tasks.tracking.store import pages
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import StageResult
@@ -52,7 +55,7 @@ def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str,
         if line is not None:
             # Names, values and times of the run's own metrics: they are linked, not stored twice.
             figures = {name: value for name, value in line["metrics"].items() if value is not None}
-            measure(run, model.model_id, figures, step=step, timestamp_ms=line["timestamp_ms"])
+            _measure(run, model, figures, step=step, timestamp_ms=line["timestamp_ms"])
     place = str(result.model.adapter or stage.final)
     tags = {"stage": result.stage, "step": str(result.steps), "path": place, SHA_TAG: result.sha256}
     _create(run, known, result.stage, "stage", tags, params)
@@ -69,7 +72,7 @@ def record_stage_figures(
     # A curve of the training keeps its name: its last point would otherwise come from another measurement.
     curves = {name for line in _journal(StageDir(stage.directory)).values() for name in line["metrics"]}
     figures = {name: interval.value for name, interval in result.metrics.items() if name not in curves}
-    measure(run, model.model_id, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
+    _measure(run, model, figures, step=stage.steps, timestamp_ms=timestamp_ms, data=data)
 
 
 def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
@@ -80,7 +83,11 @@ def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
 def logged_models(run: RunHandle) -> list[LoggedModel]:
     """The logged models of a stage's run: its checkpoints and its end."""
     condition = f"source_run_id = '{run.run_id}'"
-    return list(run.store.ask(lambda client: client.search_logged_models([run.experiment_id], condition)))
+
+    def work(client: MlflowClient) -> list[LoggedModel]:
+        return list(pages(lambda token: client.search_logged_models([run.experiment_id], condition, page_token=token)))
+
+    return run.store.ask(work)
 
 
 def _create(
@@ -111,20 +118,19 @@ def _rank(name: str) -> int:
     return next((place for place, first in enumerate(_KEPT_FIRST) if name.startswith(first)), len(_KEPT_FIRST))
 
 
-def measure(
+def _measure(
     run: RunHandle,
-    model_id: str,
+    model: LoggedModel,
     figures: Mapping[str, float],
     *,
     step: int,
     timestamp_ms: int,
     data: DataReport | None = None,
 ) -> None:
-    """Log figures for a run and for a logged model of it. `data` are the held-out rows that they were measured on."""
     measured = {"dataset_name": "eval", "dataset_digest": data.digest[:36]} if data is not None else {}
     run.log_metrics(
         [
-            Metric(name, float(value), timestamp_ms, step, model_id=model_id, run_id=run.run_id, **measured)
+            Metric(name, float(value), timestamp_ms, step, model_id=model.model_id, run_id=run.run_id, **measured)
             for name, value in figures.items()
         ]
     )

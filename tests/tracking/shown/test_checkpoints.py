@@ -104,8 +104,7 @@ def test_the_best_merged_model_and_the_best_checkpoint_of_two_runs_are_found_as_
     merged = mlflow.search_logged_models(experiments, "name = 'model'", order_by=order, output_format="list")
     assert [model.source_run_id == run.run_id for model in merged] == [True, False]
     [accuracy] = [metric for metric in merged[0].metrics if metric.key == "accuracy"]
-    assert (accuracy.value, accuracy.dataset_name) == (0.9, "eval")
-    assert {metric.key for metric in merged[0].metrics} == set(evaluation.metrics)
+    assert accuracy.value == 0.9
     order = [{"field_name": "metrics.reward", "ascending": False}]
     checkpoints = mlflow.search_logged_models(experiments, "model_type = 'checkpoint'", order_by=order, output_format="list")
     assert [model.name for model in checkpoints] == ["format-step-40"] * 2 + ["format-step-20"] * 2
