@@ -114,7 +114,8 @@ class Publication(StepResult):
 
     def causes(self) -> list[str]:
         """What kept the version from being promoted, apart from the tests."""
-        failed = [str(check) for check in [*self.regressions, *self.guards] if not check.passed]
+        checks: list[Regression | GuardCheck] = [*self.regressions, *self.guards]
+        failed = [str(check) for check in checks if not check.passed]
         return [] if self.champion else [*failed, *([self.obstacle] if self.obstacle else [])]
 
 

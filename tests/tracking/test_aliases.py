@@ -6,7 +6,9 @@ import time
 
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from grpo_tasks.tracking.registry import (
     APPROVAL_TAG,
     DECISION_TAG,
@@ -139,3 +141,13 @@ def test_a_promotion_that_was_killed_after_the_alias_had_moved_can_be_repeated(t
     assert found.tags[DECISION_TAG] == "approved by ann; better than the champion"
     assert "and merged. Promoted: approved by ann; better than the champion.\n\n" in found.description
     assert approval_of(found).decision == "promote"
+
+
+def test_a_version_is_decided_about_by_its_alias_and_the_event_names_its_number(tracking, client, monkeypatch):
+    told = []
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr("flows.cli.models.tell_prefect", lambda event, resource, _: told.append((event, resource)))
+    shown = CliRunner().invoke(app, ["promote", "m@challenger", "--by", "ann", "--tracking-uri", tracking.tracking_uri])
+    assert shown.exit_code == 0, shown.output
+    assert aliases(client) == {"champion": "3", "previous": "2"}
+    assert told == [("grpo.approval.decided", "grpo.model.m.3"), ("grpo.champion.changed", "grpo.model.m")]
