@@ -122,7 +122,8 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
     try:
         run_logger().info(decide_pending(name, approval, config.tracking))
     except ModelError as changed:
-        # Another version became champion meanwhile, or `grpo promote` was quicker: publishing again finds out.
+        # Another version became champion meanwhile, or `grpo promote` was quicker and has sent the events: publishing again
+        # finds out.
         run_logger().warning("%s", changed)
     else:
         if approval.decision == "promote":
@@ -130,7 +131,7 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
             before, tracking = pending.champion if pending else "", config.tracking
             version = publication.model_version
             warn(tell_champion_changed(publication.model_name, version, before, "approved", tracking, tracking.webhook))
-    send_event(DECIDED, resource, payload | {"detail": str(approval)})
+        send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
 
 

@@ -14,6 +14,7 @@ from grpo_tasks.running.step import Work, step
 from grpo_tasks.tracking.log_model import LogSpec
 from grpo_tasks.tracking.models import Champion
 from grpo_tasks.tracking.publishing import Decision, publish
+from grpo_tasks.tracking.registry import publish_lock
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.guards import guards_markdown
@@ -43,7 +44,7 @@ def publish_model(
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = find_regressions(final, standard, promotion)
     # `publish` reads the current champion and then moves the alias. The lock keeps another run from moving it in between.
-    with work.run.tracked.store.lock(f"publish-{name}", who=f"the run {work.run.config.name}"):
+    with work.run.tracked.store.lock(publish_lock(name), who=f"the run {work.run.config.name}"):
         decision = publish(
             work.run.tracked,
             proof,
@@ -70,6 +71,7 @@ def publish_model(
         guards=list(guards),
         reason=decision.reason,
         awaits_approval=decision.awaits_approval,
+        obstacle=decision.obstacle,
     )
 
 

@@ -1,48 +1,17 @@
 """Commands for registered models: restore, download, export, ask, compare, trace back, train again."""
 
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
+from flows.cli.notify import resume_suspended, tell_prefect, tell_webhook
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
-
-if TYPE_CHECKING:
-    from grpo_tasks.operating.webhook.champion import How
-    from schemas.config.operations import TrackingConfig
-
-
-def tell_prefect(event: str, resource: str, detail: str) -> None:
-    """Send an event for automations to the Prefect server that the environment names, if it names one."""
-    address = os.environ.get("PREFECT_API_URL")
-    if not address:
-        return
-    import httpx
-
-    try:
-        httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
-    except httpx.HTTPError:
-        # The registry has changed already; a server that is away must not delay the end of the command.
-        out.print("the Prefect server is away: no automation hears of this")
-        return
-    from prefect.events import emit_event
-
-    emit_event(event, {"prefect.resource.id": resource}, payload={"detail": detail})
-
-
-def tell_webhook(name: str, version: str, before: str, how: "How", tracking: "TrackingConfig") -> None:
-    """Tell the receiver of the version's recorded config, if it has one, about the new champion."""
-    from grpo_tasks.operating.webhook.champion import tell_champion_changed
-
-    problem = tell_champion_changed(name, version, before, how, tracking)
-    if problem:
-        out.print(problem, soft_wrap=True, highlight=False)
 
 
 def rollback(
@@ -75,16 +44,19 @@ def promote(
         from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
         from schemas.results.publication import Approval
 
+        tracking = tracking_at(tracking_uri)
         decided = Approval(decision="reject" if reject else "promote", by=by, note=note)
-        said = decide_pending(version, decided, tracking_at(tracking_uri))
+        # Before the decision: the alias of NAME@challenger moves with it.
+        found = find_version(version, tracking)
+        name, number = found.name, str(found.version)
+        said = decide_pending(f"{name}/{number}", decided, tracking)
         out.print(said, soft_wrap=True, highlight=False)
-        tell_prefect("grpo.approval.decided", f"grpo.model.{version.replace('/', '.')}", said)
+        tell_prefect("grpo.approval.decided", f"grpo.model.{name}.{number}", said)
         if not reject:
-            found = find_version(version, tracking_at(tracking_uri))
-            approved = approval_of(found)
-            tell_prefect("grpo.champion.changed", f"grpo.model.{found.name}", said)
-            before = approved.champion if approved else ""
-            tell_webhook(found.name, str(found.version), before, "approved", tracking_at(tracking_uri))
+            approved = approval_of(find_version(f"{name}/{number}", tracking))
+            tell_prefect("grpo.champion.changed", f"grpo.model.{name}", said)
+            tell_webhook(name, number, approved.champion if approved else "", "approved", tracking)
+        resume_suspended(found.run_id or "", number, decided, tracking)
 
 
 def download(

@@ -27,6 +27,8 @@ ENVIRONMENT = "environment.json"
 """Artifact of a run with its `Environment`."""
 MAX_VALUE = 6_000
 MAX_KEY = 250
+STAGE_SECTIONS = ("model", "data", "validation", "completion", "rollout", "interaction", "difficulty")
+"""Sections of the config that shape every stage. `rewards` is not one of them: a stage has only those that it uses."""
 _CODE = ("flows", "grpo_tasks", "schemas", "deploy")
 _MAIN_PACKAGES = ("torch", "transformers", "peft", "accelerate", "mlflow", "prefect", "polars", "grpo-pipeline")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +43,11 @@ def flatten(section: BaseModel) -> dict[str, str]:
 
 
 def stage_params(config: RunConfig, stage: str) -> dict[str, str]:
-    """Everything that shaped one stage, defaults included: its settings, the model, the sampling, and its rewards as resolved."""
+    """Everything that shaped one stage, defaults included: its settings, the sections it reads, and its rewards as resolved."""
     settings = config.stage(stage)
     params = flatten(settings) | {"seed": str(config.seed)}
-    for name, section in {"model": config.model, "rollout": config.rollout}.items():
-        params |= {f"{name}.{key}": value for key, value in flatten(section).items()}
+    for name in STAGE_SECTIONS:
+        params |= {f"{name}.{key}": value for key, value in flatten(getattr(config, name)).items()}
     for reward in settings.rewards:
         resolved = config.rewards.resolve(reward)
         if resolved is not None:

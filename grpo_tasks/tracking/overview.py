@@ -1,19 +1,23 @@
 """Recent runs and registered models as lists, for `grpo runs` and `grpo models`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.entities.model_registry import ModelVersion
 
-from grpo_tasks.tracking.registry import DECISION_TAG
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.registry import DECISION_TAG, model_names
+from grpo_tasks.tracking.store import Store, open_store, pages
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.metrics import HEADLINES
 
+_RUNS_PER_PAGE = 100
+"""A run comes with all its parameters, metrics and tags."""
 _MERGED = "merged/"
 """Beginning of the names of the merged model's figures in its run."""
 
@@ -46,17 +50,23 @@ class ModelLine:
     """Why the alias `champion` moved to it, or did not."""
 
 
+def parent_runs(client: MlflowClient) -> Iterator[Run]:
+    """The runs of this project that are no child of another one, newest first: a sweep counts, its runs and stages do not."""
+    experiments = [found.experiment_id for found in pages(lambda token: client.search_experiments(page_token=token))]
+    parents = "tags.`grpo.key` IS NOT NULL AND tags.`mlflow.parentRunId` IS NULL"
+    newest = ["attributes.start_time DESC"]
+    if experiments:
+        yield from pages(
+            lambda token: client.search_runs(
+                experiments, parents, ViewType.ACTIVE_ONLY, max_results=_RUNS_PER_PAGE, order_by=newest, page_token=token
+            )
+        )
+
+
 def recent_runs(tracking: TrackingConfig, limit: int) -> list[RunLine]:
     """The newest runs, at most `limit`; raises `TrackingError` when the store cannot be reached."""
-
-    def work(client: MlflowClient) -> list[Run]:
-        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-        newest = ["attributes.start_time DESC"]
-        # Runs of a stage are children of a run; the filter language cannot ask for a tag that is missing.
-        found = client.search_runs(experiments, run_view_type=ViewType.ACTIVE_ONLY, order_by=newest, max_results=10 * limit)
-        return [run for run in found if "mlflow.parentRunId" not in run.data.tags and "grpo.key" in run.data.tags]
-
-    return [_run_line(run) for run in open_store(tracking).ask(work)[:limit]]
+    found = open_store(tracking).ask(lambda client: list(islice(parent_runs(client), limit)))
+    return [_run_line(run) for run in found]
 
 
 def registered_versions(tracking: TrackingConfig, name: str | None = None) -> list[ModelLine]:
@@ -67,7 +77,7 @@ def registered_versions(tracking: TrackingConfig, name: str | None = None) -> li
         TrackingError: the store cannot be reached.
     """
     store = open_store(tracking)
-    names = sorted(store.ask(lambda client: [model.name for model in client.search_registered_models()]))
+    names = store.ask(model_names)
     if name is not None and name not in names:
         raise ModelError(f"no such model: {name}", place=store.uri, fix=f"registered models: {', '.join(names) or 'none'}")
     lines = []

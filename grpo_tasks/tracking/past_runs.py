@@ -4,15 +4,17 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import mlflow
 import polars as pl
 import yaml
 from mlflow import MlflowClient
-from mlflow.entities import Run, ViewType
+from mlflow.entities import Run
 
 from grpo_tasks.tracking.description import flatten
+from grpo_tasks.tracking.overview import parent_runs
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
@@ -21,6 +23,7 @@ from schemas.errors import ModelError
 from schemas.metrics import CURVES, NUM_TOKENS
 
 DATA_DIGEST = "grpo.data_digest"
+_SHOWN_RUNS = 8
 
 Curve = list[tuple[int, float]]
 """(update, value), in order of updates."""
@@ -89,8 +92,8 @@ def find_rejection_run(data_digest: str, tracking: TrackingConfig) -> str | None
         same = run.data.tags.get(DATA_DIGEST) == data_digest and run.info.status == "FINISHED"
         return same and "rejection" in kinds and "grpo" not in kinds
 
-    found = [run.info.run_id for run in open_store(tracking).ask(_parents) if wanted(run)]
-    return found[0] if found else None
+    found = open_store(tracking).ask(lambda client: next(filter(wanted, parent_runs(client)), None))
+    return found.info.run_id if found else None
 
 
 def fetch_held_out(run_id: str, tracking: TrackingConfig, folder: Path) -> Path | None:
@@ -118,23 +121,24 @@ def _find(store: Store, reference: str, tracking: TrackingConfig) -> Run:
         if version.run_id:
             run_id = version.run_id
             return store.ask(lambda client: client.get_run(run_id))
-    found = store.ask(_parents)
-    for matches in (lambda run: run.info.run_id.startswith(reference), lambda run: _is_named(run, reference)):
-        fitting = [run for run in found if matches(run)]
-        if fitting:
-            return fitting[0]
-    names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in found[:8])
+    found = store.ask(lambda client: _named(client, reference))
+    if found is not None:
+        return found
+    newest = store.ask(lambda client: list(islice(parent_runs(client), _SHOWN_RUNS)))
+    names = ", ".join(f"{run.info.run_id[:8]} ({run.info.run_name})" for run in newest)
     fix = f"the newest runs are {names}" if names else "the store has no runs"
     raise ModelError(f"no such run: {reference}", place=store.uri, fix=fix)
 
 
-def _parents(client: MlflowClient) -> list[Run]:
-    """Parent runs, newest first."""
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    found = client.search_runs(
-        experiments, run_view_type=ViewType.ACTIVE_ONLY, order_by=["attributes.start_time DESC"], max_results=500
-    )
-    return [run for run in found if "mlflow.parentRunId" not in run.data.tags]
+def _named(client: MlflowClient, reference: str) -> Run | None:
+    """The newest run whose id begins with this, or else the newest of this name."""
+    named = None
+    for run in parent_runs(client):
+        if run.info.run_id.startswith(reference):
+            return run
+        if named is None and _is_named(run, reference):
+            named = run
+    return named
 
 
 def _children(store: Store, run: Run) -> list[Run]:

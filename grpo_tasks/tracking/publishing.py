@@ -44,12 +44,12 @@ from grpo_tasks.tracking.registry import (
     hashes_tag,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
-from grpo_tasks.tracking.served.card import model_card
+from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.prompts import link_to_model
+from grpo_tasks.tracking.shown.version import decision_tags, tag_decision
 from grpo_tasks.tracking.store import Store
 from schemas.errors import ServedModelError, TrackingError
-from schemas.metrics import GUARD_CHANGE, member
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import WAITS, Approval
@@ -72,6 +72,8 @@ class Decision:
     reason: str
     awaits_approval: bool = False
     """Whether the version may become the champion as soon as a person agrees."""
+    obstacle: str = ""
+    """Why it is not the champion, where neither a test nor a check says so: a person, or another champion."""
 
 
 def publish(
@@ -110,9 +112,11 @@ def publish(
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
-    if ROLLED_BACK_TAG in version.tags:
+    is_champion = current is not None and current.version == str(version.version)
+    if ROLLED_BACK_TAG in version.tags and not is_champion:
         # A user rolled it back on purpose. Running the same run again must not restore it.
-        return Decision(str(version.version), proof.sha256, False, f"version {version.version} was rolled back before")
+        obstacle = f"version {version.version} was rolled back before"
+        return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle)
     decision = decide(
         str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
     )
@@ -120,12 +124,17 @@ def publish(
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
         await_approval(run.store, name, decision.version, current.version if current else "")
-    _tag(run, name, decision, tests, evaluation, [*regressions, *guards], origin or {})
-    _write_card(run, name, decision, proof, tests, evaluation)
-    _move_aliases(run.store, name, decision, current)
-    if decision.champion and current is not None and current.version == decision.version:
+    if is_champion:
         # Report why it became champion, not that it still is.
-        return replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+        decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+    tags = decision_tags(decision.reason, tests, evaluation, [*regressions, *guards]) | hashes_tag(origin or {})
+    # Publishing the champion again compares it with nothing that it was compared with before it became champion.
+    run.store.ask(partial(tag_decision, version=version, tags=tags, keep=is_champion))
+    if not (is_champion and version.description):
+        said = decision_text(decision.champion, decision.reason)
+        card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
+        run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
+    _move_aliases(run.store, name, decision, current)
     return decision
 
 
@@ -184,15 +193,17 @@ def decide(
         regressions: checks and guards that can stop a promotion, never cause one.
     """
 
-    def decided(champion: bool, reason: str) -> Decision:
-        return Decision(version, sha256, champion, reason)
+    def decided(champion: bool, reason: str, obstacle: str = "") -> Decision:
+        return Decision(version, sha256, champion, reason, obstacle=obstacle)
 
     if current is not None and current.version == version:
         return decided(True, f"version {version} is the champion")
     if current is not None and current.sha256 == sha256:
-        return decided(False, f"version {version} has the same bytes as the champion, version {current.version}")
+        obstacle = f"version {version} has the same bytes as the champion, version {current.version}"
+        return decided(False, obstacle, obstacle)
     if current is not None and (compared is None or compared.version != current.version):
-        return decided(False, f"version {current.version} became champion meanwhile and was not compared with; run again")
+        obstacle = f"version {current.version} became champion meanwhile and was not compared with; run again"
+        return decided(False, obstacle, obstacle)
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]
     if better and worse:
@@ -210,7 +221,10 @@ def with_approval(decision: Decision, approval: Approval | None, current: Champi
         return decision
     if approval is None or approval.decision == "pending" or approval.champion != champion:
         return replace(decision, champion=False, awaits_approval=True, reason=WAITS + decision.reason)
-    return replace(decision, champion=approval.decision == "promote", reason=f"{approval}; {decision.reason}")
+    promoted = approval.decision == "promote"
+    return replace(
+        decision, champion=promoted, reason=f"{approval}; {decision.reason}", obstacle="" if promoted else str(approval)
+    )
 
 
 def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:
@@ -338,47 +352,3 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
         )
     )
     return made.model_id
-
-
-def _tag(
-    run: TrackedRun,
-    name: str,
-    decision: Decision,
-    tests: Sequence[PairedTest],
-    evaluation: EvalReport,
-    checks: Sequence[Regression | GuardCheck],
-    origin: Mapping[str, str],
-) -> None:
-    """Tag the version with the decision, its figures and the model's origin, so that the registry shows them."""
-    tags = {DECISION_TAG: decision.reason} | hashes_tag(origin)
-    for check in checks:
-        if isinstance(check, GuardCheck):
-            tags[member(GUARD_CHANGE, check.name)] = str(check)
-        else:
-            tags[f"against_{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
-    for test in tests:
-        tags[f"against_{test.against}.metric"] = test.metric
-        tags[f"against_{test.against}.difference"] = f"{test.difference:.6g}"
-        tags[f"against_{test.against}.p_value"] = f"{test.p_value:.6g}"
-    for metric, interval in evaluation.metrics.items():
-        tags[metric] = f"{interval.value:.6g}"
-    present = run.store.ask(lambda client: client.get_model_version(name, decision.version)).tags
-    for key, value in tags.items():
-        if key not in present:
-            # The first decision stays: publishing again would give "is the champion" as the reason.
-            run.store.ask(partial(_set_tag, name=name, version=decision.version, key=key, value=value))
-
-
-def _write_card(
-    run: TrackedRun, name: str, decision: Decision, proof: MergeProof, tests: Sequence[PairedTest], evaluation: EvalReport
-) -> None:
-    """Make the model card the description of the version, unless it has one, which a person may have written."""
-    if run.store.ask(lambda client: client.get_model_version(name, decision.version)).description:
-        return
-    reason = f"{'Promoted' if decision.champion else 'Not promoted'}: {decision.reason}"
-    card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=reason)
-    run.store.ask(lambda client: client.update_model_version(name, decision.version, card))
-
-
-def _set_tag(client: MlflowClient, *, name: str, version: str, key: str, value: str) -> None:
-    client.set_model_version_tag(name, version, key, value)

@@ -204,12 +204,6 @@ def record_merge(run: RunHandle, result: MergeProof) -> None:
 def record_publication(run: RunHandle, config: RunConfig, result: Publication) -> None:
     """The decision as tags and description, which the list of runs shows, and with its tests as JSON."""
     run.text(result.model_dump_json(indent=2), "publication/decision.json")
-    run.tags(
-        {
-            "grpo.model_version": f"{result.model_name}/{result.model_version}",
-            "grpo.decision": result.reason[:8_000],
-        }
-    )
     describe_decision(run, config, result)
     if result.guards:
         run.text(guards_markdown(result.guards), "guards/report.md")

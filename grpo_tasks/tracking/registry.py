@@ -18,7 +18,10 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.description import ENVIRONMENT, Environment
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.served import card
+from grpo_tasks.tracking.served.card import says_not_promoted
+from grpo_tasks.tracking.shown import headline
+from grpo_tasks.tracking.store import Store, open_store, pages
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -125,21 +128,45 @@ def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig
         ModelError: there is no such model or no previous champion, or the version is already the champion.
     """
     store = open_store(tracking)
-    current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
-    target = str(find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking).version)
-    if target == current:
-        raise ModelError(f"version {target} of {name} is the champion already", fix="name another version with --to")
-    record = json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "to": target, "reason": reason})
-
-    def work(client: MlflowClient) -> None:
-        # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it too.
-        # The next rollback is then refused, instead of restoring the version that was just rolled back.
-        client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
-        client.set_registered_model_alias(name, CHAMPION, target)
-        client.set_registered_model_alias(name, PREVIOUS, current)
-
-    store.ask(work)
+    # A run that publishes, or a person who decides, may move the same aliases.
+    with store.lock(publish_lock(name), who="a rollback"):
+        current = str(find_version(f"{name}@{CHAMPION}", tracking).version)
+        version = find_version(f"{name}/{to}" if to else f"{name}@{PREVIOUS}", tracking)
+        target = str(version.version)
+        if target == current:
+            raise ModelError(f"version {target} of {name} is the champion already", fix="name another version with --to")
+        store.ask(lambda client: _roll_back(client, version, current, reason))
     return current, target
+
+
+def _roll_back(client: MlflowClient, target: ModelVersion, current: str, reason: str) -> None:
+    name, number = target.name, str(target.version)
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    record = json.dumps({"time": time, "to": number, "reason": reason})
+    # `champion` moves before `previous`. After a kill between the two, the right model is in use and `previous` names it too.
+    # The next rollback is then refused, instead of restoring the version that was just rolled back.
+    client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
+    client.set_registered_model_alias(name, CHAMPION, number)
+    client.set_registered_model_alias(name, PREVIOUS, current)
+    if ROLLED_BACK_TAG in target.tags:
+        client.delete_model_version_tag(name, number, ROLLED_BACK_TAG)
+    if says_not_promoted(target.description):
+        instead = f"restored instead of version {current}" + (f" ({reason})" if reason else "")
+        _show_decision(client, target, promoted=True, reason=f"{instead}; {target.tags.get(DECISION_TAG, '')}")
+
+
+def publish_lock(name: str) -> str:
+    """The lock of everything that reads the aliases of a model and then moves them."""
+    return f"publish-{name}"
+
+
+def _show_decision(client: MlflowClient, version: ModelVersion, *, promoted: bool, reason: str) -> None:
+    """Say what was decided after the run had ended: in the card of the version, in the run that made it, and in its tag."""
+    name, number = version.name, str(version.version)
+    card.restate_decision(client, name, number, card.decision_text(promoted, reason))
+    if version.run_id:
+        headline.restate_decision(client, version.run_id, f"{name}/{number}", promoted=promoted, reason=reason)
+    client.set_model_version_tag(name, number, DECISION_TAG, reason)
 
 
 def approval_of(version: ModelVersion) -> Approval | None:
@@ -165,26 +192,31 @@ def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig)
     Raises:
         ModelError: there is no such version, it waits for no decision, or another version became champion meanwhile.
     """
-    version = find_version(reference, tracking)
-    name, number, store = version.name, str(version.version), open_store(tracking)
-    pending = approval_of(version)
-    if pending is None or pending.decision != "pending":
-        made = f": it was {pending}" if pending else ""
-        raise ModelError(
-            f"version {number} of {name} does not wait for approval{made}",
-            place=store.uri,
-            fix=f"grpo rollback {name} --to {number} makes any version the champion",
-        )
-    with store.lock(f"publish-{name}", who="a decision about a version"):
+    store = open_store(tracking)
+    # Another person, or a run that publishes, may decide at the same time: everything is read while the lock is held.
+    with store.lock(publish_lock(parse_reference(reference)[0]), who="a decision about a version"):
+        version = find_version(reference, tracking)
+        name, number = version.name, str(version.version)
+        pending = approval_of(version)
+        if pending is None or pending.decision != "pending":
+            made = f": it was {pending}" if pending else ""
+            raise ModelError(
+                f"version {number} of {name} does not wait for approval{made}",
+                place=store.uri,
+                fix=f"grpo rollback {name} --to {number} makes any version the champion",
+            )
         current = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
         champion = str(current.version) if current else ""
-        if approval.decision == "promote" and champion != pending.champion:
+        # After a kill, the version may be the champion while its decision is not recorded yet.
+        if approval.decision == "promote" and champion not in (pending.champion, number):
             raise ModelError(
                 f"version {champion or 'none'} is the champion now, and version {number} was compared with "
                 f"{f'version {pending.champion}' if pending.champion else 'none'}",
                 place=store.uri,
                 fix="start the run again: it compares with the new champion, and skips every other step",
             )
+        if approval.decision == "reject" and champion == number:
+            raise ModelError(f"version {number} of {name} is the champion already", place=store.uri, fix=f"grpo rollback {name}")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         final = approval.model_copy(update={"champion": pending.champion, "time": now})
         store.ask(lambda client: _record_approval(client, version, final))
@@ -196,14 +228,16 @@ def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig)
 def _record_approval(client: MlflowClient, version: ModelVersion, final: Approval) -> None:
     """Repeatable after a kill: `previous` moves first, because once `champion` has moved the old one is not known any more."""
     name, number = version.name, str(version.version)
-    because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS)
-    client.set_model_version_tag(name, number, DECISION_TAG, f"{final}; {because}")
-    if final.decision == "promote":
+    promoted = final.decision == "promote"
+    if promoted:
         if final.champion:
             client.set_registered_model_alias(name, PREVIOUS, final.champion)
         client.set_registered_model_alias(name, CHAMPION, number)
         if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
             client.delete_registered_model_alias(name, CHALLENGER)
+    because = version.tags.get(DECISION_TAG, "").removeprefix(WAITS).removeprefix(f"{final}; ")
+    _show_decision(client, version, promoted=promoted, reason=f"{final}; {because}")
+    # Last: without it the version still waits, and the same decision can be recorded again.
     client.set_model_version_tag(name, number, APPROVAL_TAG, final.model_dump_json())
 
 
@@ -266,6 +300,11 @@ def _environment(store: Store, run_id: str) -> Environment | None:
     return store.ask(work)
 
 
+def model_names(client: MlflowClient) -> list[str]:
+    """The names of all registered models."""
+    return sorted(model.name for model in pages(lambda token: client.search_registered_models(page_token=token)))
+
+
 def _known(store: Store, name: str) -> str:
     """What a user can name instead."""
     versions = store.ask(lambda client: list(client.search_model_versions(f"name = '{name}'")))
@@ -273,5 +312,5 @@ def _known(store: Store, name: str) -> str:
         numbers = ", ".join(sorted((str(version.version) for version in versions), key=int))
         aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
         return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
-    names = store.ask(lambda client: [model.name for model in client.search_registered_models()])
-    return f"registered models: {', '.join(sorted(names)) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"
+    names = store.ask(model_names)
+    return f"registered models: {', '.join(names) or 'none'}; MLFLOW_TRACKING_URI selects the MLflow server"

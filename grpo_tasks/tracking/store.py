@@ -39,6 +39,7 @@ import sqlalchemy.exc
 import tenacity
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
@@ -120,6 +121,17 @@ class Store:
             os.environ.pop("MLFLOW_TRACKING_URI", None)
             if variable is not None:
                 os.environ["MLFLOW_TRACKING_URI"] = variable
+
+
+def pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    """Everything that a search of MLflow's finds; one answer holds only the first rows. `search` gets the token of a page."""
+    token: str | None = None
+    while True:
+        found = search(token)
+        yield from found
+        token = found.token
+        if not token:
+            return
 
 
 def is_temporary(fault: BaseException) -> bool:

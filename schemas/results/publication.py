@@ -93,6 +93,8 @@ class Publication(StepResult):
     """The decision in one sentence."""
     awaits_approval: bool = False
     """Whether the version passed every test, and a person has to agree (promotion.approval)."""
+    obstacle: str = ""
+    """What kept the version from being promoted apart from tests, checks and guards: a person, or another champion."""
 
     def headline(self) -> str:
         """The decision about the version."""
@@ -103,6 +105,18 @@ class Publication(StepResult):
         if self.awaits_approval:
             return f"v{self.model_version} waits for approval"
         return f"promoted v{self.model_version}" if self.champion else f"v{self.model_version} not promoted"
+
+    @property
+    def deciding_test(self) -> PairedTest | None:
+        """The test that the version failed, or else the last one; None without tests."""
+        failed = [test for test in self.tests if not test.better and not self.champion]
+        return next(iter([*failed, *self.tests[-1:]]), None)
+
+    def causes(self) -> list[str]:
+        """What kept the version from being promoted, apart from the tests."""
+        checks: list[Regression | GuardCheck] = [*self.regressions, *self.guards]
+        failed = [str(check) for check in checks if not check.passed]
+        return [] if self.champion else [*failed, *([self.obstacle] if self.obstacle else [])]
 
 
 class PublishedFacts(Result):
@@ -138,16 +152,16 @@ class PipelineResult(Result):
     """The report's HTML file."""
 
     def headline(self) -> str:
-        """The decision with the figure that it was made by, of the rival and of the new model."""
+        """The decision with the figure that it was made by, of the rival and of the new model, and with what stood in its way."""
         merged = next((one.metrics for one in self.evaluations if one.label == "merged"), {})
-        test = self.publication.tests[-1] if self.publication.tests else None
+        test = self.publication.deciding_test
         if test is None or test.metric not in merged:
             return self.publication.headline()
         ours = merged[test.metric].value
         before, after = (figure_text(test.metric, value) for value in (ours - test.difference, ours))
         figures = f"{test.metric.replace('_', ' ')} {before} -> {after}"
         said = f"{self.publication.verdict()}: {figures} (against the {test.against}, p = {test.p_value:.2g})"
-        return "; ".join([said, *(str(guard) for guard in self.publication.guards if not guard.passed)])
+        return "; ".join([said, *self.publication.causes()])
 
     def comparison(self) -> str:
         """The summary of the report, in Markdown: what a person needs to decide about the version."""

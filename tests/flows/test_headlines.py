@@ -1,5 +1,6 @@
 """What a list of runs says about a run that has ended, and that Prefect keeps no copy of its result."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,10 @@ import time
 
 import pytest
 
+from grpo_tasks.operating.servers import ADDRESSES, FOLDER, PREFECT, STATE
+from grpo_tasks.processes.identity import ProcessIdentity
 from schemas.metrics import ACCURACY
-from schemas.results.evaluation import EvalReport, Interval, PairedTest
+from schemas.results.evaluation import EvalReport, Interval, PairedTest, Regression
 from schemas.results.model import ModelRef
 from schemas.results.publication import PipelineResult, Publication, RetrainResult
 from tests.flows.place import ask
@@ -16,18 +19,22 @@ from tests.flows.place import ask
 pytestmark = pytest.mark.timeout(900)
 
 
-def published(tmp_path, *, champion, tests):
+def published(tmp_path, *, champion, tests, **found):
     step = {"key": "k", "directory": tmp_path, "seconds": 1.0}
     metrics = {ACCURACY: Interval(value=0.78, low=0.7, high=0.8)}
     numbers = {"prompts": 9, "num_samples": 2, "temperature": 1.0, "confidence": 0.95, "metrics": metrics, "pass_at_k": {}}
     merged = EvalReport(**step, **numbers, label="merged", model=ModelRef(path="m"))
     names = {"run_id": "r", "model_name": "small", "model_version": "7", "reason": "better than the base"}
-    publication = Publication(**step, **names, champion=champion, tests=tests)
+    publication = Publication(**step, **names, champion=champion, tests=tests, **found)
     return PipelineResult(publication=publication, evaluations=[merged], report=tmp_path / "report.html")
 
 
 def paired(against, difference):
     return PairedTest(against=against, metric=ACCURACY, prompts=9, difference=difference, p_value=0.003, better=difference > 0)
+
+
+def check(metric, ours, theirs, limit):
+    return Regression(metric=metric, against="champion", ours=ours, theirs=theirs, limit=limit, passed=False)
 
 
 def test_a_promotion_says_the_version_and_the_figure_before_and_after(tmp_path):
@@ -42,6 +49,32 @@ def test_a_version_that_stays_behind_says_so(tmp_path):
     assert published(tmp_path, champion=False, tests=[]).headline() == "v7 not promoted: better than the base"
 
 
+SAID = "v7 not promoted: accuracy 71.0 % -> 78.0 % (against the champion, p = 0.003)"
+BETTER = [paired("base", 0.4), paired("champion", 0.07)]
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        ({"regressions": [check("format_rate", 0.8, 0.95, 0.93)]}, "format_rate 0.8 against 0.95 of the champion, limit 0.93"),
+        (
+            {"regressions": [check("truncated_rate", 0.2, 0.0, 0.05), check("mean_length", 90, 30, 60)]},
+            "truncated_rate 0.2 against 0 of the champion, limit 0.05; mean_length 90 against 30 of the champion, limit 60",
+        ),
+        ({"obstacle": "rejected by bob (too long)"}, "rejected by bob (too long)"),
+        ({"obstacle": "version 6 became champion meanwhile"}, "version 6 became champion meanwhile"),
+    ],
+    ids=["format", "truncation and length", "a person", "another champion"],
+)
+def test_a_version_that_passed_the_test_and_was_not_promoted_says_what_stood_in_its_way(tmp_path, found, cause):
+    assert published(tmp_path, champion=False, tests=BETTER, **found).headline() == f"{SAID}; {cause}"
+
+
+def test_of_two_tests_the_failed_one_is_shown(tmp_path):
+    made = published(tmp_path, champion=False, tests=[paired("base", 0.0), paired("champion", 0.07)])
+    assert made.headline() == "v7 not promoted: accuracy 78.0 % -> 78.0 % (against the base, p = 0.003)"
+
+
 def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):
     small()
     place.grpo("validate", "small.yaml")
@@ -50,13 +83,24 @@ def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, 
     assert not list((place.root / "prefect").rglob("storage/*"))
 
 
-def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api):
-    code = "from flows.cli.models import tell_prefect; tell_prefect('grpo.champion.changed', 'grpo.model.told', 'rolled back')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PREFECT_API_URL": prefect_api})
-    wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}}}
+@pytest.mark.parametrize("by_stack", [False, True], ids=["environment", "the stack of the folder"])
+def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api, tmp_path, by_stack):
+    resource = f"grpo.model.told-{'stack' if by_stack else 'environment'}"
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    if by_stack:
+        # What `grpo up` leaves in its folder; this process stands for the server's.
+        own = ProcessIdentity.of()
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / STATE).write_text(json.dumps([{"name": PREFECT, "pid": own.pid, "born": own.born}]))
+        addresses = {"prefect": prefect_api.removesuffix("/api"), "mlflow": "http://127.0.0.1:1"}
+        (tmp_path / FOLDER / ADDRESSES).write_text(json.dumps(addresses))
+    else:
+        environment |= {"PREFECT_API_URL": prefect_api}
+    code = f"from flows.cli.notify import tell_prefect; tell_prefect('grpo.champion.changed', '{resource}', 'rolled back')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)
+    wanted = {"filter": {"event": {"name": ["grpo.champion.changed"]}, "resource": {"id": [resource]}}}
     deadline = time.monotonic() + 120
     while not (found := ask(f"{prefect_api}/events/filter", wanted)["events"]):
         assert time.monotonic() < deadline, "the event did not arrive"
         time.sleep(0.3)
-    assert found[0]["resource"]["prefect.resource.id"] == "grpo.model.told"
     assert found[0]["payload"]["detail"] == "rolled back"

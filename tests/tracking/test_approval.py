@@ -11,9 +11,10 @@ from grpo_tasks.tracking.publishing import Decision, publish, with_approval
 from grpo_tasks.tracking.registry import decide_pending
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
+from grpo_tasks.tracking.shown.headline import NOTE
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ModelError
-from schemas.results.publication import Approval
+from schemas.results.publication import Approval, Publication
 
 from .test_publishing import result_of
 
@@ -49,7 +50,7 @@ def test_no_approval_promotes_a_version_that_fails_its_tests():
 
 
 @pytest.fixture
-def waiting(database, make_config, make_merge, make_evaluation):
+def waiting(database, make_config, make_merge, make_evaluation, tmp_path):
     """A store where version 1 is the champion and version 2 waits for approval; publishes version 2 again when called."""
     config = make_config(database)
     asks = config.model_copy(update={"promotion": PromotionConfig(approval="manual")})
@@ -69,7 +70,13 @@ def waiting(database, make_config, make_merge, make_evaluation):
     def again():
         tests = [result_of("base", better=True), result_of("champion", better=True)]
         with open_run(asks, key="two") as run:
-            return publish(run, merges[1], tests=tests, champion=first, evaluation=evaluation, log=log_model, prove=prove_served)
+            decision = publish(
+                run, merges[1], tests=tests, champion=first, evaluation=evaluation, log=log_model, prove=prove_served
+            )
+            known = {"model_name": config.registered_model, "model_version": decision.version, "reason": decision.reason}
+            known |= {"champion": decision.champion, "awaits_approval": decision.awaits_approval}
+            run.record(Publication(key="p", directory=tmp_path, seconds=0.1, run_id=run.run_id, tests=tests, **known))
+        return decision
 
     assert again().awaits_approval
     assert find_champion(config.registered_model, config.tracking) == first
@@ -81,12 +88,28 @@ def aliases(config):
     return {name: str(version) for name, version in found.items()}
 
 
+def assert_says(config, word, reason):
+    """The card of version 2, its tag and the run that made it say the same, as the list of runs shows it."""
+    client = MlflowClient(config.tracking.tracking_uri)
+    version = client.get_model_version(config.registered_model, "2")
+    assert version.tags["grpo.decision"].startswith(reason)
+    assert f"and merged. {word}: {reason}" in version.description
+    assert "waits for approval" not in version.description
+    tags = client.get_run(version.run_id).data.tags
+    assert tags["promoted"] == ("yes" if word == "Promoted" else "no")
+    assert tags["grpo.decision"] == version.tags["grpo.decision"]
+    assert tags[NOTE].startswith(f"**{word}**: {reason}")
+    assert f"Model: [{config.registered_model} version 2](" in tags[NOTE]
+    assert tags[NOTE].endswith("Stages: format, correctness.")
+
+
 def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(waiting):
     config, again = waiting
     assert aliases(config) == {"champion": "1", "challenger": "2"}
     said = decide_pending(f"{config.registered_model}/2", Approval(decision="promote", by="ann", note="fine"), config.tracking)
     assert "approved by ann (fine); it is the champion now" in said
     assert aliases(config) == {"champion": "2", "previous": "1"}
+    assert_says(config, "Promoted", "approved by ann (fine); better than the champion, version 1")
     decision = again()
     assert (decision.champion, decision.awaits_approval) == (True, False)
     assert decision.reason.startswith("approved by ann (fine); better than the champion, version 1")
@@ -109,7 +132,10 @@ def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):
     shown = CliRunner().invoke(app, command)
     assert "rejected by bob; the champion has not changed" in " ".join(shown.output.split()), shown.output
     assert aliases(config) == {"champion": "1", "challenger": "2"}
-    assert again().reason.startswith("rejected by bob; better than the champion")
+    assert_says(config, "Not promoted", "rejected by bob; better than the champion, version 1")
+    made = again()
+    assert made.reason.startswith("rejected by bob; better than the champion")
+    assert made.obstacle == "rejected by bob"
     assert aliases(config) == {"champion": "1", "challenger": "2"}
 
 

@@ -239,3 +239,41 @@ def test_a_manifest_in_the_store_is_never_rewritten(database, make_config, make_
     flip_byte(stored)
     with pytest.raises(TrackingError, match="not the one that this model was published with"):
         published(config, make_evaluation, proof)
+
+
+def test_a_second_decision_replaces_the_first_and_publishing_the_champion_again_replaces_nothing(
+    database, make_config, make_merge, make_evaluation
+):
+    config, client, evaluation = make_config(database), MlflowClient(database), make_evaluation("merged", 0.9)
+    name, passed = config.registered_model, [result_of("base", better=True), result_of("champion", better=True)]
+
+    def offer(key, letter, tests, champion):
+        with open_run(config, key=key) as run:
+            return publish(
+                run,
+                make_merge(letter),
+                tests=tests,
+                champion=champion,
+                evaluation=evaluation,
+                log=log_model,
+                prove=lambda _: None,
+            )
+
+    assert offer("one", "1", passed[:1], None).champion
+    # Version 1 became champion while version 2 was evaluated.
+    late = offer("two", "2", passed[:1], None)
+    assert late.obstacle == "version 1 became champion meanwhile and was not compared with; run again"
+    assert "Not promoted: version 1 became champion meanwhile" in client.get_model_version(name, "2").description
+    client.set_model_version_tag(name, "2", "against_champion.mean_length", "a champion of long ago")
+    first = find_champion(name, config.tracking)
+    for tests in (passed, passed[:1]):
+        # The second time, the version is the champion.
+        assert offer("two", "2", tests, first).reason.startswith("better than the champion, version 1")
+        found = client.get_model_version(name, "2")
+        assert found.tags["grpo.decision"].startswith("better than the champion, version 1")
+        assert found.tags["against_champion.p_value"] == "0.001"
+        assert "against_champion.mean_length" not in found.tags
+        assert "Promoted: better than the champion, version 1" in found.description
+        assert "- against the champion: accuracy +0.3000" in found.description
+        # As after `grpo rollback`, and a person who set the alias in MLflow's page.
+        client.set_model_version_tag(name, "2", "grpo.rolled_back", "{}")

@@ -1,10 +1,14 @@
 """The model card of a version, which MLflow shows as its description: purpose, data, figures, limits, licence of the base.
 
-What this module does not do: measure or decide anything. It writes down what a run knows already.
+A card is replaced when the decision changes, and never where a person wrote another text. What this module does not do: measure
+or decide anything. It writes down what a run knows already.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from mlflow import MlflowClient
 
 from grpo_tasks.content.markdown import code, table
 from schemas.config.run import RunConfig
@@ -18,6 +22,10 @@ _LONGEST = 2_000
 """Characters of a system prompt that the card shows."""
 _LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 _HEAD_CHARS = 20_000
+CARD_TAG = "grpo.card"
+"""Tag of a version: marks of the cards that it had. A description with another mark was written by a person."""
+_BEFORE_DECISION, _AFTER_DECISION = "(reinforcement learning from rewards) and merged. ", "\n\n## Trained for"
+_NOT_PROMOTED = "Not promoted"
 
 
 def model_card(
@@ -40,9 +48,9 @@ def model_card(
         decision: why the alias `champion` moved, or did not.
     """
     base = config.model.path + (f" at revision {config.model.revision}" if config.model.revision else "")
+    opening = f"Base model {code(base)}, trained with GRPO {_BEFORE_DECISION}{_sentence(decision)}"
     sections = [
-        f"Base model {code(base)}, trained with GRPO (reinforcement learning from rewards) and merged. {_sentence(decision)}",
-        "## Trained for\n\n" + _purpose(config),
+        f"{opening}{_AFTER_DECISION}\n\n{_purpose(config)}",
         "## Data\n\n" + _data(config, data),
         "## Figures\n\n" + _figures(evaluation, tests),
         "## Limits\n\n" + _limits(config, proof, evaluation),
@@ -50,6 +58,41 @@ def model_card(
         "## Use\n\n" + _use(config),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def decision_text(promoted: bool, reason: str) -> str:
+    """The decision as a card says it."""
+    return f"{'Promoted' if promoted else _NOT_PROMOTED}: {reason}"
+
+
+def says_not_promoted(description: str | None) -> bool:
+    """Whether the card of a version says that it was not promoted."""
+    return (description or "").partition(_BEFORE_DECISION)[2].startswith(_NOT_PROMOTED)
+
+
+def write_card(client: MlflowClient, name: str, version: str, card: str) -> None:
+    """Make the card the description of a version, unless a person wrote the present one. Can be repeated."""
+    found = client.get_model_version(name, version)
+    present, marks = found.description or "", found.tags.get(CARD_TAG, "").split()
+    if present == card and _mark(card) in marks:
+        return
+    if present not in ("", card) and _mark(present) not in marks:
+        return
+    # Both marks, and the tag first: a kill before the next call leaves the present text known as a card.
+    client.set_model_version_tag(name, version, CARD_TAG, " ".join(dict.fromkeys([_mark(card), _mark(present)])))
+    client.update_model_version(name, version, card)
+
+
+def restate_decision(client: MlflowClient, name: str, version: str, decision: str) -> None:
+    """Replace the decision in the card of a version, unless a person wrote another text."""
+    before, said, rest = (client.get_model_version(name, version).description or "").partition(_BEFORE_DECISION)
+    _, section, after = rest.partition(_AFTER_DECISION)
+    if said and section:
+        write_card(client, name, version, f"{before}{said}{_sentence(decision)}{section}{after}")
+
+
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _sentence(text: str) -> str:

@@ -7,7 +7,8 @@ therefore imports nothing of this project. MLflow's own wrapper for transformers
 writes it, removes spaces from answers, searches for stop strings with a tokenizer that only the training machine has, and replies
 with a list that no OpenAI client reads.
 
-Left out: streaming and tools.
+`tools` go to the chat template. A call is text of the answer, as the model writes it: nothing makes `tool_calls` of it. Left out:
+streaming.
 """
 
 import math
@@ -78,15 +79,17 @@ class _Answers:
         }
 
     def _prompt_ids(self, request: Mapping[str, Any]) -> list[int]:
-        if request.get("stream") or request.get("tools"):
-            raise _refused("this model neither streams nor calls tools; leave out `stream` and `tools`")
+        if request.get("stream"):
+            raise _refused("this model does not stream; leave out `stream`")
         messages, prompt = request.get("messages"), request.get("prompt")
         if messages is not None:
             chat = [{name: value for name, value in dict(message).items() if value is not None} for message in messages]
             if not chat:
                 raise _refused("`messages` is empty")
             try:
-                text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+                # Without `tools` the template shows those of the training, if there were any.
+                tools = request.get("tools")
+                text = self._tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
             except Exception as error:  # a template raises what it likes
                 raise _refused(f"the chat template refuses the messages: {error}") from error
             # The template writes special tokens such as BOS itself.

@@ -1,23 +1,27 @@
-"""Checkpoints and stages as logged models of MLflow, so that the best of all runs is one search.
+"""Checkpoints, stages and merged models as logged models of MLflow, so that the best of all runs is one search.
 
     train_stage/format-KEY/checkpoints/step-000080   ->   format-step-80    the metrics of its update, eval_reward if measured
     train_stage/format-KEY/final                     ->   format            accuracy, format_rate ... of its evaluation
+    the published model                              ->   model             what its run has measured so far: accuracy, reward ...
 
     mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
 
-They point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only a merged model is
-published. Each function can be repeated.
+Checkpoints and stages point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only
+a merged model is published. publishing.py logs that one, and MLflow itself links the metrics of its run to it. Each function can
+be repeated.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
 
 from grpo_tasks.stage.journal import JOURNAL_KEYS, read_lines
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.registry import SHA_TAG
+from grpo_tasks.tracking.store import pages
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import StageResult
@@ -25,6 +29,14 @@ from schemas.results.model import StageResult
 _PARAMS = 100
 _VALUE_CHARS = 500
 """MLflow's limits for the parameters of a logged model are lower than those of a run."""
+_KEPT_FIRST = (
+    "learning_rate",
+    "model.lora.",
+    "reward.",
+    *("name", "kind", "seed", "rewards", "max_steps", "num_generations", "beta", "loss_type", "model.path"),
+    *("rollout.temperature", "rollout.max_completion_length", "completion.", "data.train"),
+)
+"""Beginnings of the names that are kept where a stage has more parameters: what people search by."""
 
 
 def record_checkpoints(run: RunHandle, result: StageResult, params: Mapping[str, str]) -> None:
@@ -71,7 +83,11 @@ def _journal(stage: StageDir) -> dict[int, dict[str, Any]]:
 def logged_models(run: RunHandle) -> list[LoggedModel]:
     """The logged models of a stage's run: its checkpoints and its end."""
     condition = f"source_run_id = '{run.run_id}'"
-    return list(run.store.ask(lambda client: client.search_logged_models([run.experiment_id], condition)))
+
+    def work(client: MlflowClient) -> list[LoggedModel]:
+        return list(pages(lambda token: client.search_logged_models([run.experiment_id], condition, page_token=token)))
+
+    return run.store.ask(work)
 
 
 def _create(
@@ -85,7 +101,7 @@ def _create(
     """The run's logged model of this name, created if there is none, and ready."""
     model = known.get(name)
     if model is None:
-        kept = {key: value[:_VALUE_CHARS] for key, value in list(params.items())[:_PARAMS]}
+        kept = {key: params[key][:_VALUE_CHARS] for key in sorted(params, key=_rank)[:_PARAMS]}
         model = run.store.ask(
             lambda client: client.create_logged_model(
                 run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), params=kept, model_type=kind
@@ -95,6 +111,11 @@ def _create(
         model_id = model.model_id
         model = run.store.ask(lambda client: client.finalize_logged_model(model_id, LoggedModelStatus.READY))
     return model
+
+
+def _rank(name: str) -> int:
+    """The place of a parameter among those that are kept; all others follow in their order."""
+    return next((place for place, first in enumerate(_KEPT_FIRST) if name.startswith(first)), len(_KEPT_FIRST))
 
 
 def _measure(

@@ -13,6 +13,7 @@ import polars as pl
 from mlflow import MlflowClient
 
 from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.store import pages
 from schemas.prompts import PLAIN
 from schemas.results.data import DataReport
 
@@ -47,7 +48,7 @@ def record_held_out(run: RunHandle, name: str, data: DataReport) -> None:
 
 
 def _versions(client: MlflowClient, *, experiment_id: str, name: str) -> list[Any]:
-    found = client.search_datasets(experiment_ids=[experiment_id])
+    found = pages(lambda token: client.search_datasets(experiment_ids=[experiment_id], page_token=token))
     return [dataset for dataset in found if (dataset.tags or {}).get(_NAME) == name]
 
 

@@ -12,6 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
 from grpo_tasks.tracking.handle import RunHandle
 from schemas.config.run import RunConfig
 from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD
@@ -21,6 +24,10 @@ from schemas.secret import hide
 
 NOTE = "mlflow.note.content"
 """MLflow's tag for the description of a run or an experiment."""
+DECISION = "grpo.decision"
+"""Tag of a run: why its version became the champion, or did not."""
+VERSION = "grpo.model_version"
+"""Tag of a run: NAME/VERSION of the model that it registered."""
 FLOW_RUN_URL = "prefect.flow_run_url"
 """Tag of a run: the address of its page in Prefect."""
 EXPERIMENT_TAGS = {
@@ -31,6 +38,8 @@ EXPERIMENT_TAGS = {
 AT_A_GLANCE = (ACCURACY, FORMAT_RATE, REWARD)
 """Figures of the merged model that the run has under their plain names too."""
 _DIGEST_CHARS = 12
+_DECISION_CHARS = 8_000
+_AFTER_DECISION = "\n\nModel: ["
 _SOURCE_CHARS = 500
 
 
@@ -74,16 +83,43 @@ def merged_figures(metrics: Mapping[str, Interval]) -> dict[str, float]:
 
 
 def describe_decision(run: RunHandle, config: RunConfig, result: Publication) -> None:
-    """Put the decision and a link to the version into the description, and into the tag `promoted`."""
+    """Put the decision and a link to the version into the description, and into the tags that the view of decisions shows."""
     name, version = result.model_name, result.model_version
-    link = f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
+    link = f"{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
     tags = run.store.ask(lambda client: client.get_run(run.run_id)).data.tags
     back = _way_back(tags.get(FLOW_RUN_URL))
-    decision = f"**{'Promoted' if result.champion else 'Not promoted'}**: {result.reason}."
-    note = "\n\n".join(filter(None, [decision, f"Model: {link}. {back}".rstrip(), first_note(config)]))
-    present = tags.get(NOTE, "")
-    written_by_us = present in ("", first_note(config)) or present.endswith(first_note(config))
-    run.tags({"promoted": "yes" if result.champion else "no"} | ({NOTE: note} if written_by_us else {}))
+    decision = _said(result.champion, result.reason) + f"{_AFTER_DECISION}{link}. {back}".rstrip()
+    present, first = tags.get(NOTE, ""), first_note(config)
+    written_by_us = present in ("", first) or present.endswith(first)
+    note = {NOTE: f"{decision}\n\n{first}"} if written_by_us else {}
+    run.tags({VERSION: f"{name}/{version}"} | _decision_tags(result.champion, result.reason) | note)
+
+
+def restate_decision(client: MlflowClient, run_id: str, version: str, *, promoted: bool, reason: str) -> None:
+    """Say in the run that made a version (NAME/VERSION) what was decided after its end; a text that a person wrote stays."""
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as fault:
+        if fault.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return
+    tags = run.data.tags
+    if run.info.lifecycle_stage != "active" or tags.get(VERSION) != version:
+        # It was deleted, or it has made another version since.
+        return
+    before, rest = tags.get(NOTE, "").partition(_AFTER_DECISION)[::2]
+    written_by_us = rest and before in (_said(known, tags.get(DECISION, "")) for known in (False, True))
+    note = {NOTE: f"{_said(promoted, reason)}{_AFTER_DECISION}{rest}"} if written_by_us else {}
+    for name, value in (_decision_tags(promoted, reason) | note).items():
+        client.set_tag(run_id, name, value)
+
+
+def _said(promoted: bool, reason: str) -> str:
+    return f"**{'Promoted' if promoted else 'Not promoted'}**: {reason[:_DECISION_CHARS]}."
+
+
+def _decision_tags(promoted: bool, reason: str) -> dict[str, str]:
+    return {"promoted": "yes" if promoted else "no", DECISION: reason[:_DECISION_CHARS]}
 
 
 def data_tag(digest: str) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from mlflow import MlflowClient
 
 from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.store import pages
 
 LONGEST = 50_000
 """Characters of a prompt that the registry takes. A longer one is a parameter of the run only."""
@@ -49,7 +50,8 @@ def _version(client: MlflowClient, *, name: str, text: str, experiment_id: str, 
     """The newest version with this text; registered now if there is none."""
     with run.store.as_default():
         if client.get_prompt(name) is not None:
-            same = [str(known.version) for known in client.search_prompt_versions(name) if known.template == text]
+            versions = pages(lambda token: client.search_prompt_versions(name, page_token=token))
+            same = [str(known.version) for known in versions if known.template == text]
             if same:
                 return max(same, key=int)
         made = client.register_prompt(name, text, commit_message="system prompt of a training")

@@ -8,6 +8,7 @@ MLflow's page that compares runs draws parallel coordinates. The description lin
 """
 
 import json
+import time
 from datetime import datetime
 from urllib.parse import quote
 
@@ -37,6 +38,8 @@ class SweepRun:
         run, self.is_new = find_or_create(store, config, key=key, title=title, tags=tags)
         self.handle = RunHandle(store, run)
         self._flow = flow
+        self._figures = dict(run.data.metrics)
+        self._figures_ms = self.handle.started_ms
         params = {f"over.{axis.path}": ", ".join(axis.values) for axis in grid.axes}
         self.handle.once("grid", lambda: self.handle.params(params | {"seeds": str(grid.seeds), "source": grid.source}))
 
@@ -47,7 +50,15 @@ class SweepRun:
         self.handle.tags({NOTE: self._note(result)} | self._flow)
         best = result.best
         if best is not None and best.end is not None:
-            self.handle.metrics(merged_figures(best.end.figures), timestamp_ms=self.handle.started_ms)
+            self._show_figures(merged_figures(best.end.figures))
+
+    def _show_figures(self, figures: dict[str, float]) -> None:
+        """Log what has changed. MLflow shows the value with the latest time, and the largest of several with the same time."""
+        changed = {name: value for name, value in figures.items() if self._figures.get(name) != value}
+        if changed:
+            self._figures_ms = max(round(time.time() * 1000), self._figures_ms + 1)
+            self.handle.metrics(changed, timestamp_ms=self._figures_ms)
+            self._figures |= changed
 
     def mark(self, line: SweepLine) -> None:
         """Let a run of the sweep say how it ended, also where it was pruned."""

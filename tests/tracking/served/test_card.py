@@ -6,7 +6,7 @@ from mlflow import MlflowClient
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.served.card import licence
+from grpo_tasks.tracking.served.card import licence, restate_decision, write_card
 from grpo_tasks.tracking.served.proof import prove_served
 from schemas.results.evaluation import PairedTest
 
@@ -53,6 +53,49 @@ def test_the_card_is_the_versions_description_and_an_edited_one_stays(
     assert "champion moves only" in client.get_registered_model(config.registered_model).description
     client.update_model_version(config.registered_model, "1", "checked by a person")
     assert published() == "checked by a person"
+
+
+CARD = (
+    "Base model `b`, trained with GRPO (reinforcement learning from rewards) and merged. Not promoted: worse."
+    "\n\n## Trained for\n\nX\n"
+)
+
+
+def test_a_card_is_replaced_by_a_later_one_and_a_persons_text_by_none(database):
+    client = MlflowClient(database)
+    client.create_registered_model("m")
+    for number in ("1", "2"):
+        client.create_model_version("m", "elsewhere")
+        write_card(client, "m", number, CARD)
+    client.update_model_version("m", "2", CARD.replace("X", "For the shop"))
+    for number, kept in (("1", "X"), ("2", "For the shop")):
+        for _ in range(2):
+            restate_decision(client, "m", number, "Promoted: approved by ann (line\n\nand line); better")
+            said = client.get_model_version("m", number).description
+            word = "Promoted: approved by ann (line\n\nand line); better" if number == "1" else "Not promoted: worse"
+            assert said == CARD.replace("Not promoted: worse", word).replace("X", kept)
+    write_card(client, "m", "1", "another card")
+    assert client.get_model_version("m", "1").description == "another card"
+    write_card(client, "m", "2", "another card")
+    assert "For the shop" in client.get_model_version("m", "2").description
+
+
+def test_a_kill_between_the_two_calls_that_write_a_card_leaves_one_that_can_still_be_replaced(database, monkeypatch):
+    client = MlflowClient(database)
+    client.create_registered_model("m")
+    client.create_model_version("m", "elsewhere")
+    write_card(client, "m", "1", CARD)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "update_model_version", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_card(client, "m", "1", "second card")
+    assert client.get_model_version("m", "1").description == CARD
+    write_card(client, "m", "1", "third card")
+    assert client.get_model_version("m", "1").description == "third card"
 
 
 @pytest.mark.parametrize(

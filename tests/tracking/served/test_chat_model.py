@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlflow.exceptions import MlflowException
 
-from grpo_tasks.content.tokenizer import set_system_prompt
+from grpo_tasks.content.tokenizer import set_system_prompt, set_template_defaults
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -87,6 +87,22 @@ def test_the_prompt_has_one_bos_and_the_system_prompt_of_the_template_once(tmp_p
         assert model._prompt_ids({"messages": chat}) == expected
 
 
+def test_the_tools_of_a_request_replace_those_of_the_training(tmp_path):
+    folder = shutil.copytree(resolve("embedded:base"), tmp_path / "model")
+    tokenizer = load_tokenizer(ModelRef(path=str(folder)))
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + tokenizer.chat_template
+    set_template_defaults(tokenizer, {"tools": [{"type": "function", "function": {"name": "multiply"}}]})
+    tokenizer.save_pretrained(folder)
+    model = served(folder)
+
+    def shown(**request):
+        return model._tokenizer.decode(model._prompt_ids({"messages": CHAT} | request)).partition("<|im_start|>")[0]
+
+    assert shown() == "multiply;"
+    assert shown(tools=[]) == ""
+    assert shown(tools=[{"type": "function", "function": {"name": name}} for name in ("add", "look")]) == "add;look;"
+
+
 def test_a_request_overrides_the_settings_of_the_training(model):
     whole = ask(model)["choices"][0]["message"]["content"]
     short = ask(model, max_tokens=4)["choices"][0]
@@ -120,8 +136,7 @@ def test_a_frame_is_answered_row_by_row_and_a_prompt_is_continued_without_a_temp
     [
         ({"messages": []}, "`messages` is empty"),
         ({"messages": None}, "a request has `messages`"),
-        ({"stream": True}, "neither streams nor calls tools"),
-        ({"tools": [{"type": "function"}]}, "neither streams nor calls tools"),
+        ({"stream": True}, "does not stream"),
         ({"messages": [{"role": "user"}]}, "the chat template refuses the messages"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
@@ -162,8 +163,13 @@ def test_the_artifact_holds_the_weights_once_nothing_pickled_and_no_path_of_the_
     assert not any("+" in line for line in (folder / "requirements.txt").read_text().splitlines())
 
 
-def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_path):
-    uri, answer = chat_champion
+CLIENT = Path(__file__).resolve().parents[2] / "openai_client.py"
+"""OpenAI's own client, where there is a vLLM environment: it is part of that."""
+
+
+@contextmanager
+def serving(server, uri, tmp_path):
+    """Address of `mlflow models serve` for a model."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -172,26 +178,33 @@ def test_a_served_champion_answers_an_openai_client(server, chat_champion, tmp_p
         process = subprocess.Popen(command, env=environment(server), stdout=log, stderr=log, start_new_session=True)
     try:
         wait_for(f"http://127.0.0.1:{port}/ping", process, tmp_path / "serve.log")
-        # What `OpenAI(base_url="http://127.0.0.1:PORT/invocations?path=")` sends: it appends /chat/completions to its address.
-        body = {"messages": CHAT, "model": "demo", "temperature": 0}
-        reply = post(f"http://127.0.0.1:{port}/invocations?path=/chat/completions", body)
-        assert (reply["object"], reply["model"]) == ("chat.completion", uri.removeprefix("models:/").partition("@")[0])
-        assert reply["choices"][0] == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
-        if PYTHON.exists():
-            asked = [PYTHON, CLIENT, f"http://127.0.0.1:{port}/invocations?path=", "demo"]
-            said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
-            assert said.stdout == f"{answer}\n"
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            post(f"http://127.0.0.1:{port}/invocations", {"messages": CHAT, "stream": True})
-        assert refused.value.code == 400
-        assert "neither streams nor calls tools" in refused.value.read().decode()
+        yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=20)
 
 
-CLIENT = Path(__file__).resolve().parents[2] / "openai_client.py"
-"""OpenAI's own client, where there is a vLLM environment: it is part of that."""
+def test_a_served_champion_answers_in_the_form_of_openais_api(server, chat_champion, tmp_path):
+    uri, answer = chat_champion
+    with serving(server, uri, tmp_path) as address:
+        # What `OpenAI(base_url="http://127.0.0.1:PORT/invocations?path=")` sends: it appends /chat/completions to its address.
+        body = {"messages": CHAT, "model": "demo", "temperature": 0}
+        reply = post(f"{address}/invocations?path=/chat/completions", body)
+        assert (reply["object"], reply["model"]) == ("chat.completion", uri.removeprefix("models:/").partition("@")[0])
+        assert reply["choices"][0] == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(f"{address}/invocations", {"messages": CHAT, "stream": True})
+        assert refused.value.code == 400
+        assert "leave out `stream`" in refused.value.read().decode()
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="OpenAI's client is part of the vLLM environment, and there is none (make vllm)")
+def test_a_served_champion_answers_openais_own_client(server, chat_champion, tmp_path):
+    uri, answer = chat_champion
+    with serving(server, uri, tmp_path) as address:
+        asked = [PYTHON, CLIENT, f"{address}/invocations?path=", "demo"]
+        said = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+        assert said.stdout == f"{answer}\n"
 
 
 def post(address, body):

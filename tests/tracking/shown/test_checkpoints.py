@@ -4,9 +4,12 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
+from grpo_tasks.tracking.description import stage_params
+from grpo_tasks.tracking.log_model import log_model
+from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
 
-from ..conftest import history, write_journal
+from ..conftest import history, verdict, write_journal
 
 
 @pytest.fixture
@@ -74,3 +77,50 @@ def test_linking_a_checkpoint_adds_nothing_to_the_curves_of_the_run_and_can_be_r
         for run_id in (child, run.run_id):
             # As after a kill between the work and its marker.
             client.delete_tag(run_id, "grpo.recorded")
+
+
+def test_the_best_merged_model_and_the_best_checkpoint_of_two_runs_are_found_as_the_page_says(
+    client, database, make_config, make_stage, make_merge, make_evaluation, data_report
+):
+    config = make_config(database)
+    for key, accuracy in (("a", 0.6), ("b", 0.9)):
+        evaluation = make_evaluation("merged", accuracy, key * 16)
+        with open_run(config, key=key) as run:
+            run.record(data_report)
+            run.record(finished_stage(make_stage, config, key=key, shift=accuracy))
+            run.record(evaluation)
+            for _ in range(2):
+                publish(
+                    run,
+                    make_merge(key),
+                    tests=[verdict("base", False)],
+                    champion=None,
+                    evaluation=evaluation,
+                    log=log_model,
+                    prove=lambda _: None,
+                )
+    experiments = [client.get_experiment_by_name(config.experiment).experiment_id]
+    order = [{"field_name": "metrics.accuracy", "ascending": False}]
+    merged = mlflow.search_logged_models(experiments, "name = 'model'", order_by=order, output_format="list")
+    assert [model.source_run_id == run.run_id for model in merged] == [True, False]
+    [accuracy] = [metric for metric in merged[0].metrics if metric.key == "accuracy"]
+    assert accuracy.value == 0.9
+    order = [{"field_name": "metrics.reward", "ascending": False}]
+    checkpoints = mlflow.search_logged_models(experiments, "model_type = 'checkpoint'", order_by=order, output_format="list")
+    assert [model.name for model in checkpoints] == ["format-step-40"] * 2 + ["format-step-20"] * 2
+    assert "format-bbbbbbbb" in checkpoints[0].tags["path"]
+
+
+def test_the_parameters_that_people_search_by_are_kept_where_a_stage_has_more_than_mlflow_takes(
+    client, database, make_config, make_stage
+):
+    config = make_config(database)
+    stage = finished_stage(make_stage, config, key="a", shift=0.0)
+    with open_run(config, key="k") as run:
+        run.record(stage)
+    params = stage_params(config, "format")
+    wanted = {name for name in params if name.startswith(("learning_rate", "model.lora.", "reward.", "rollout.temperature"))}
+    assert len(params) > 100
+    assert len(wanted) > 10
+    for model in client.search_logged_models([run.experiment_id]):
+        assert {name: model.params.get(name) for name in wanted} == {name: params[name] for name in wanted}

@@ -150,3 +150,28 @@ def test_the_parameters_of_two_stages_show_everything_that_differs(config, datab
     theirs = stage_params(make_config(database, rewards=rewards, model=model), "format")
     differ = {name for name in ours if ours[name] != theirs[name]}
     assert differ == {"reward.own.weight", "model.lora.r"}
+
+
+DATA = {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."}
+
+
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"completion": {"equality": "exact"}}, {"completion.equality"}),
+        ({"interaction": {"tools": ["my.tools:calculate"]}}, {"interaction.tools"}),
+        ({"difficulty": {"success": 0.5}}, {"difficulty.success"}),
+        ({"validation": {"max_prompt_length": 99}}, {"validation.max_prompt_length"}),
+        ({"rollout": {"temperature": 0.7}}, {"rollout.temperature"}),
+        ({"data": DATA | {"system_prompt": "Be brief."}}, {"data.system_prompt"}),
+        (
+            {"data": DATA | {"task_column": "kind", "tasks": {"sums": {"weight": 2}}}},
+            {"data.task_column", "data.tasks", *(f"data.tasks.sums.{name}" for name in ("weight", "rewards", "answers"))},
+        ),
+        ({"seed": 7}, {"seed"}),
+    ],
+    ids=["completion", "interaction", "difficulty", "validation", "rollout", "system prompt", "tasks", "seed"],
+)
+def test_two_stages_that_differ_in_one_section_differ_in_its_parameters(config, database, make_config, changes, differ):
+    ours, theirs = (stage_params(one, "format") for one in (config, make_config(database, **changes)))
+    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == differ

@@ -80,6 +80,25 @@ def test_the_parent_has_the_best_run_the_table_and_the_link_that_compares(grid, 
     assert [tags[ENDED].split(":")[0] for tags in children] == ["finished", "pruned", "finished", "finished"]
 
 
+def test_a_new_best_run_replaces_every_figure_also_those_in_which_it_is_worse(grid, client):
+    sweep = SweepRun(grid, key="s", flow={})
+    shown = ended(grid, sweep, [0.5, None, None, None])
+    ends = [
+        shown.lines[0].end.model_copy(update={"figures": figures}) for figures in (figures_of(0.5, 0.9), figures_of(0.7, 0.8))
+    ]
+    for end in (ends[0], ends[1], ends[1]):
+        line = shown.lines[0].model_copy(update={"end": end})
+        sweep.show(shown.model_copy(update={"lines": [line, *shown.lines[1:]]}))
+    parent = sweep.handle.run_id
+    assert client.get_run(parent).data.metrics == {"accuracy": 0.7, "format_rate": 0.8}
+    assert [point.value for point in client.get_metric_history(parent, "format_rate")] == [0.9, 0.8], "the same is shown once"
+
+
+def figures_of(accuracy, format_rate):
+    values = {"accuracy": accuracy, "format_rate": format_rate}
+    return {name: Interval(value=value, low=0.1, high=1.0) for name, value in values.items()}
+
+
 def test_the_same_sweep_is_one_parent_and_a_look_changes_nothing(grid, client):
     first = SweepRun(grid, key="s", flow={})
     assert first.is_new

@@ -1,0 +1,66 @@
+"""Lists are complete, however many runs, models and data sets a store has: MLflow answers with the first rows only."""
+
+import pytest
+from mlflow import MlflowClient
+
+from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.overview import parent_runs, recent_runs, registered_versions
+from grpo_tasks.tracking.past_runs import _find
+from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG
+from grpo_tasks.tracking.shown.checkpoints import logged_models
+from grpo_tasks.tracking.shown.datasets import _versions
+from grpo_tasks.tracking.store import open_store
+from schemas.config.operations import TrackingConfig
+
+
+@pytest.fixture
+def client(database):
+    return MlflowClient(database)
+
+
+@pytest.fixture
+def tracking(database):
+    return TrackingConfig(tracking_uri=database)
+
+
+def test_runs_are_listed_and_found_behind_a_sweep_with_more_runs_than_a_page(client, tracking):
+    experiment = client.create_experiment("e")
+    parents = [
+        client.create_run(experiment, start_time=time, tags={KEY_TAG: f"k{time}"}, run_name=f"mine{time} now").info.run_id
+        for time in (1, 2)
+    ]
+    for number in range(501):
+        tags = {KEY_TAG: f"v{number}", PARENT_TAG: parents[1]}
+        client.create_run(experiment, start_time=10 + number, tags=tags, run_name="mine1 now")
+    assert [line.run_id for line in recent_runs(tracking, 20)] == [parents[1], parents[0]]
+    assert [line.run_id for line in recent_runs(tracking, 1)] == [parents[1]]
+    store = open_store(tracking)
+    for reference in ("mine1", parents[0][:12]):
+        assert _find(store, reference, tracking).info.run_id == parents[0]
+
+
+def test_more_parents_than_a_page_are_all_found_newest_first(client, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.tracking.overview._RUNS_PER_PAGE", 2)
+    experiment = client.create_experiment("e")
+    for time in range(5):
+        client.create_run(experiment, start_time=time + 1, tags={KEY_TAG: str(time)})
+    assert [run.info.start_time for run in parent_runs(client)] == [5, 4, 3, 2, 1]
+
+
+def test_models_behind_the_first_hundred_are_known(client, tracking):
+    for number in range(102):
+        client.create_registered_model(f"m{number:03}")
+    client.create_model_version("m101", "elsewhere")
+    assert [line.name for line in registered_versions(tracking, "m101")] == ["m101"]
+
+
+def test_checkpoints_and_held_out_sets_behind_the_first_page_are_known_and_made_once(client, tracking):
+    experiment = client.create_experiment("e")
+    run = RunHandle(open_store(tracking), client.create_run(experiment))
+    for number in range(102):
+        client.create_logged_model(experiment, name=f"format-step-{number}", source_run_id=run.run_id)
+    assert len(logged_models(run)) == 102
+    with run.store.as_default():
+        for number in range(52):
+            client.create_dataset(f"mine v{number}", experiment_id=experiment, tags={"name": "mine", "version": str(number)})
+        assert len(_versions(client, experiment_id=experiment, name="mine")) == 52
