@@ -79,7 +79,6 @@ def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejecte
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
 
 
-<<<<<<< HEAD
 def test_a_run_that_waited_goes_on_with_what_it_was_asked_about_whatever_has_changed_meanwhile(operated):
     """Meanwhile its file names other settings, and another version is the champion that it would start from."""
     quick = ["promotion.approval=none", "stages.0.max_steps=2"]
@@ -105,7 +104,8 @@ def test_a_run_that_waited_goes_on_with_what_it_was_asked_about_whatever_has_cha
     tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
     trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
     assert trained == ["Completed", "Cached", "Cached"]
-=======
+
+
 def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
     source = operated.config("by-hand", **PROMOTED)
     run = operated.trigger("preset", source=source)
@@ -120,4 +120,3 @@ def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
     wanted = {"filter": {"resource": {"id": ["grpo.model.by-hand.1"]}, "event": {"name": ["grpo.approval.decided"]}}}
     [decided] = operated.ask("/events/filter", wanted)["events"]
     assert "approved by ann" in decided["payload"]["detail"]
->>>>>>> fix-e
