@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -113,7 +113,8 @@ class EnvironmentPool:
             if schemas:
                 call_format = call_format_of(self.config.call_format, self._chat_template)
                 inside, tags = self._starts_inside, self._reasoning
-                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside)
+                tools = [schema["function"]["name"] for schema in schemas]
+                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside, tools=tools)
             self._checker = Checker(schemas)
             self._schemas = schemas
         return self._schemas
@@ -171,7 +172,13 @@ class EnvironmentPool:
         def work_off(indices: list[int]) -> list[tuple[int, Result]]:
             return [(index, work(items[index])) for index in indices]
 
-        done = list(self._threads.map(work_off, groups.values())) if len(groups) > 1 else [*map(work_off, groups.values())]
+        if len(groups) > 1:
+            futures = [self._threads.submit(work_off, indices) for indices in groups.values()]
+            # All of them before an error is raised: the caller goes on to end conversations, and a worker serves one at a time.
+            wait(futures)
+            done = [future.result() for future in futures]
+        else:
+            done = [*map(work_off, groups.values())]
         results = {index: result for group in done for index, result in group}
         return [results[index] for index in range(len(items))]
 

@@ -238,6 +238,41 @@ def test_the_number_of_workers_changes_no_conversation_even_with_faults(pool_of,
     assert play(1) == play(4)
 
 
+SLOW = """
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+if (HERE / "broken").exists():
+    (HERE / "refused").touch()
+    raise RuntimeError("cannot be imported any more")
+
+class Slow:
+    def reset(self, row, seed):
+        return None
+
+    def step(self, completion):
+        if completion == "crash":
+            os._exit(7)
+        while not (HERE / "refused").exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        (HERE / "finished").touch()
+        return "go on"
+"""
+
+
+def test_an_error_of_one_worker_is_raised_when_the_others_have_answered(pool_of, row, tmp_path):
+    pool = pool_of(SLOW, environment="Slow", workers=2, timeout_s=60.0)
+    pool.begin([(number, row(), 0) for number in range(3)])
+    assert pool.answer([(0, "crash")])[0].error is not None
+    (tmp_path / "broken").touch()
+    with pytest.raises(ConfigError, match="cannot be imported any more"):
+        pool.answer([(2, "x"), (1, "x")])
+    assert (tmp_path / "finished").exists()
+    # Its worker serves the conversation as before.
+    assert pool.answer([(1, "x")])[0].error is None
+
+
 def test_a_step_environment_may_offer_tools(pool_of, call, row):
     pool = pool_of(STEPS, environment="WithTools")
     assert [one["function"]["name"] for one in pool.schemas()] == ["look"]
