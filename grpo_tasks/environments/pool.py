@@ -199,8 +199,7 @@ class EnvironmentPool:
         if one.over:
             return Observation(turn.message(), done=True, error=one.error or OVER)
         if one.worker.own_calls:
-            num = len(turn.calls) + turn.num_unread
-            return replace(self._step(one, self._within_limit(one, turn), spoken(text)), calls=num)
+            return self._pass_on(one, turn, spoken(text))
         if turn.calls:
             return self._execute(one, turn)
         if one.worker.form == "steps":
@@ -229,17 +228,30 @@ class EnvironmentPool:
             else:
                 one.state = reply.state
                 messages.append(_said(call, reply.text))
-        if num > allowed:
-            limit = self.config.max_tool_calls
-            refused = f"{num - allowed:,} calls were refused: {limit:,} calls are allowed in one conversation"
-            messages.append(_said(Call(), _as_error(refused)))
+        messages += self._beyond(num - allowed)
         return Observation(turn.message(), messages, calls=num, info=_info(one))
 
-    def _within_limit(self, one: _Conversation, turn: Turn) -> Turn:
-        """The turn with no more readable calls than are allowed, for an environment that executes them itself."""
+    def _beyond(self, num: int) -> list[Message]:
+        """The answer to calls beyond the limit."""
+        limit = self.config.max_tool_calls
+        refused = f"{num:,} calls were refused: {limit:,} calls are allowed in one conversation"
+        return [_said(Call(), _as_error(refused))] if num > 0 else []
+
+    def _pass_on(self, one: _Conversation, turn: Turn, text: str) -> Observation:
+        """The step of an environment that executes its calls itself. It gets those that can be read and are within the limit."""
         allowed = max(0, self.config.max_tool_calls - one.calls)
-        one.calls += len(turn.calls) + turn.num_unread
-        return replace(turn, calls=turn.calls[:allowed])
+        num = len(turn.calls) + turn.num_unread
+        one.calls += num
+        within = turn.calls[:allowed]
+        refused = [_said(call, _as_error(call.error)) for call in within if call.error is not None]
+        refused += self._beyond(num - allowed)
+        sound = tuple(call for call in within if call.error is None)
+        if refused and not sound:
+            # To the environment it would be a turn without a call, which ends many conversations.
+            return Observation(turn.message(), refused, calls=num)
+        observed = self._step(one, replace(turn, calls=sound, num_unread=0), text)
+        # First, because answers of tools follow their turn; the environment may speak as a user after its own.
+        return replace(observed, messages=[*refused, *observed.messages], calls=num)
 
     def _call(self, one: _Conversation, call: Call) -> replies.Answered | Lost:
         message = {"name": call.name, "arguments": dict(call.arguments)}

@@ -427,4 +427,38 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
     assert (first.calls, first.reward, first.done) == (2, 2.0, False)
     (second,) = pool.answer([(0, call("buy", what=3) + call("buy", what=4))])
     assert (second.calls, second.reward) == (2, 1.0)
-    assert pool.answer([(0, call("buy", what=5))])[0].done
+    assert [message["content"] for message in second.messages] == [
+        '{"error": "1 calls were refused: 3 calls are allowed in one conversation"}',
+        '[{"what": 3}]',
+    ]
+    # Nothing of this turn reaches the environment, which would take it for the last one.
+    (third,) = pool.answer([(0, call("buy", what=5))])
+    assert (third.done, third.calls, third.reward) == (False, 1, None)
+    assert "1 calls were refused" in third.messages[0]["content"]
+    assert pool.answer([(0, "Enough.")])[0].done
+
+
+def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_read(pool_of, call, row):
+    pool = pool_of(OWN_CALLS, environment="Shop")
+    pool.begin([(0, row(), 0)])
+    broken, unread = '<tool_call>{"name": "buy", "arguments": [1]}</tool_call>', "<tool_call>{oops</tool_call>"
+    (alone,) = pool.answer([(0, broken + unread)])
+    assert (alone.done, alone.calls, alone.reward) == (False, 2, None)
+    assert [message.get("name") for message in alone.messages] == ["buy", None]
+    for message, said in zip(alone.messages, ("the arguments are not a JSON object", "not valid JSON"), strict=True):
+        assert message["role"] == "tool"
+        assert said in message["content"]
+    (mixed,) = pool.answer([(0, broken + call("buy", what=1))])
+    assert [message["content"] for message in mixed.messages] == [
+        '{"error": "the arguments are not a JSON object"}',
+        '[{"what": 1}]',
+    ]
+    assert (mixed.calls, mixed.reward, mixed.done) == (2, 1.0, False)
+
+
+def test_of_too_many_calls_in_one_turn_an_environment_gets_those_within_the_limit(pool_of, call, row):
+    pool = pool_of(OWN_CALLS, environment="Shop", max_tool_calls=1024)
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("buy", what=1) * 1500)])
+    assert (observed.calls, observed.reward, observed.done) == (1500, 1024.0, False)
+    assert observed.messages[0]["content"] == '{"error": "476 calls were refused: 1,024 calls are allowed in one conversation"}'
