@@ -26,6 +26,8 @@ class Played:
     """Sum of what the environment gave."""
     failed: bool = False
     """A fault of the environment ended it. No function is called for it; `rewards.totals.charge_faults` says what it gets."""
+    answered: bool = True
+    """False for a completion that the lab has made up: there is no environment that could be asked about it."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:

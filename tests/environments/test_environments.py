@@ -354,6 +354,34 @@ class IncrementEnv:
     def reward(self):
         return float(self.counter == self.goal)
 
+class House(IncrementEnv):
+    def step(self, left: int, right: int) -> int:
+        """Steps.
+
+        Args:
+            left: To the left.
+            right: To the right.
+        """
+        self.counter += right - left
+        return self.counter
+
+    def close(self, door: str) -> str:
+        """Closes a door.
+
+        Args:
+            door: Which one.
+        """
+        return f"the {door} is closed"
+
+class Ambiguous(IncrementEnv):
+    def step(self, direction: str) -> str:
+        """Steps.
+
+        Args:
+            direction: Where to.
+        """
+        return direction
+
 class Scored(IncrementEnv):
     async def get_reward(self) -> float:
         return 10.0 * self.counter
@@ -378,6 +406,21 @@ def test_an_environment_written_for_trl_runs_unchanged(pool_of, call, row):
     assert (last.done, last.reward, last.info) == (True, None, {"environment": {"counter": 3, "goal": 3}})
     pool.begin([(2, row(goal=5), 0)])
     assert pool.answer([(2, "I do nothing.")])[0].info == {"environment": {"counter": 0, "goal": 5}}
+
+
+def test_tools_may_have_the_names_of_our_methods(pool_of, call, row):
+    pool = pool_of(TRL, environment="House")
+    assert [one["function"]["name"] for one in pool.schemas()] == ["close", "crash", "increment", "step"]
+    pool.begin([(0, row("Count.", goal=3), 0)])
+    (observed,) = pool.answer([(0, call("step", left=1, right=3) + call("close", door="gate"))])
+    assert [one["content"] for one in observed.messages] == ["2", "the gate is closed"]
+    assert pool.answer([(0, "Done.")])[0].done
+
+
+def test_a_step_that_may_be_a_tool_is_refused_with_what_to_do(pool_of):
+    with pytest.raises(ConfigError, match="step of own_0:Ambiguous may be a tool with the argument direction") as refused:
+        pool_of(TRL, environment="Ambiguous").schemas()
+    assert refused.value.fix == "rename the tool; or call the argument completion if step answers every turn"
 
 
 def test_the_reward_that_a_trl_environment_owns_is_asked_once_however_the_conversation_ends(pool_of, call, row):
