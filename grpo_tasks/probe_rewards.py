@@ -89,8 +89,15 @@ def _played(
     from grpo_tasks.data.chat_tokens import load_counter
     from grpo_tasks.lab.environment_checks import check_interaction
 
-    template = load_counter(model).tokenizer.chat_template or ""
-    return check_interaction(interaction, rows, chat_template=template, completion=inputs.completion, log=log)
+    counter = load_counter(model)
+    return check_interaction(
+        interaction,
+        rows,
+        chat_template=counter.tokenizer.chat_template or "",
+        count_tokens=counter.count,
+        completion=inputs.completion,
+        log=log,
+    )
 
 
 def _reported(work: Work, findings: LabFindings, began: float) -> LabReport:

@@ -106,6 +106,7 @@ GREEDY_LENIENT_ACCURACY = "greedy_lenient_accuracy"
 PASS_AT_1 = "pass_at_1"  # noqa: S105 - no password
 PASS_AT_K: Final = "pass_at_k"  # noqa: S105 - no password
 TRUNCATED_RATE = "truncated_rate"
+FAILED_RATE = "failed_rate"
 COMPLETION_LENGTH = "mean_length"
 GREEDY_REWARD = "greedy_reward"
 TASK_ACCURACY = "accuracy/task/*"
@@ -257,7 +258,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric(ENVIRONMENT_REWARD, "mean of what the environment gave for a conversation", better="higher"),
     Metric(
         ENVIRONMENT_ERRORS,
-        "share of conversations that a fault of the environment ended; they get no reward",
+        "share of conversations that a fault of the environment ended; they get the lowest scores of their group, none above 0",
         better="lower",
         alarm="above 0.05: the environment fails; the table of completions has its errors",
     ),
@@ -308,6 +309,14 @@ EVALUATION: tuple[Metric, ...] = (
         "lower",
         column="truncated",
         headline=True,
+    ),
+    Metric(
+        FAILED_RATE,
+        "share of sampled conversations that a fault of the environment ended; they count as wrong, with the lowest scores",
+        "share",
+        "lower",
+        "above 0.05: the environment fails; the samples have its errors",
+        column="failed",
     ),
     Metric(COMPLETION_LENGTH, "mean length of sampled completions", "tokens", column="completion_tokens", headline=True),
     Metric(

@@ -25,7 +25,9 @@ class Played:
     reward: float | None
     """Sum of what the environment gave."""
     failed: bool = False
-    """A fault of the environment ended it. No function is called for it, so that nobody gains by a fault."""
+    """A fault of the environment ended it. No function is called for it; `rewards.totals.charge_faults` says what it gets."""
+    answered: bool = True
+    """False for a completion that the lab has made up: there is no environment that could be asked about it."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -39,6 +41,12 @@ def played_of(text: str) -> Played:
     turns = found["turns"]
     said = [message for turn in turns for message in (turn.pop("message"), *turn.pop("answers"))]
     return Played(found["prompt"], said, turns, found["reward"], found["error"] is not None)
+
+
+def fault_of(text: str) -> str | None:
+    """The fault that ended the conversation of a table's column `conversation`; None if there was none."""
+    error = json.loads(text)["error"]
+    return None if error is None else str(error)
 
 
 def turn_by_turn(table: "pl.DataFrame") -> "pl.DataFrame":

@@ -4,6 +4,8 @@
     llama   nothing but {"name": ..., "parameters": {...}}, several after `;`, with or without <|python_tag|> before it
     json    as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
 
+An answer may be a JSON object too. Without a tag an object is a call only with arguments, with parameters or with the name of a
+tool.
 Calls inside a reasoning block do not count. A block that opens another of its name ends with the outer one, and one that is never
 closed reaches to the end. Markers inside the JSON of a call are text. A call that cannot be read is a call with an error: the
 policy is told, and it counts.
@@ -33,6 +35,7 @@ MAX_CALL_CHARS = 262_144
 """Characters of the JSON of one call."""
 MAX_ERROR_CHARS = 300
 _SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,14 @@ def call_format_of(call_format: CallFormat, chat_template: str) -> ReadFormat:
 _FOREIGN = ("<function=", "<arg_key>", "[TOOL_CALLS]", "tool▁call", "<|tool_call|>", "<start_function_call>", "<|channel|>")
 
 
-def read_turn(text: str, call_format: ReadFormat, *, reasoning: Sequence[str] = THINK, starts_inside: bool | None = None) -> Turn:
+def read_turn(
+    text: str,
+    call_format: ReadFormat,
+    *,
+    reasoning: Sequence[str] = THINK,
+    starts_inside: bool | None = None,
+    tools: Sequence[str] = (),
+) -> Turn:
     """The calls of a turn, in their order.
 
     Args:
@@ -102,11 +112,12 @@ def read_turn(text: str, call_format: ReadFormat, *, reasoning: Sequence[str] = 
         reasoning: names of the tags around reasoning.
         starts_inside: True if the prompt ends inside a block of the first of these tags, which the template opened. None: it is
             so when the first of the tags in the text is a closing one.
+        tools: names of the tools.
     """
     text = text[: _end_of_text(text)]
     start = _first_outside(text, reasoning, starts_inside)
     if call_format != "hermes":
-        turn = _alone(text, start, reasoning)
+        turn = _alone(text, start, reasoning, tools)
         if turn.calls or call_format == "llama":
             return turn
     return _tagged(text, start, reasoning)
@@ -201,14 +212,14 @@ def _tagged_call(text: str, start: int) -> tuple[Call, int]:
     return Call(error=error), end + len(CLOSE) if text.startswith(CLOSE, end) else end
 
 
-def _alone(text: str, start: int, reasoning: Sequence[str]) -> Turn:
+def _alone(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> Turn:
     at = _skip(text, start)
     openings = {f"<{tag}>": tag for tag in reasoning}
     while opening := next((mark for mark in openings if text.startswith(mark, at)), None):
         at = _skip(text, _after_block(text, at + len(opening), openings[opening]))
     tagged = text.startswith(PYTHON, at)
     here = _skip(text, at + len(PYTHON)) if tagged else at
-    meant = _begins_like_a_call(text, here)
+    meant = _begins_like_a_call(text, here, tools)
     calls: list[Call] = []
     while here < len(text) and len(calls) < MOST_CALLS:
         found, here, error = _decode(text, here)
@@ -217,7 +228,7 @@ def _alone(text: str, start: int, reasoning: Sequence[str]) -> Turn:
             calls.append(Call(error=error))
             here, meant = len(text), meant or tagged
         # Only what looks like a call is one: an answer may be a JSON object too, or begin with one.
-        elif tagged or all(map(_is_call, some)):
+        elif tagged or all(_is_call(one, tools) for one in some):
             calls += map(_call_of, some)
             meant = True
             here = _skip(text, here, ";,")
@@ -229,15 +240,23 @@ def _alone(text: str, start: int, reasoning: Sequence[str]) -> Turn:
     return Turn(text[:at].rstrip(), tuple(calls[:MOST_CALLS]), unread)
 
 
-def _is_call(found: Any) -> bool:
-    if not isinstance(found, dict) or not found.keys() <= {"name", "arguments", "parameters", "type", "function", "id"}:
+def _is_call(found: Any, tools: Sequence[str]) -> bool:
+    if not isinstance(found, dict) or not found.keys() <= {"name", "type", "function", "id", *_ARGUMENTS}:
         return False
-    return isinstance(found.get("function", found), dict) and "name" in (found.get("function") or found)
+    call = found.get("function") or found
+    if not isinstance(call, dict) or "name" not in call:
+        return False
+    # {"name": "Paris"} is an answer.
+    return found.get("type") == "function" or not call.keys().isdisjoint(_ARGUMENTS) or call["name"] in tools
 
 
-def _begins_like_a_call(text: str, at: int) -> bool:
-    head = "".join(text[at : at + 64].split())
-    return head.startswith(('{"name":"', '[{"name":"', '{"type":"function"'))
+def _begins_like_a_call(text: str, at: int, tools: Sequence[str]) -> bool:
+    """Whether text that is no JSON was meant as a call."""
+    head = "".join(text[at : at + 64].split()).removeprefix("[")
+    if not head.startswith('{"name":"'):
+        return head.startswith('{"type":"function"')
+    name = head[len('{"name":"') :].partition('"')[0]
+    return name in tools or any(f'"{key}"' in text for key in _ARGUMENTS)
 
 
 def _skip(text: str, at: int, more: str = "") -> int:

@@ -2,8 +2,9 @@
 
     tools    functions; nothing is kept between two calls
     methods  a class with reset(**columns) and public methods, which are its tools (TRL's `environment_factory`)
-    steps    a class with reset(row, seed) and step(completion); further tools may stand in its attribute `tools`. One that has
-             an attribute `schemas` executes its calls itself: its step receives the turn as a message, with tool_calls
+    steps    a class with reset(row, seed) and step(completion), which takes one argument; further tools may stand in its
+             attribute `tools`. One that has an attribute `schemas` executes its calls itself: its step receives the turn as a
+             message, with tool_calls
 
 Functions and methods may be async. They are called with the generators of `random`, numpy and torch seeded by conversation and
 turn, so that a conversation goes the same way in every worker.
@@ -32,7 +33,7 @@ from grpo_tasks.environments.texts import (
     read_reward,
     read_step,
 )
-from grpo_tasks.environments.tool_schema import Schema, public_methods, tool_schemas
+from grpo_tasks.environments.tool_schema import Schema, is_ours, public_methods, tool_schemas
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError, UserError
 
@@ -83,10 +84,12 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
         return maker(**config.settings)
 
     instance = _probe(make, maker, config, place)
-    steps = callable(getattr(instance, "step", None))
+    steps = is_ours(instance, "step")
     if not callable(getattr(instance, "reset", None)):
         fix = "add def reset(self, row, seed), which returns messages, text or None"
         raise ConfigError(f"{config.environment} has no method reset", place=place, fix=fix)
+    if steps:
+        _refuse_ambiguous(instance, config.environment, place)
     tools = _tools_of(instance, steps)
     if not steps and not tools:
         fix = "add def step(self, completion), or public methods with docstrings, which the policy may call"
@@ -149,11 +152,10 @@ def end(played: Played) -> None:
 
 def perfect_turns(played: Played, row: dict[str, Any]) -> dict[str, Any]:
     """The turns of a perfect player, by the environment's method `perfect(row)`: {"turns"}, None without one, or {"error"}."""
-    method = getattr(played.instance, "perfect", None)
-    if not callable(method):
+    if not is_ours(played.instance, "perfect"):
         return {"turns": None}
     try:
-        turns = _finished(method(row))
+        turns = _finished(played.instance.perfect(row))
         turns = [turns] if isinstance(turns, str) else list(turns)
         if not all(isinstance(turn, str) for turn in turns):
             raise ShapeError("returned something that is no text: return a list of turns")
@@ -187,6 +189,20 @@ def _probe(make: Callable[[], Any], maker: Callable[..., Any], config: Interacti
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{config.environment} cannot be made: {describe(error)}"
         raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct it, or its settings") from error
+
+
+def _refuse_ambiguous(instance: Any, name: str, place: str) -> None:
+    """Refuse a class whose `step` may be a tool as well: reset takes any column, as in TRL, and step is typed and described."""
+    (parameter, *_) = inspect.signature(instance.step).parameters.values()
+    open_reset = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(instance.reset).parameters.values())
+    described = f"{parameter.name}:" in (inspect.getdoc(instance.step) or "")
+    if not open_reset or not described or parameter.annotation is parameter.empty or parameter.name in ("completion", "turn"):
+        return
+    raise ConfigError(
+        f"step of {name} may be a tool with the argument {parameter.name}, as in TRL, or what answers every turn",
+        place=place,
+        fix="rename the tool; or call the argument completion if step answers every turn",
+    )
 
 
 def _has_schemas(instance: Any) -> bool:
@@ -249,5 +265,5 @@ def _print(error: BaseException) -> None:
 
 def _close(instance: Any) -> None:
     with suppress(Exception):
-        if callable(getattr(instance, "close", None)):
+        if is_ours(instance, "close"):
             _finished(instance.close())

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -113,7 +113,8 @@ class EnvironmentPool:
             if schemas:
                 call_format = call_format_of(self.config.call_format, self._chat_template)
                 inside, tags = self._starts_inside, self._reasoning
-                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside)
+                tools = [schema["function"]["name"] for schema in schemas]
+                self._read = lambda text: read_turn(text, call_format, reasoning=tags, starts_inside=inside, tools=tools)
             self._checker = Checker(schemas)
             self._schemas = schemas
         return self._schemas
@@ -171,7 +172,13 @@ class EnvironmentPool:
         def work_off(indices: list[int]) -> list[tuple[int, Result]]:
             return [(index, work(items[index])) for index in indices]
 
-        done = list(self._threads.map(work_off, groups.values())) if len(groups) > 1 else [*map(work_off, groups.values())]
+        if len(groups) > 1:
+            futures = [self._threads.submit(work_off, indices) for indices in groups.values()]
+            # All of them before an error is raised: the caller goes on to end conversations, and a worker serves one at a time.
+            wait(futures)
+            done = [future.result() for future in futures]
+        else:
+            done = [*map(work_off, groups.values())]
         results = {index: result for group in done for index, result in group}
         return [results[index] for index in range(len(items))]
 
@@ -192,8 +199,7 @@ class EnvironmentPool:
         if one.over:
             return Observation(turn.message(), done=True, error=one.error or OVER)
         if one.worker.own_calls:
-            num = len(turn.calls) + turn.num_unread
-            return replace(self._step(one, self._within_limit(one, turn), spoken(text)), calls=num)
+            return self._pass_on(one, turn, spoken(text))
         if turn.calls:
             return self._execute(one, turn)
         if one.worker.form == "steps":
@@ -222,17 +228,30 @@ class EnvironmentPool:
             else:
                 one.state = reply.state
                 messages.append(_said(call, reply.text))
-        if num > allowed:
-            limit = self.config.max_tool_calls
-            refused = f"{num - allowed:,} calls were refused: {limit:,} calls are allowed in one conversation"
-            messages.append(_said(Call(), _as_error(refused)))
+        messages += self._beyond(num - allowed)
         return Observation(turn.message(), messages, calls=num, info=_info(one))
 
-    def _within_limit(self, one: _Conversation, turn: Turn) -> Turn:
-        """The turn with no more readable calls than are allowed, for an environment that executes them itself."""
+    def _beyond(self, num: int) -> list[Message]:
+        """The answer to calls beyond the limit."""
+        limit = self.config.max_tool_calls
+        refused = f"{num:,} calls were refused: {limit:,} calls are allowed in one conversation"
+        return [_said(Call(), _as_error(refused))] if num > 0 else []
+
+    def _pass_on(self, one: _Conversation, turn: Turn, text: str) -> Observation:
+        """The step of an environment that executes its calls itself. It gets those that can be read and are within the limit."""
         allowed = max(0, self.config.max_tool_calls - one.calls)
-        one.calls += len(turn.calls) + turn.num_unread
-        return replace(turn, calls=turn.calls[:allowed])
+        num = len(turn.calls) + turn.num_unread
+        one.calls += num
+        within = turn.calls[:allowed]
+        refused = [_said(call, _as_error(call.error)) for call in within if call.error is not None]
+        refused += self._beyond(num - allowed)
+        sound = tuple(call for call in within if call.error is None)
+        if refused and not sound:
+            # To the environment it would be a turn without a call, which ends many conversations.
+            return Observation(turn.message(), refused, calls=num)
+        observed = self._step(one, replace(turn, calls=sound, num_unread=0), text)
+        # First, because answers of tools follow their turn; the environment may speak as a user after its own.
+        return replace(observed, messages=[*refused, *observed.messages], calls=num)
 
     def _call(self, one: _Conversation, call: Call) -> replies.Answered | Lost:
         message = {"name": call.name, "arguments": dict(call.arguments)}

@@ -74,14 +74,37 @@ def tool_schema(tool: Callable[..., Any], *, place: str) -> Schema:
 
 
 def public_methods(instance: object) -> list[Callable[..., Any]]:
-    """The methods of an environment that the policy may call, as in TRL: all but reset, step, get_reward and those with _."""
+    """The methods of an environment that the policy may call, as in TRL: all but reset, get_reward and those with _.
+
+    Nor is `perfect(row)` or `close()` one, which we call: see `is_ours`.
+    """
     # Of the class: getmembers of an instance would evaluate its properties.
     names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
-    return [getattr(instance, name) for name in names if name not in NOT_TOOLS and not name.startswith("_")]
+    found = [name for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]
+    return [getattr(instance, name) for name in found if not is_ours(instance, name)]
 
 
-NOT_TOOLS = frozenset({"reset", "step", "get_reward", "perfect", "close"})
-"""Methods of an environment that we call."""
+def is_ours(instance: object, name: str) -> bool:
+    """Whether a method called step, perfect or close is the one that we call, by its parameters, and no tool of this name.
+
+    step(completion)    one parameter, whatever its name
+    perfect(row)        one parameter without a type, or called row; every argument of a tool has a type
+    close()             no parameter
+    """
+    method = getattr(instance, name, None)
+    if not callable(method) or name not in ("step", "perfect", "close"):
+        return False
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return True  # some callables of C code have no signature
+    if name == "close":
+        return not parameters
+    positional = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.KEYWORD_ONLY)]
+    if not positional or sum(one.default is one.empty for one in parameters if one.kind is not one.VAR_KEYWORD) > 1:
+        return False
+    first = positional[0]
+    return name == "step" or first.name == "row" or first.annotation is first.empty
 
 
 def _check(parameter: inspect.Parameter, name: str, place: str) -> None:

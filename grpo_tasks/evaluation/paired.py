@@ -10,6 +10,8 @@ doi:10.1007/BF02295996). For most rewards and for tens of thousands of prompts 9
 count. Both keep their significance level without assuming a distribution. Whether a better model is promoted is not decided here.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -56,7 +58,8 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) 
     Raises:
         DataError: the two were evaluated on different prompts, or without this metric.
     """
-    left, right = prompt_values(pl.read_parquet(ours.samples), metric), prompt_values(pl.read_parquet(theirs.samples), metric)
+    tables = _level_faults([pl.read_parquet(report.samples) for report in (ours, theirs)], column_of(metric))
+    left, right = (prompt_values(table, metric) for table in tables)
     if left["prompt_id"].to_list() != right["prompt_id"].to_list():
         common = len(set(left["prompt_id"]) & set(right["prompt_id"]))
         raise DataError(
@@ -74,6 +77,20 @@ def compare(ours: EvalReport, theirs: EvalReport, *, metric: str, alpha: float) 
         )
     values = both["value"].to_numpy(), both["value_theirs"].to_numpy()
     return paired_test(*values, alpha=alpha, metric=metric, against=theirs.label)
+
+
+def _level_faults(tables: Sequence[pl.DataFrame], column: str) -> list[pl.DataFrame]:
+    """The tables with one score for all conversations that a fault ended: the lowest of both models, and none above 0.
+
+    In each table they have the lowest score of its own model. A model that turned its worst answers into faults would otherwise
+    be compared by a better one.
+    """
+    if not any("failed" in table.columns and table.schema.get(column) == pl.Float64 for table in tables):
+        return list(tables)
+    known = [table.filter(~pl.col("failed")) if "failed" in table.columns else table for table in tables]
+    lowest = min([0.0, *(value for table in known if isinstance(value := table[column].min(), float))])
+    charged = pl.when(pl.col("failed") & pl.col(column).is_not_null()).then(lowest).otherwise(pl.col(column)).alias(column)
+    return [table.with_columns(charged) if "failed" in table.columns else table for table in tables]
 
 
 def prompt_values(scored: pl.DataFrame, metric: str) -> pl.DataFrame:

@@ -84,7 +84,7 @@ def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Pro
     head = (
         f"# Evaluation: {report.label}\n\n{report.prompts} held-out prompts, {report.num_samples} samples each at temperature "
         f"{report.temperature:g}. The intervals are {report.confidence:.0%} confidence intervals, from a bootstrap over prompts. "
-        f"{_about_accuracy(judged, report.prompts)}\n"
+        f"{_about_accuracy(judged, report.prompts)}{_about_faults(scored)}\n"
     )
     metrics = EvaluationMetrics(metrics=report.metrics, pass_at_k=report.pass_at_k)
     return "\n".join([head, metrics_table(metrics), *_examples(scored, truth)]) + "\n"
@@ -95,6 +95,13 @@ def _about_accuracy(judged: int, prompts: int) -> str:
         return "No answer is compared with a ground truth, so there is no accuracy."
     right = "A completion is strictly right when it has the required format and its answer equals the ground truth."
     return right if judged == prompts else f"{right} Accuracy is the mean over the {judged} prompts with a ground truth."
+
+
+def _about_faults(scored: pl.DataFrame) -> str:
+    count = int(scored["failed"].sum()) if "failed" in scored.columns else 0
+    if not count:
+        return ""
+    return f" A fault of the environment ended {count:,} of {scored.height:,} conversations, which count as wrong."
 
 
 def metrics_table(metrics: EvaluationMetrics) -> str:

@@ -6,6 +6,9 @@
 A sample is strictly correct if it has the required format and its answer equals the ground truth, or one of several. Lenient
 scoring takes the last text that looks like an answer, whatever the format. Accuracy is the mean over prompts with a ground truth.
 Format and answer are defined in grpo_tasks/answers/extract.py, equality in grpo_tasks/answers/equality.py, and nowhere else.
+
+A conversation that a fault of its environment ended is wrong, whatever it says. It is never left out: a policy that causes faults
+where a prompt is hard would gain by it.
 """
 
 from collections.abc import Sequence
@@ -18,13 +21,16 @@ from numpy.typing import NDArray
 
 from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
+from grpo_tasks.content.conversations import fault_of
 from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
 from grpo_tasks.evaluation.passk import ladder, pass_at_k
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.errors import DataError
 from schemas.metrics import (
     ACCURACY,
     COMPLETION_LENGTH,
+    FAILED_RATE,
     FORMAT_RATE,
     GREEDY_ACCURACY,
     GREEDY_FORMAT_RATE,
@@ -79,21 +85,27 @@ class EvaluationMetrics:
 def score_samples(samples: pl.DataFrame, prompts: Sequence[Prompt], completion: CompletionConfig) -> pl.DataFrame:
     """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
 
+    Where tools or an environment answered, the boolean column `failed` too.
+
     Null is a verdict that cannot be given: right or wrong without a ground truth, the format of free text.
 
     Args:
         samples: columns of schemas/tables.py Samples.
         prompts: rows with the ground truth, for every prompt_id of `samples`.
         completion: what an answer is, and when it is right.
+
+    Raises:
+        DataError: not one conversation has begun.
     """
     truth = {prompt.prompt_id: prompt.truths for prompt in prompts}
     unknown = set(samples["prompt_id"]) - truth.keys()
     assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
-    verdicts = [
-        _judge(text, truth[prompt_id], completion) for prompt_id, text in samples.select("prompt_id", "completion").iter_rows()
-    ]
+    failed = _failed(samples)
+    texts = samples["completion"].to_list() if failed is None else _without(samples["completion"], failed)
+    verdicts = [_judge(text, truth[prompt_id], completion) for prompt_id, text in zip(samples["prompt_id"], texts, strict=True)]
     strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
     return samples.with_columns(
+        *([] if failed is None else [failed]),
         pl.Series("strict_format", strict_format, dtype=pl.Boolean),
         pl.Series("correct", correct, dtype=pl.Boolean),
         pl.Series("lenient_correct", lenient, dtype=pl.Boolean),
@@ -101,6 +113,26 @@ def score_samples(samples: pl.DataFrame, prompts: Sequence[Prompt], completion: 
         (pl.col("finish_reason") == "length").alias("truncated"),
         pl.col("prompt_id").replace_strict({prompt.prompt_id: prompt.task for prompt in prompts}, default="").alias("task"),
     )
+
+
+def _failed(samples: pl.DataFrame) -> pl.Series | None:
+    """Which conversations a fault ended; None when completions are one turn each."""
+    if "conversation" not in samples.columns:
+        return None
+    faults = [fault_of(text) for text in samples["conversation"]]
+    if faults and None not in faults and samples["completion_tokens"].sum() == 0:
+        # No policy has caused that, and figures of nothing would be compared with those of other models.
+        raise DataError(
+            f"the environment began none of {len(faults):,} conversations: {faults[0]}",
+            place="interaction",
+            fix="repair what it needs, such as a service that it asks, and run the evaluation again",
+        )
+    return pl.Series("failed", [fault is not None for fault in faults], dtype=pl.Boolean)
+
+
+def _without(texts: pl.Series, failed: pl.Series) -> list[str]:
+    """The texts, empty where a fault has ended the conversation."""
+    return ["" if gone else text for text, gone in zip(texts, failed, strict=True)]
 
 
 def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool | None, bool | None, bool | None]:
@@ -125,7 +157,7 @@ def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationM
     assert_complete(scored, evaluation)
     sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
     functions = [name for name in scored.columns if name == REWARD or PromotionConfig.decides_by(name)]
-    metrics = _intervals(sampled, [*_RATES, TRUNCATED_RATE, COMPLETION_LENGTH, *functions], evaluation)
+    metrics = _intervals(sampled, [*_RATES, TRUNCATED_RATE, FAILED_RATE, COMPLETION_LENGTH, *functions], evaluation)
     if evaluation.greedy:
         metrics |= _intervals(greedy, [*_GREEDY_RATES, GREEDY_REWARD], evaluation)
     tasks = sorted(set(scored["task"])) if "task" in scored.columns else []

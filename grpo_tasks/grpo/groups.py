@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
+from grpo_tasks.rewards.totals import charge_faults, total_scores
 from grpo_tasks.rollout.conversations.play import Player, Start
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
 
@@ -119,6 +122,22 @@ def score_groups(suite: RewardSuite, rollout: Rollout, *, step: int) -> ScoredRo
     )
     scores = suite.score(batch)
     return ScoredRollout(rollout, scores, time.perf_counter() - began)
+
+
+def with_charged_faults(scored: ScoredRollout) -> ScoredRollout:
+    """The rollout in which conversations that a fault ended have the lowest scores of their group, or of their task.
+
+    A fault that does not depend on what the policy wrote then only adds noise: over many groups it moves the policy nowhere. One
+    that the policy causes is worth no more than the worst honest conversation. A conversation that has not begun has no tokens to
+    train on, and keeps out of the baseline of its group.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    failed = np.array([one.failed and len(one.token_ids) > 0 for one in rollout.completions], dtype=bool)
+    if not failed.any():
+        return scored
+    prompts = np.array(rollout.prompt_of)
+    raw = charge_faults(scores.raw, scores.weights, failed, prompts, np.array([row.task for row in rollout.rows])[prompts])
+    return replace(scored, scores=replace(scores, raw=raw, totals=total_scores(raw, scores.weights)))
 
 
 def _played(rollout: Rollout) -> list[Played]:

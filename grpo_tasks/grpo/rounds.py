@@ -28,7 +28,15 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
-from grpo_tasks.grpo.groups import ScoredRollout, join, play_groups, sample_groups, score_groups, take_groups
+from grpo_tasks.grpo.groups import (
+    ScoredRollout,
+    join,
+    play_groups,
+    sample_groups,
+    score_groups,
+    take_groups,
+    with_charged_faults,
+)
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.schedule import PromptSchedule
 from grpo_tasks.policy.chat import prompt_ids
@@ -132,7 +140,8 @@ class Collector:
         numbers = self.ranks.share(range(len(rows)))
         # With fewer prompts than ranks some ranks have none; they still join in the gather.
         share = self._score_share([rows[number] for number in numbers], numbers, seed, step, group_size) if numbers else None
-        return join([scored for scored in self.ranks.gather(share) if scored is not None])
+        # Of all ranks together, so that what a fault costs does not depend on their number.
+        return with_charged_faults(join([scored for scored in self.ranks.gather(share) if scored is not None]))
 
     def _score_share(
         self, rows: Sequence[PromptRow], numbers: Sequence[int], seed: int, step: int, group_size: int

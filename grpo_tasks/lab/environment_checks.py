@@ -4,15 +4,16 @@ What a trial finds is described in environments/trial.py. A conversation that ca
 a leak between conversations are faults. Everything else is an opinion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.environments.calls import call_format_of
+from grpo_tasks.environments.contract import Message
 from grpo_tasks.environments.pool import EnvironmentPool
-from grpo_tasks.environments.trial import check_environment, perfect_turns, scripts_of
+from grpo_tasks.environments.trial import Play, check_environment, perfect_turns, scripts_of
 from grpo_tasks.lab.probe_set import choose_rows
-from grpo_tasks.rollout.conversations.play import row_columns
+from grpo_tasks.rollout.conversations.play import row_columns, too_long
 from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.results.lab import LabCheck
@@ -26,6 +27,7 @@ def check_interaction(
     rows: Sequence[PromptRow],
     *,
     chat_template: str,
+    count_tokens: Callable[[Sequence[Sequence[Message]]], list[int]],
     completion: CompletionConfig,
     log: Path | None = None,
 ) -> list[LabCheck]:
@@ -35,6 +37,7 @@ def check_interaction(
         config: tools, or an environment.
         rows: all training rows, at least one.
         chat_template: the model's, which names the format of calls.
+        count_tokens: tokens of prompts after that template.
         completion: names the tags around reasoning, in which no call counts.
         log: file that receives what tools and environments print.
 
@@ -56,8 +59,19 @@ def check_interaction(
             max_turns=config.max_turns,
             call_format=call_format_of(config.call_format, chat_template) if schemas else "hermes",
         )
-        checks, _ = check_environment(pool, scripts, name=name, timeout_s=config.timeout_s)
+        checks, plays = check_environment(pool, scripts, name=name, timeout_s=config.timeout_s)
+    longest = _longest_beginning(plays, count_tokens)
+    if longest > config.max_prompt_tokens:
+        detail, fix = too_long(longest, config.max_prompt_tokens), "say less in reset, or raise interaction.max_prompt_tokens"
+        begins = LabCheck(function=name, check="begins", outcome="failed", detail=detail, fix=fix)
+        checks = [begins, *(one for one in checks if one.check != "begins" or one.outcome == "failed")]
     if failed is not None:
         fix = "let perfect(row) return the turns of a good player as a list of texts"
         checks.append(LabCheck(function=name, check="perfect", outcome="failed", detail=failed[:1_000], fix=fix))
     return checks
+
+
+def _longest_beginning(plays: Sequence[Play], count_tokens: Callable[[Sequence[Sequence[Message]]], list[int]]) -> int:
+    """Tokens of the longest prompt that an environment has begun with; 0 if it leaves the prompts of the rows as they are."""
+    begun = [play.opening.messages for play in plays if play.opening.messages]
+    return max(count_tokens(begun), default=0) if begun else 0

@@ -217,7 +217,7 @@ def probe_batch(rows: Sequence[Row], texts: Sequence[str], *, played: bool = Fal
 def _unanswered(row: Row, text: str, length: int) -> Played:
     turn = {"text": text, "start": 0, "end": length, "finish_reason": "stop"}
     turn |= {"reward": None, "calls": 0, "errors": 0, "info": {}}
-    return Played(row.messages, [{"role": "assistant", "content": text}], [turn], None)
+    return Played(row.messages, [{"role": "assistant", "content": text}], [turn], None, answered=False)
 
 
 def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBatch | None:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from grpo_tasks.content.conversations import fault_of
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.function_checks import FunctionFindings, check_function
@@ -21,6 +24,7 @@ from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_solved, stage_totals
 from grpo_tasks.rewards.contract import RESERVED, Row, TaskRewards, shorten
+from grpo_tasks.rewards.totals import charge_faults
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig
 from schemas.config.run import LabInputs, RunConfig
@@ -161,16 +165,24 @@ def _forecasts(
 ) -> list[SignalForecast]:
     scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
     share = config.difficulty.success if isinstance(config, RunConfig) else config.success
-    return [
-        forecast(
-            stage.name,
-            samples,
-            stage_totals(stage, config.rewards, scores),
-            stage_solved(stage, config.rewards, scores, share),
-        )
-        for stage in config.stages
-        if stage.rewards and samples and all(name in scores for name in stage.rewards)
-    ]
+    found = []
+    for stage in config.stages:
+        if stage.rewards and samples and all(name in scores for name in stage.rewards):
+            totals, reached = stage_totals(stage, config.rewards, scores), stage_solved(stage, config.rewards, scores, share)
+            found.append(forecast(stage.name, samples, *_with_faults(samples, totals, reached)))
+    return found
+
+
+def _with_faults(
+    samples: Sequence[GroupSample], totals: NDArray[np.float64], reached: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Totals and verdicts in which conversations that a fault ended count as in training."""
+    failed = np.array([fault_of(text) is not None for sample in samples for text in sample.conversations], dtype=bool)
+    if not failed.any():
+        return totals, reached
+    groups = np.repeat(np.arange(len(samples)), [len(sample.completions) for sample in samples])
+    charged = charge_faults(totals[:, None], np.ones(1), failed, groups)[:, 0]
+    return charged, np.where(failed, 0.0, reached)
 
 
 def _table(config: LabInputs | RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:

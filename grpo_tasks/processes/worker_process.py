@@ -142,7 +142,15 @@ class WorkerProcess:
         code = report.get("code")
         if code is None:
             return WorkerFault("ended", "it closed the socket")
-        return WorkerFault("ended", f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        return WorkerFault("ended", f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}")
+
+
+def _signal_name(number: int) -> str:
+    """The name of a signal; the number of a real-time signal, which has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:

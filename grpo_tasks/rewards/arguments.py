@@ -77,6 +77,7 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         # Lists of their own: a function may change what it receives.
         given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
         given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
+        given["environments"] = [_environment(one) for one in played]
     return {
         **request["columns"],
         **given,
@@ -87,6 +88,23 @@ def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -
         "log_extra": notes.record_column,
         "log_metric": notes.record_metric,
     }
+
+
+class NotPlayedError(AttributeError):
+    """A function reads an attribute of an environment that nobody has played with."""
+
+
+class _NotPlayed:
+    def __getattr__(self, name: str) -> Any:
+        raise NotPlayedError(f"no environment has played, so it has no {name}")
+
+
+def _environment(played: Mapping[str, Any]) -> Any:
+    """What TRL passes as environment, as far as rewards read it: its public attributes after the last turn."""
+    if not played["answered"]:
+        return _NotPlayed()
+    known = played["turns"][-1]["info"].get("environment") if played["turns"] else None
+    return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
 
 
 def _clean(name: object) -> str:

@@ -15,6 +15,7 @@
     turns           N lists of the policy's turns there: text, start and end in completion_ids, finish_reason, reward, calls,
                     errors, info
     environment_reward  N sums of what the environment gave there; None where it gave nothing
+    environments    N objects there with the public attributes that an environment written for TRL had after its last turn
     ...             every other column of the data arrives under its own name, also with N values
     trainer_state   .global_step and .max_steps of the stage
     log_metric      log_metric(name, value) records the mean over the update as the metric logged/FUNCTION/NAME
@@ -39,7 +40,7 @@ from schemas.errors import RewardError
 
 SHOWN_CHARS = 200
 """Characters of a completion shown in an error."""
-PLAYED = frozenset({"messages", "turns", "environment_reward"})
+PLAYED = frozenset({"messages", "turns", "environment_reward", "environments"})
 """Arguments of a call where tools or an environment answer."""
 ARGUMENTS = (
     frozenset({"prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"}) | PLAYED

@@ -2,7 +2,8 @@
 
     samples + rows --chunks--> RewardSuite (its own process) --> reward, rewards/NAME/mean; or solved, by stage
 
-A column is null where no function, or the function, applies.
+A column is null where no function, or the function, applies. A conversation that a fault of its environment ended has the lowest
+scores of its task, and is never solved.
 
 A failure follows the function's `on_error`, as in training.
 """
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from grpo_tasks.content.conversations import played_of
+from grpo_tasks.content.conversations import fault_of, played_of
 from grpo_tasks.rewards.contract import Row, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
-from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
+from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import DifficultyInputs, ScoringInputs
 from schemas.metrics import REWARD, REWARD_MEAN, member
@@ -57,10 +59,13 @@ def reward_columns(
         scores = Scores.join([_scored(suite, samples[start : start + chunk], by_id) for start in range(0, samples.height, chunk)])
     for note in scores.notes:
         _LOGGER.warning("evaluation: %s", note)
-    columns = {member(REWARD_MEAN, name): scores.raw[:, index] for index, name in enumerate(scores.names)}
+    weights = np.asarray(scores.weights)
+    tasks = np.array([by_id[prompt_id].task for prompt_id in samples["prompt_id"]])
+    raw = charge_faults(scores.raw, weights, _failed(samples), tasks)
+    columns = {member(REWARD_MEAN, name): raw[:, index] for index, name in enumerate(scores.names)}
     if scoring.weighted:
         weighted = len(scoring.weighted)
-        columns[REWARD] = total_scores(scores.raw[:, :weighted], np.asarray(scores.weights)[:weighted])
+        columns[REWARD] = total_scores(raw[:, :weighted], weights[:weighted])
     return pl.DataFrame(columns).with_columns(pl.all().fill_nan(None))
 
 
@@ -88,10 +93,18 @@ def solved_by_stage(
         scores = table.select(member(REWARD_MEAN, name) for name in stage.rewards).fill_null(np.nan).to_numpy()
         settings = [resolved for name in stage.rewards if (resolved := inputs.rewards.resolve(name)) is not None]
         full = np.array([full_score(one) for one in settings])
-        columns[stage.name] = pl.Series(
-            solved(scores, stage_weights(stage, inputs.rewards), full, inputs.success), nan_to_null=True
-        )
+        reached = solved(scores, stage_weights(stage, inputs.rewards), full, inputs.success)
+        # Where functions only punish, the lowest scores may be the full reward.
+        reached[_failed(samples) & ~np.isnan(reached)] = 0.0
+        columns[stage.name] = pl.Series(reached, nan_to_null=True)
     return pl.DataFrame(columns)
+
+
+def _failed(samples: pl.DataFrame) -> NDArray[np.bool_]:
+    """[N] conversations that a fault ended."""
+    if "conversation" not in samples.columns:
+        return np.zeros(samples.height, dtype=bool)
+    return np.array([fault_of(text) is not None for text in samples["conversation"]], dtype=bool)
 
 
 def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row]) -> Scores:

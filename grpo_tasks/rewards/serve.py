@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
-from grpo_tasks.rewards.arguments import Notes, call_arguments
+from grpo_tasks.rewards.arguments import Notes, NotPlayedError, call_arguments
 from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
 from grpo_tasks.rewards.explain import raised
 from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
@@ -86,6 +86,9 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
         found = FunctionScores(scores, time.perf_counter() - began, tokens, notes.means(), notes.extras(len(lengths)))
     except ContractError as error:
         return {"fault": _fault_as_json(error.fault)}
+    except NotPlayedError:
+        # Of a completion that the lab has made up. Samples of the base model have environments.
+        found = FunctionScores([None] * len(lengths), time.perf_counter() - began)
     except JudgeUnavailableError as error:
         return {"fault": _fault_as_json(Fault("unavailable", error.message, source=error.place, fix=error.fix))}
     except RewardError as error:

@@ -5,6 +5,9 @@
 This is TRL's definition (1.16: `nansum` of the weighted scores, NaN where every function returned None). The mean reward is the
 mean over the completions that have a total. It is not the weighted sum of the functions' means: a function that applies to half
 of the completions counts half.
+
+No function is called for a conversation that a fault of its environment ended. A policy may learn to cause such faults, so they
+must not pay: `charge_faults` gives them the lowest scores.
 """
 
 from typing import Any, TypeVar
@@ -45,6 +48,34 @@ def solved(
     totals = total_scores(scores, weights)
     best = np.where(np.isnan(scores), 0.0, np.maximum(weights * full, 0.0)).sum(axis=-1)
     return np.where(np.isnan(totals), np.nan, totals >= share * best - _ROUNDING)
+
+
+def charge_faults(
+    scores: NDArray[Real], weights: NDArray[np.float64], failed: NDArray[np.bool_], *partitions: NDArray[Any]
+) -> NDArray[Real]:
+    """[N, F] scores in which a failed conversation has the worst score of each function, and none that is better than 0.
+
+    Args:
+        scores: [N, F]; NaN: does not apply.
+        weights: [F]; a negative one turns the largest score into the worst.
+        failed: [N] conversations that a fault ended.
+        partitions: [N] labels each, the narrowest first. A failed conversation is compared with the others of its label; by the
+            next labels where none of these is sound. Where no labels are left it gets 0.
+    """
+    made, open_ = scores.copy(), failed.copy()
+    signs = np.where(weights < 0, -1.0, 1.0)
+    for labels in partitions:
+        for label in np.unique(labels[open_]):
+            members = labels == label
+            sound = signs * scores[members & ~failed]
+            if not len(sound):
+                continue
+            lowest = np.where(np.isnan(sound), np.inf, sound).min(axis=0)
+            # Where a function applies to none of them, it does not apply to the failed one either.
+            made[members & open_] = signs * np.where(np.isinf(lowest), np.nan, np.minimum(lowest, 0.0))
+            open_ &= ~members
+    made[open_] = 0.0
+    return made
 
 
 def mean_total(totals: NDArray[Real]) -> float | None:

@@ -182,6 +182,13 @@ def _as_json(batch: ScoreBatch) -> dict[str, Any]:
         "prompt_ids": [list(ids) for ids in batch.prompt_ids],
         "columns": {name: list(values) for name, values in batch.columns.items()},
         "played": [
-            {"said": [*one.said], "turns": [*one.turns], "reward": one.reward, "spans": one.spans} for one in batch.played
+            {
+                "said": [*one.said],
+                "turns": [*one.turns],
+                "reward": one.reward,
+                "spans": one.spans,
+                "answered": one.answered,
+            }
+            for one in batch.played
         ],
     }

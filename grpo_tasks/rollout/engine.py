@@ -57,6 +57,11 @@ class Completion:
         """True if a limit ended the completion: its length, or the turns of its conversation."""
         return self.finish_reason == "length"
 
+    @property
+    def failed(self) -> bool:
+        """True if a fault of the environment ended its conversation."""
+        return self.conversation is not None and self.conversation.error is not None
+
 
 def conversation_column(completions: Sequence[Completion]) -> dict[str, list[str | None]]:
     """The column `conversation` of a table, turn by turn as JSON; none when completions are one turn each."""

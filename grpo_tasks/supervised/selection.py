@@ -1,6 +1,6 @@
 """Which completions of a rollout a stage of kind rejection trains on: the best of each prompt, or all above a limit.
 
-    rewards -> scored, complete, above keep_reward -> best keep_completions of each prompt, each text once
+    rewards -> scored, sound, complete, above keep_reward -> best keep_completions of each prompt, each text once
 
 Ties are broken by the order of sampling. Without a limit the best of a group is kept even if it is bad: rejection sampling as in
 RAFT (arXiv:2304.06767). With keep_reward and no number it is the selection of RFT (arXiv:2308.01825).
@@ -16,7 +16,8 @@ from schemas.config.stage import StageConfig
 def chosen_completions(scored: ScoredRollout, stage: StageConfig) -> list[int]:
     """Indices of the completions that the stage trains on, in the order of the rollout."""
     totals, completions = scored.scores.totals, scored.rollout.completions
-    allowed = ~np.isnan(totals)
+    # A conversation that a fault ended has a score, so that it counts in the figures, and teaches nothing.
+    allowed = ~np.isnan(totals) & np.array([not completion.failed for completion in completions])
     if stage.keep_reward is not None:
         allowed &= solved(scored.scores.raw, scored.scores.weights, scored.scores.full, stage.keep_reward) == 1.0
     if stage.mask_truncated_completions:

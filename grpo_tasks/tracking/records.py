@@ -16,6 +16,7 @@ import polars as pl
 from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
+from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.processes.entry import LOG, RESULT
 from grpo_tasks.stage.stage_dir import StageDir
@@ -156,7 +157,7 @@ def record_evaluation(run: RunHandle, result: EvalReport, data: DataReport | Non
 
 def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     """The first completions with their questions: what a person reads first comes first, token ids are left out."""
-    rows = pl.read_parquet(samples, n_rows=_TABLE_ROWS)
+    rows = turn_by_turn(pl.read_parquet(samples, n_rows=_TABLE_ROWS))
     if data is not None and data.eval.exists():
         prompts = pl.read_parquet(data.eval, columns=["prompt_id", "prompt", "answer"])
         question = pl.col("prompt").list.last().struct.field("content")
@@ -250,4 +251,5 @@ def _show_completions(run: RunHandle, directory: Path) -> None:
     files = sorted(directory.glob("*.parquet"))
     if files:
         rows = max(_TABLE_ROWS // len(files), _MIN_ROWS)
-        run.table(pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed"), "completions.json")
+        first = pl.concat([pl.read_parquet(file, n_rows=rows) for file in files], how="diagonal_relaxed")
+        run.table(turn_by_turn(first), "completions.json")

@@ -185,6 +185,21 @@ def test_an_answer_that_is_json_is_no_call(text, call_format):
     assert turn.calls == () or "is a call" in text
 
 
+@pytest.mark.parametrize("text", ['{"name": "Paris"}', '{"id": 1, "name": "Paris"}', '[{"name": "Paris"}]', '{"name": "Paris", '])
+@pytest.mark.parametrize("call_format", ["llama", "json"])
+def test_a_name_alone_is_an_answer_unless_it_is_that_of_a_tool(text, call_format):
+    assert read_turn(text, call_format, tools=["add"]).calls == ()
+    assert len(read_turn(text.replace("Paris", "add"), call_format, tools=["add"]).calls) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "function", "function": {"name": "sub"}}', '{"name": "sub", "arguments": {', "<|python_tag|>{}"]
+)
+@pytest.mark.parametrize("call_format", ["llama", "json"])
+def test_what_is_meant_as_a_call_is_one_whatever_its_name(text, call_format):
+    assert len(read_turn(text, call_format, tools=["add"]).calls) == 1
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

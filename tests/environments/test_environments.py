@@ -238,6 +238,41 @@ def test_the_number_of_workers_changes_no_conversation_even_with_faults(pool_of,
     assert play(1) == play(4)
 
 
+SLOW = """
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+if (HERE / "broken").exists():
+    (HERE / "refused").touch()
+    raise RuntimeError("cannot be imported any more")
+
+class Slow:
+    def reset(self, row, seed):
+        return None
+
+    def step(self, completion):
+        if completion == "crash":
+            os._exit(7)
+        while not (HERE / "refused").exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        (HERE / "finished").touch()
+        return "go on"
+"""
+
+
+def test_an_error_of_one_worker_is_raised_when_the_others_have_answered(pool_of, row, tmp_path):
+    pool = pool_of(SLOW, environment="Slow", workers=2, timeout_s=60.0)
+    pool.begin([(number, row(), 0) for number in range(3)])
+    assert pool.answer([(0, "crash")])[0].error is not None
+    (tmp_path / "broken").touch()
+    with pytest.raises(ConfigError, match="cannot be imported any more"):
+        pool.answer([(2, "x"), (1, "x")])
+    assert (tmp_path / "finished").exists()
+    # Its worker serves the conversation as before.
+    assert pool.answer([(1, "x")])[0].error is None
+
+
 def test_a_step_environment_may_offer_tools(pool_of, call, row):
     pool = pool_of(STEPS, environment="WithTools")
     assert [one["function"]["name"] for one in pool.schemas()] == ["look"]
@@ -319,6 +354,34 @@ class IncrementEnv:
     def reward(self):
         return float(self.counter == self.goal)
 
+class House(IncrementEnv):
+    def step(self, left: int, right: int) -> int:
+        """Steps.
+
+        Args:
+            left: To the left.
+            right: To the right.
+        """
+        self.counter += right - left
+        return self.counter
+
+    def close(self, door: str) -> str:
+        """Closes a door.
+
+        Args:
+            door: Which one.
+        """
+        return f"the {door} is closed"
+
+class Ambiguous(IncrementEnv):
+    def step(self, direction: str) -> str:
+        """Steps.
+
+        Args:
+            direction: Where to.
+        """
+        return direction
+
 class Scored(IncrementEnv):
     async def get_reward(self) -> float:
         return 10.0 * self.counter
@@ -343,6 +406,21 @@ def test_an_environment_written_for_trl_runs_unchanged(pool_of, call, row):
     assert (last.done, last.reward, last.info) == (True, None, {"environment": {"counter": 3, "goal": 3}})
     pool.begin([(2, row(goal=5), 0)])
     assert pool.answer([(2, "I do nothing.")])[0].info == {"environment": {"counter": 0, "goal": 5}}
+
+
+def test_tools_may_have_the_names_of_our_methods(pool_of, call, row):
+    pool = pool_of(TRL, environment="House")
+    assert [one["function"]["name"] for one in pool.schemas()] == ["close", "crash", "increment", "step"]
+    pool.begin([(0, row("Count.", goal=3), 0)])
+    (observed,) = pool.answer([(0, call("step", left=1, right=3) + call("close", door="gate"))])
+    assert [one["content"] for one in observed.messages] == ["2", "the gate is closed"]
+    assert pool.answer([(0, "Done.")])[0].done
+
+
+def test_a_step_that_may_be_a_tool_is_refused_with_what_to_do(pool_of):
+    with pytest.raises(ConfigError, match="step of own_0:Ambiguous may be a tool with the argument direction") as refused:
+        pool_of(TRL, environment="Ambiguous").schemas()
+    assert refused.value.fix == "rename the tool; or call the argument completion if step answers every turn"
 
 
 def test_the_reward_that_a_trl_environment_owns_is_asked_once_however_the_conversation_ends(pool_of, call, row):
@@ -392,4 +470,38 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
     assert (first.calls, first.reward, first.done) == (2, 2.0, False)
     (second,) = pool.answer([(0, call("buy", what=3) + call("buy", what=4))])
     assert (second.calls, second.reward) == (2, 1.0)
-    assert pool.answer([(0, call("buy", what=5))])[0].done
+    assert [message["content"] for message in second.messages] == [
+        '{"error": "1 calls were refused: 3 calls are allowed in one conversation"}',
+        '[{"what": 3}]',
+    ]
+    # Nothing of this turn reaches the environment, which would take it for the last one.
+    (third,) = pool.answer([(0, call("buy", what=5))])
+    assert (third.done, third.calls, third.reward) == (False, 1, None)
+    assert "1 calls were refused" in third.messages[0]["content"]
+    assert pool.answer([(0, "Enough.")])[0].done
+
+
+def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_read(pool_of, call, row):
+    pool = pool_of(OWN_CALLS, environment="Shop")
+    pool.begin([(0, row(), 0)])
+    broken, unread = '<tool_call>{"name": "buy", "arguments": [1]}</tool_call>', "<tool_call>{oops</tool_call>"
+    (alone,) = pool.answer([(0, broken + unread)])
+    assert (alone.done, alone.calls, alone.reward) == (False, 2, None)
+    assert [message.get("name") for message in alone.messages] == ["buy", None]
+    for message, said in zip(alone.messages, ("the arguments are not a JSON object", "not valid JSON"), strict=True):
+        assert message["role"] == "tool"
+        assert said in message["content"]
+    (mixed,) = pool.answer([(0, broken + call("buy", what=1))])
+    assert [message["content"] for message in mixed.messages] == [
+        '{"error": "the arguments are not a JSON object"}',
+        '[{"what": 1}]',
+    ]
+    assert (mixed.calls, mixed.reward, mixed.done) == (2, 1.0, False)
+
+
+def test_of_too_many_calls_in_one_turn_an_environment_gets_those_within_the_limit(pool_of, call, row):
+    pool = pool_of(OWN_CALLS, environment="Shop", max_tool_calls=1024)
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("buy", what=1) * 1500)])
+    assert (observed.calls, observed.reward, observed.done) == (1500, 1024.0, False)
+    assert observed.messages[0]["content"] == '{"error": "476 calls were refused: 1,024 calls are allowed in one conversation"}'

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from grpo_tasks.environments.tool_schema import public_methods, tool_schema, tool_schemas
+from grpo_tasks.environments.tool_schema import is_ours, public_methods, tool_schema, tool_schemas
 from schemas.errors import ConfigError
 
 
@@ -71,6 +71,52 @@ def test_the_public_methods_of_an_environment_are_its_tools():
     (schema,) = tool_schemas(public_methods(Counter()), place="interaction.environment")
     assert schema["function"]["name"] == "increment"
     assert list(schema["function"]["parameters"]["properties"]) == ["step"]
+
+
+class House:
+    """Tools that have the names of our methods."""
+
+    def reset(self, **kwargs: Any) -> None: ...
+
+    def step(self, left: int, right: int) -> str:
+        """Steps.
+
+        Args:
+            left: To the left.
+            right: To the right.
+        """
+
+    def perfect(self, what: str) -> str:
+        """Makes something perfect.
+
+        Args:
+            what: A thing.
+        """
+
+    def close(self, door: str) -> str:
+        """Closes a door.
+
+        Args:
+            door: Which one.
+        """
+
+
+class Ours:
+    """Our methods."""
+
+    def reset(self, row, seed): ...
+    def step(self, completion, more=None): ...
+    def perfect(self, row: dict): ...
+    def close(self): ...
+
+
+def test_the_parameters_of_a_method_say_whether_it_is_a_tool():
+    names = ("step", "perfect", "close")
+    assert [is_ours(House(), name) for name in names] == [False] * 3
+    assert [is_ours(Ours(), name) for name in names] == [True] * 3
+    assert [tool.__name__ for tool in public_methods(House())] == ["close", "perfect", "step"]
+    assert public_methods(Ours()) == []
+    assert len(tool_schemas(public_methods(House()), place="interaction.environment")) == 3
 
 
 def bare(a: int) -> int:

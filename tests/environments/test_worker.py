@@ -42,6 +42,14 @@ def end_later() -> int:
     threading.Timer(0.2, os._exit, (3,)).start()
     return os.getpid()
 
+def kill_itself(number: int) -> str:
+    """Sends a signal to its own process.
+
+    Args:
+        number: The signal.
+    """
+    os.kill(os.getpid(), number)
+
 def add(a: int, b: int) -> int:
     """Adds.
 
@@ -61,6 +69,14 @@ def test_a_tool_that_writes_to_the_socket_of_its_worker_gains_nothing(pool_of, c
     refused, answered = [message["content"] for message in observed.messages]
     assert "on the socket of its worker process" in json.loads(refused)["error"]
     assert answered == "3"
+
+
+@pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (34, "SIGRTMIN"), (40, "40")])
+def test_a_process_that_any_signal_ends_is_named(pool_of, call, row, number, name):
+    pool = pool_of(TOOLS, tools=["kill_itself"])
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("kill_itself", number=number))])
+    assert json.loads(observed.messages[0]["content"]) == {"error": f"kill_itself ended its worker process (signal {name})"}
 
 
 def test_nothing_that_a_tool_has_started_is_left(pool_of, call, row):

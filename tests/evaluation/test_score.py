@@ -1,5 +1,6 @@
 """Figures of an evaluation: what is right, what is left out, rewards and tasks; and which of them decides."""
 
+import json
 from dataclasses import dataclass
 
 import polars as pl
@@ -29,11 +30,12 @@ class Row:
 def evaluated(tmp_path):
     """Evaluate one completion per prompt."""
 
-    def evaluate(rows, texts, *, label="merged", completion=None, **rewards):
+    def evaluate(rows, texts, *, label="merged", completion=None, faults=None, tokens=3, **rewards):
         directory = tmp_path / label
         directory.mkdir(exist_ok=True)
         samples = {"prompt_id": [row.prompt_id for row in rows], "sample": [0] * len(rows), "completion": texts}
-        more = {"completion_tokens": [3] * len(rows), "finish_reason": ["stop"] * len(rows)}
+        more = {"completion_tokens": [tokens] * len(rows), "finish_reason": ["stop"] * len(rows)}
+        more |= {} if faults is None else {"conversation": list(map(fault, faults))}
         pl.DataFrame(samples | more).write_parquet(directory / "samples.parquet")
         return evaluate_samples(
             directory,
@@ -47,6 +49,11 @@ def evaluated(tmp_path):
         )
 
     return evaluate
+
+
+def fault(error=None):
+    """The column `conversation` of a completion."""
+    return json.dumps({"prompt": [], "turns": [], "ending": "error" if error else "done", "error": error, "reward": None})
 
 
 def values(report):
@@ -88,6 +95,36 @@ def test_rewards_have_means_and_intervals_and_leave_out_what_they_do_not_apply_t
     assert "rewards/never/mean" not in report.metrics
     assert report.metrics["reward"].low < 2.5 < report.metrics["reward"].high
     assert "| rewards/brief/mean" in (report.directory / "report.md").read_text()
+
+
+def test_a_conversation_that_failed_is_wrong_and_is_never_left_out(evaluated):
+    rows = [Row("a"), Row("b"), Row("c"), Row("d", ())]
+    report = evaluated(rows, [RIGHT] * 4, faults=[None, "step hung", None, "step hung"], reward=[1.0, -0.5, 2.0, -0.5])
+    found = values(report)
+    assert found["accuracy"] == found["lenient_accuracy"] == pytest.approx(2 / 3)
+    assert (found["format_rate"], found["failed_rate"], found["reward"]) == (0.5, 0.5, 0.5)
+    text = (report.directory / "report.md").read_text()
+    assert "A fault of the environment ended 2 of 4 conversations, which count as wrong." in text
+    assert "| failed_rate" in text
+    sound = evaluated(rows, [RIGHT] * 4, faults=[None] * 4)
+    assert (values(sound)["failed_rate"], values(sound)["accuracy"]) == (0.0, 1.0)
+    assert "failed_rate" not in values(evaluated(rows, [RIGHT] * 4))
+
+
+def test_faults_instead_of_bad_answers_make_no_better_model(evaluated):
+    """Where the base answers badly (-1) the new model ends its environment: both have the same score there."""
+    rows = [Row(f"{number:02}", ()) for number in range(12)]
+    base = evaluated(rows, ["text"] * 12, label="base", faults=[None] * 12, reward=[-1.0] * 10 + [1.0] * 2)
+    ours = evaluated(rows, ["text"] * 12, faults=["step hung"] * 10 + [None] * 2, reward=[0.0] * 10 + [1.0] * 2)
+    test = compare(ours, base, metric="reward", alpha=0.05)
+    assert (test.prompts, test.difference, test.better) == (12, 0.0, False)
+
+
+def test_an_environment_that_begins_nothing_is_not_measured(evaluated):
+    with pytest.raises(DataError, match="began none of 2 conversations: reset raised OSError"):
+        evaluated([Row("a"), Row("b")], ["", ""], faults=["reset raised OSError"] * 2, tokens=0)
+    # A policy may end all that it plays.
+    assert values(evaluated([Row("a"), Row("b")], ["x", "y"], faults=["step hung"] * 2))["accuracy"] == 0.0
 
 
 def test_several_tasks_have_figures_of_their_own(evaluated):

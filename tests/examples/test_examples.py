@@ -73,6 +73,18 @@ def test_the_run_for_a_gpu_is_a_valid_config(name, tmp_path, monkeypatch):
     assert "Qwen" in outcome.output
 
 
+def test_the_calculator_without_its_tool_is_a_valid_config(tmp_path, monkeypatch):
+    shutil.copytree(EXAMPLES / "calculator", tmp_path / "calculator")
+    monkeypatch.chdir(tmp_path / "calculator")
+    outcome = CliRunner().invoke(app, ["run", "without_tool.yaml", "--dry-run"])
+    assert outcome.exit_code == 0, outcome.output
+    assert "calculator-without-tool" in outcome.output
+    module = module_of("calculator", "calculator")
+    rows = [json.loads(line) for line in (EXAMPLES / "calculator" / "data.jsonl").read_text().splitlines()]
+    # Its demonstrations have the right answers, and no call.
+    assert all(row["answer"] in module.from_memory(row) and "tool_call" not in module.from_memory(row) for row in rows)
+
+
 def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency():
     reward = module_of("my-csv", "rewards").names_currency
     replies = {
@@ -126,6 +138,20 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, setting
         found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]["value"]
     assert found["base"] < 0.1, "the base model cannot do it"
     assert found["merged"] > least
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("examples")
+@pytest.mark.timeout(1800)
+def test_without_its_tool_the_calculator_cannot_do_it(tmp_path, prefect_api):
+    shutil.copytree(EXAMPLES / "calculator", tmp_path / "mine")
+    place, settings = Place(tmp_path / "mine", prefect_api), {"stages.1.max_steps": 10} | SHORT
+    place.grpo("run", "without_tool.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
+    [result] = (place.root / "runs" / "calculator-without-tool" / "evaluate_model").glob("merged-*/result.json")
+    figures = json.loads(result.read_text())["metrics"]
+    assert figures["accuracy"]["value"] < 0.1
+    # It has learnt to answer.
+    assert figures["format_rate"]["value"] > 0.5
 
 
 def test_the_calculator_calculates_and_executes_nothing():

@@ -14,10 +14,10 @@ import polars as pl
 import pytest
 import torch
 
-from grpo_tasks.grpo.advantages import Advantages
-from grpo_tasks.grpo.groups import play_groups, score_groups
+from grpo_tasks.grpo.advantages import Advantages, advantages
+from grpo_tasks.grpo.groups import play_groups, score_groups, with_charged_faults
 from grpo_tasks.grpo.losses import LossInputs, policy_loss
-from grpo_tasks.grpo.measure import completions_table, conversation_metrics
+from grpo_tasks.grpo.measure import completions_table, conversation_metrics, rollout_metrics
 from grpo_tasks.grpo.microbatches import make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import rewards_of
@@ -181,12 +181,49 @@ def test_reward_functions_get_the_conversation_and_may_score_its_turns(rollout, 
         assert row[: len(said)][said].isnan().all()
 
 
-def test_nobody_gains_by_a_fault_of_the_environment(rollout, suite):
-    broken = rollout.completions[0]
-    failed = replace(broken, conversation=replace(broken.conversation, error="it broke", ending="error"))
-    scored = score_groups(suite, replace(rollout, completions=[failed, *rollout.completions[1:]]), step=1)
-    assert np.isnan(scored.scores.totals).tolist() == [True] + [False] * 11
-    assert conversation_metrics([failed, *rollout.completions[1:4]])["conversations/errors"] == 0.25
+def broken(completion, **fields):
+    """The completion, ended by a fault of its environment."""
+    return replace(completion, conversation=replace(completion.conversation, error="it broke", ending="error", **fields))
+
+
+@pytest.fixture
+def charged(rollout, suite):
+    """The scored rollout in which a fault has ended these conversations."""
+
+    def score(*failed):
+        completions = [broken(one) if index in failed else one for index, one in enumerate(rollout.completions)]
+        return with_charged_faults(score_groups(suite, replace(rollout, completions=completions), step=1))
+
+    return score
+
+
+def test_nobody_gains_by_a_fault_of_the_environment(rollout, charged):
+    scored = charged(0)
+    totals, stage = scored.scores.totals, StageConfig(name="s", rewards=["environment"], num_generations=4)
+    assert not np.isnan(totals).any()
+    assert totals[0] <= min(0.0, totals[1:4].min())
+    found = advantages(rewards_of(scored), stage).values
+    written = torch.tensor(scored.rollout.completions[0].written)
+    # An honest failure would not be better off by a fault: the fault has the lowest advantage of its group.
+    assert (found[0, : len(written)][written] < 0).all()
+    assert rollout_metrics(scored, advantages(rewards_of(scored), stage))["reward"] == pytest.approx(totals.mean())
+    failed = [broken(rollout.completions[0]), *rollout.completions[1:4]]
+    assert conversation_metrics(failed)["conversations/errors"] == 0.25
+
+
+def test_a_group_that_failed_as_a_whole_is_dead_and_counts(charged):
+    scored = charged(0, 1, 2, 3)
+    found = advantages(rewards_of(scored), StageConfig(name="s", rewards=["environment"], num_generations=4))
+    assert found.dead.tolist() == [True, False, False]
+    assert (found.values[:4] == 0).all()
+    assert (scored.scores.totals[:4] <= scored.scores.totals[4:].min()).all()
+
+
+def test_what_has_not_begun_keeps_out_of_the_baseline(rollout, suite):
+    first = broken(rollout.completions[0], turns=[])
+    first = replace(first, token_ids=[], logprobs=[], written=[], policy_logprobs=[], text="")
+    scored = score_groups(suite, replace(rollout, completions=[first, *rollout.completions[1:]]), step=1)
+    assert np.isnan(with_charged_faults(scored).scores.totals).tolist() == [True] + [False] * 11
 
 
 def test_the_table_shows_the_conversation_turn_by_turn(rollout, suite):
@@ -216,12 +253,22 @@ def write(stages, name, **settings):
     return directory
 
 
-def train_here(directory):
+def train_here(directory, environment=None):
     """Train a stage in this process, with an environment of two turns."""
     spec = StageSpec.load(directory.spec)
-    player = Player(Counting(2), spec.interaction, load_tokenizer(spec.start, spec.model))
+    player = Player(environment or Counting(2), spec.interaction, load_tokenizer(spec.start, spec.model))
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         return Trainer(directory, suite, (), player).train()
+
+
+def test_a_stage_whose_environment_fails_loses_nothing_and_gains_nothing(stages):
+    """Every conversation fails at its second turn: held-out ones count in the mean, groups are dead, no weight moves."""
+    directory = write(stages, "stage")
+    train_here(directory, Counting(3, fails_at=2))
+    lines = journal(directory)
+    assert [line["conversations/errors"] for line in lines] == [1.0] * 3
+    assert [(line["reward"], line["frac_reward_zero_std"], line["grad_norm"]) for line in lines] == [(0.0, 1.0, 0.0)] * 3
+    assert lines[1]["eval_reward"] == 0.0
 
 
 def test_a_stage_trains_on_conversations(stages):

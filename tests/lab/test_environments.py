@@ -4,11 +4,13 @@ import textwrap
 
 import pytest
 
+from grpo_tasks.data.chat_tokens import load_counter
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.lab.environment_checks import check_interaction
 from grpo_tasks.lab.run import weighed
 from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.model import ModelConfig
 from schemas.config.rewards import LabConfig
 
 TEMPLATE = '{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
@@ -43,7 +45,14 @@ def checked(tmp_path, monkeypatch):
         (tmp_path / "own_play.py").write_text(textwrap.dedent(source))
         config = InteractionConfig(**{"workers": 1, "timeout_s": 5.0, "max_turns": 3} | fields)
         rows = [PromptRow(f"{n:016x}", "rows.jsonl", n, ({"role": "user", "content": "Guess."},), str(n), 9, {}) for n in (1, 2)]
-        found = check_interaction(config, rows, chat_template=TEMPLATE, completion=CompletionConfig(), log=tmp_path / "log.txt")
+        found = check_interaction(
+            config,
+            rows,
+            chat_template=TEMPLATE,
+            count_tokens=load_counter(ModelConfig()).count,
+            completion=CompletionConfig(),
+            log=tmp_path / "log.txt",
+        )
         return {one.check: weighed(one, LabConfig()).outcome for one in found}
 
     return check
@@ -62,11 +71,12 @@ def test_without_tools_and_environment_there_is_nothing_to_check(checked):
     ("old", "new", "check", "outcome"),
     [
         ('self.answer = row["answer"]', "raise OSError('no board')", "begins", "failed"),
+        ('row["answer"]\n', 'row["answer"]; return "Guess! " * 5_000\n', "begins", "failed"),
         ("right = completion", "import os; os._exit(1); right = completion", "faults", "failed"),
         ('return [row["answer"]]', "raise ValueError('no player')", "perfect", "warned"),
         ('"reward": float(right)', '"reward": float(not completion)', "ranking", "warned"),
     ],
-    ids=["begins", "faults", "perfect", "ranking"],
+    ids=["begins", "long", "faults", "perfect", "ranking"],
 )
 def test_what_goes_wrong_is_named_and_faults_stop_the_run(checked, old, new, check, outcome):
     assert old in GUESS

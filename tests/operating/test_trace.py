@@ -1,5 +1,7 @@
 """`grpo trace` on folders as the steps leave them, and on folders whose files are damaged."""
 
+import json
+
 import polars as pl
 import pytest
 from rich.console import Console
@@ -51,6 +53,30 @@ def test_a_refused_row_comes_with_the_rules_that_it_breaks(run):
     found = trace_row(run, "mine.jsonl:2")
     assert found.prompt is None
     assert found.faults["rule"].to_list() == ["content_empty"]
+
+
+def test_a_conversation_is_shown_turn_by_turn_wherever_the_row_was_used(run, capsys):
+    turns = [
+        {"text": "6 * 7?", "reward": None, "answers": [{"role": "tool", "content": "42"}]},
+        {"text": "It is 42.", "reward": 1.0, "answers": []},
+    ]
+    played = {"prompt_id": PROMPT_ID, "sample": 0, "completion": "It is 42."}
+    played |= {"conversation": json.dumps({"turns": turns, "ending": "turns", "error": None})}
+    (run / "train_stage/format-key/completions").mkdir()
+    scored = {"step": 1, "reward": 1.0, "advantage": 0.5}
+    pl.DataFrame([played | scored]).write_parquet(run / "train_stage/format-key/completions/step-000001.parquet")
+    judged = {"strict_format": False, "correct": None, "finish_reason": "length"}
+    pl.DataFrame([played | judged]).write_parquet(run / "evaluate_model/base-key/samples.parquet")
+    prompt = {"prompt_id": PROMPT_ID, "source": "mine.jsonl", "line": 1, "prompt_tokens": 9, "answer": "42"}
+    prompt |= {"prompt": [{"role": "user", "content": "6 * 7?"}]}
+    pl.DataFrame([prompt]).write_parquet(run / "validate_data/all-key/train.parquet")
+    found = trace_row(run, PROMPT_ID)
+    shown = "[turn 1] 6 * 7?\n[tool] 42\n[turn 2 (reward 1)] It is 42.\n[out of turns]"
+    assert found.completions["format"]["completion"].to_list() == found.samples["base"]["completion"].to_list() == [shown]
+    show_trace(Console(width=200), found)
+    printed = capsys.readouterr().out
+    for line in shown.splitlines():
+        assert printed.count(line) == 2
 
 
 @pytest.mark.parametrize("name", ["rows.json:4", "rows.json, record 4"])

@@ -1,13 +1,16 @@
 """What functions get of conversations, and what they may return: scores of completions, of turns, of tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.rewards.builtin import completion_text, environment, length, soft_overlong
-from grpo_tasks.rewards.contract import ContractError, ScoreBatch, applicable, check_result
+from grpo_tasks.rewards.contract import ContractError, ScoreBatch, applicable, batch_of, check_result
+from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
+from schemas.config.rewards import RewardsConfig
 
 SAID = [{"role": "assistant", "content": "2+2?"}, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
 TURNS = [{"start": 0, "end": 2, "text": "2+2?"}, {"start": 5, "end": 9, "text": "It is 4."}]
@@ -71,3 +74,35 @@ def test_a_table_gives_back_what_functions_get():
         {"prompt": [{"role": "user", "content": "?"}], "turns": turns, "ending": "done", "error": None, "reward": 1.5}
     )
     assert played_of(text) == Played([{"role": "user", "content": "?"}], SAID, TURNS, 1.5)
+
+
+TRL = """
+def trl_reward(completions, environments, answer, **kwargs):
+    return [float(environment.counter == int(goal)) for environment, goal in zip(environments, answer)]
+
+def trl_missing(environments, **kwargs):
+    return [environment.height for environment in environments]
+"""
+
+
+def test_a_reward_written_for_trl_reads_its_environments(own_module, make_row):
+    own_module(TRL)
+    names = ["trl_reward", "trl_missing"]
+    rewards = RewardsConfig(functions={name: {"function": f"my_rewards:{name}"} for name in names})
+    turns = [[*TURNS[:1], TURNS[1] | {"info": {"environment": {"counter": count}}}] for count in (42, 41)]
+    played = [Played([], SAID, each, None) for each in turns]
+    rows = [make_row(1), make_row(2)]
+    with RewardWorker(rewards, names) as worker:
+        batch = batch_of(rows, ["a", "b"], [[1] * 9] * 2, played=played)
+        assert worker.call("trl_reward", batch, 10.0).scores == [1.0, 0.0]
+        fault = worker.call("trl_missing", batch, 10.0)
+        assert "no attribute 'height'" in fault.detail
+        # Of completions that the lab makes up no environment can be asked.
+        made_up = [replace(one, turns=TURNS, answered=False) for one in played]
+        for name in names:
+            assert worker.call(name, replace(batch, played=made_up), 10.0).scores == [None, None]
+
+
+def test_a_column_with_the_name_of_an_argument_is_left_out(make_row):
+    row = replace(make_row(1), extra={"environments": 1, "level": 2})
+    assert batch_of([row], ["a"], [[1]]).columns.keys() == {"answer", "level"}

@@ -1,5 +1,6 @@
 """Rewards of held-out completions, computed in the reward process and handed to the evaluation as columns."""
 
+import json
 import logging
 import os
 from dataclasses import replace
@@ -137,3 +138,37 @@ def test_each_stage_decides_by_its_own_rewards_what_is_solved(own_module, make_r
         "long": [1.0, None, 1.0, None],
         "all": [1.0, 0.0, 0.0, 0.0],
     }
+
+
+def played(text, error=None):
+    """The column `conversation` of a completion of one turn."""
+    turn = {"text": text, "start": 0, "end": 1, "finish_reason": "stop", "reward": None, "calls": 0, "errors": 0, "info": {}}
+    turns = [turn | {"message": {"role": "assistant", "content": text}, "answers": []}]
+    return json.dumps({"prompt": [], "turns": turns, "ending": "error" if error else "done", "error": error, "reward": None})
+
+
+def test_a_conversation_that_failed_has_the_lowest_scores_and_solves_nothing(own_module, make_row):
+    own_module(FUNCTIONS)
+    run = RunConfig(
+        data={"train": [{"path": "rows.jsonl"}]},
+        stages=[{"name": "one", "rewards": ["format", "long"]}, {"name": "brief", "rewards": ["length"]}],
+        rewards={"functions": {"long": {"function": "my_rewards:only_long", "weight": -1.0}}},
+        evaluation={"rewards": ["format", "long"]},
+        difficulty={"samples": 2},
+    )
+    rows = [make_row(1), make_row(2)]
+    faults = [None, "step hung", None, "step hung"]
+    samples = pl.DataFrame(
+        {
+            "prompt_id": [row.prompt_id for row in rows for _ in range(2)],
+            "completion": [RIGHT, RIGHT, "42", ""],
+            "token_ids": [[1]] * 4,
+            "conversation": [played(text, error) for text, error in zip([RIGHT, RIGHT, "42", ""], faults, strict=True)],
+        }
+    )
+    found = reward_columns(samples, rows, run.scoring(), completion=run.completion, per_prompt=2)
+    assert found["rewards/format/mean"].to_list() == [1.0, 0.0, 0.0, 0.0]
+    assert found["rewards/long/mean"].to_list() == [1.0, 1.0, None, 1.0]
+    assert found["reward"].to_list() == [0.0, -1.0, 0.0, -1.0]
+    reached = solved_by_stage(samples, rows, run.difficulty_of(run.stages), per_prompt=2)
+    assert [column[1::2].to_list() for column in reached] == [[0.0, 0.0]] * 2

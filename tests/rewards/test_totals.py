@@ -17,7 +17,7 @@ from grpo_tasks.lab.run import run_lab
 from grpo_tasks.lab.stage_checks import stage_totals
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
-from grpo_tasks.rewards.totals import solved, stage_weights, total_scores
+from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
@@ -161,3 +161,32 @@ def test_functions_that_only_punish_do_not_raise_the_full_reward():
     scores = np.array([[1.0, 0.0, 0.0], [1.0, -0.2, 0.1], [1.0, -1.0, 0.0], [1.0, 0.0, 1.0]])
     assert solved(scores, weights, full, 0.8).tolist() == [1.0, 1.0, 0.0, 0.0]
     assert solved(scores[:, 1:2], weights[1:2], full[1:2], 0.8).tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+WEIGHTS = np.array([1.0, 0.5, -2.0])
+
+
+@given(scores_of_functions, arrays(np.bool_, 8))
+def test_no_conversation_gains_by_a_fault(raw, failed):
+    """Its scores are those of no function: whatever the honest ones of its group earn, it earns no more, and never above 0."""
+    given_scores = np.where(failed[:, None], np.nan, raw)
+    groups = np.repeat([0, 1], 4)
+    found = charge_faults(given_scores, WEIGHTS, failed, groups)
+    np.testing.assert_array_equal(found[~failed], raw[~failed])
+    totals = total_scores(found, WEIGHTS)
+    for group in (0, 1):
+        members = groups == group
+        honest, charged = totals[members & ~failed], totals[members & failed]
+        if len(honest) and not np.isnan(honest).all():
+            assert (charged[:, None] <= np.nan_to_num(honest, nan=0.0)[None, :]).all()
+        else:
+            # Nobody to compare with: 0, or no score where no function applies to the honest ones.
+            assert (np.isnan(charged) == bool(len(honest))).all()
+        assert (np.nan_to_num(charged) <= 0).all()
+
+
+def test_a_group_without_a_sound_conversation_is_compared_with_its_task():
+    scores = np.array([[np.nan], [np.nan], [-0.5], [2.0], [np.nan], [np.nan]])
+    failed, groups, tasks = np.array([1, 1, 0, 0, 1, 1]) == 1, np.array([0, 0, 1, 1, 2, 2]), np.array(list("aaaabb"))
+    found = charge_faults(scores, np.ones(1), failed, groups, tasks)
+    assert found[:, 0].tolist() == [-0.5, -0.5, -0.5, 2.0, 0.0, 0.0]

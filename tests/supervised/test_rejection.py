@@ -12,10 +12,12 @@ from schemas.metrics import describe
 from tests.grpo.conftest import journal
 
 
-def scored(totals, *, size, tokens=None, truncated=()):
+def scored(totals, *, size, tokens=None, truncated=(), failed=()):
     """A rollout with these rewards of one function of weight 1 and full score 1."""
     completions = [
-        SimpleNamespace(token_ids=[index] if tokens is None else tokens[index], truncated=index in truncated)
+        SimpleNamespace(
+            token_ids=[index] if tokens is None else tokens[index], truncated=index in truncated, failed=index in failed
+        )
         for index in range(len(totals))
     ]
     raw = np.array(totals, dtype=float)[:, None]
@@ -54,6 +56,12 @@ def test_completions_that_were_cut_off_are_left_out_when_asked():
     rollout = scored([1.0, 0.5], size=2, truncated={0})
     assert chosen_completions(rollout, stage()) == [0]
     assert chosen_completions(rollout, stage(mask_truncated_completions=True)) == [1]
+
+
+def test_a_conversation_that_failed_is_never_kept_whatever_its_score():
+    rollout = scored([0.0, 0.0, -1.0, 0.0], size=2, failed={0, 2, 3})
+    assert chosen_completions(rollout, stage(keep_completions=None, keep_reward=0.0)) == [1]
+    assert chosen_completions(rollout, stage(keep_completions=2)) == [1]
 
 
 def test_training_on_the_best_completions_raises_the_reward(sums):

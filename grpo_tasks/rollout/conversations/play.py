@@ -134,7 +134,7 @@ def play(
     tokens = TurnTokens(tokenizer)
     numbers = range(len(starts))
     try:
-        conversations = _begin(environments, starts, tokens)
+        conversations = _begin(environments, starts, tokens, config.max_prompt_tokens)
         live = [one for one in conversations if one.ending is None]
         while live:
             drawn = engine.generate([one.request(config.max_tokens) for one in live], sampling)
@@ -156,7 +156,7 @@ def play(
     return [one.completion() for one in conversations]
 
 
-def _begin(environments: Environments, starts: Sequence[Start], tokens: TurnTokens) -> list[_Live]:
+def _begin(environments: Environments, starts: Sequence[Start], tokens: TurnTokens, limit: int) -> list[_Live]:
     for start in starts:
         if start.row.plain:
             raise ConfigError(
@@ -170,14 +170,24 @@ def _begin(environments: Environments, starts: Sequence[Start], tokens: TurnToke
     begun = []
     for number, (start, opening) in enumerate(zip(starts, openings, strict=True)):
         messages = _prompt(start.row, opening)
-        one = _Live(number, start, tokens.prompt(messages), messages)
-        if opening.error is not None:
-            one.end("error", opening.error)
+        one, error = _Live(number, start, tokens.prompt(messages), messages), opening.error
+        # The check of the data has counted the tokens of the row, and not what the environment makes of it.
+        if opening.messages and len(one.prompt_ids) > limit:
+            error = too_long(len(one.prompt_ids), limit)
+            messages = _prompt(start.row, Opening())
+            one = _Live(number, start, tokens.prompt(messages), messages)
+        if error is not None:
+            one.end("error", error)
         elif first.setdefault((start.row.prompt_id, start.environment_seed), one.prompt_ids) != one.prompt_ids:
             # Completions of a group are compared with each other, so they have to answer the same prompt.
             one.end("error", OTHER_BEGINNING)
         begun.append(one)
     return begun
+
+
+def too_long(num_tokens: int, limit: int) -> str:
+    """The fault of an environment whose prompt has more tokens than are allowed."""
+    return f"reset begins with a prompt of {num_tokens:,} tokens, and {limit:,} are the limit (interaction.max_prompt_tokens)"
 
 
 def row_columns(row: PromptRow) -> dict[str, Any]:

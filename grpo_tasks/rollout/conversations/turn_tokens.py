@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.tokenizer import special_tokens
+from grpo_tasks.environments.calls import END_MARKS
 from grpo_tasks.policy.chat import RefusedError, end_marker, rendered
 from grpo_tasks.rollout.conversations.record import Message
 from schemas.errors import ModelError
@@ -41,10 +42,13 @@ class TurnTokens:
         self._markers = sorted(special.values(), key=len, reverse=True)
         alone = self._render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER}], opened=False)
         self._end = end_marker(tokenizer, alone.rpartition(PLACEHOLDER)[2]) or ""
+        # The limit of its length may cut a turn behind any other special token, such as the opening of a turn.
+        ends = {*END_MARKS, self._end, tokenizer.eos_token}
+        self._end_ids = frozenset(number for number, marker in special.items() if marker in ends)
 
     def closed(self, token_ids: Sequence[int]) -> bool:
         """True if the policy wrote the end of its turn."""
-        return bool(token_ids) and token_ids[-1] in self._special_ids
+        return bool(token_ids) and token_ids[-1] in self._end_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt, up to the beginning of the policy's turn."""
@@ -93,12 +97,13 @@ class TurnTokens:
         return ModelError(reason, place=str(self._tokenizer.name_or_path), fix=fix)
 
     def _safe(self, message: Message) -> dict[str, Any]:
-        """The message with a stand-in for each marker in its texts."""
-        return {str(key): self._without_markers(value) for key, value in message.items()}
+        """The message with a stand-in for each marker in its texts, names of arguments included."""
+        return {str(self._without_markers(key)): self._without_markers(value) for key, value in message.items()}
 
     def _without_markers(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): self._without_markers(item) for key, item in value.items()}
+            # Keys too: a template may write the arguments of a call, whose names the policy has chosen.
+            return {str(self._without_markers(key)): self._without_markers(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._without_markers(item) for item in value]
         if not isinstance(value, str):

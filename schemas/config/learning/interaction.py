@@ -34,6 +34,9 @@ class InteractionConfig(Section):
     """Calls in one conversation. Further ones are answered with an error."""
     max_tokens: int = Field(4096, ge=16, le=MOST_TOKENS)
     """Tokens of a conversation after its prompt, answers of tools included. rollout.max_completion_length limits each turn."""
+    max_prompt_tokens: int = Field(4096, ge=1, le=MOST_TOKENS)
+    """Tokens of a prompt that an environment begins with, after the chat template. A longer one ends its conversation with an
+    error. validation.max_prompt_length limits the prompts of the data."""
     max_answer_chars: int = Field(4_000, ge=16, le=1_000_000)
     """Characters kept of one answer of a tool or environment."""
     timeout_s: float = Field(10.0, gt=0.0, le=3600.0)

@@ -77,7 +77,8 @@ class DemonstrationsConfig(Section):
     """package.module:function, which receives a row (a dict with prompt, answer and every column) and returns the text of the
     assistant's turn, or messages."""
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Longest demonstration in tokens. Longer ones are refused, never cut. Empty: rollout.max_completion_length."""
+    """Longest demonstration in tokens. Longer ones are refused, never cut. Empty: rollout.max_completion_length; with tools or an
+    environment interaction.max_tokens."""
     max_invalid_fraction: Fraction = 0.05
     """Share of the rows that may lack a usable demonstration. They are left out and listed in refused_demonstrations.jsonl. With
     more of them the stage stops before the model is loaded."""

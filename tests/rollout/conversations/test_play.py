@@ -123,6 +123,23 @@ def test_an_environment_that_begins_otherwise_is_named(engine, tokenizer, starts
     assert [tokenizer.decode(played[0].conversation.prompt_ids).count("Game 0"), len(played[1].token_ids)] == [1, 0]
 
 
+def test_a_beginning_beyond_the_limit_is_never_sampled_from(engine, tokenizer, starts, rows):
+    def opening(number, columns, seed):
+        return Opening([{"role": "user", "content": "Go. " * (2_000 if number >= 2 else 2)}])
+
+    watched, limit = Watched(engine), interaction(max_prompt_tokens=100)
+    played = play(watched, Counting(1, opening=opening), starts, sampling(), limit, tokenizer)
+    assert [one.conversation.error is None for one in played] == [True, True] + [False] * 4
+    assert "tokens, and 100 are the limit (interaction.max_prompt_tokens)" in played[2].conversation.error
+    assert all(len(request.prompt_ids) <= 100 for asked in watched.asked for request, _ in asked)
+    # Nothing of the long prompt is kept: tables and microbatches would carry it.
+    assert list(played[2].conversation.prompt_ids) == prompt_ids(tokenizer, rows[1].messages)
+    assert (played[2].token_ids, played[2].failed) == ([], True)
+    # The prompts of the rows have a limit of their own.
+    own = play(engine, Counting(1), starts, sampling(), interaction(max_prompt_tokens=1), tokenizer)
+    assert not any(one.failed for one in own)
+
+
 def test_a_fault_ends_the_conversation_with_its_error(engine, tokenizer, starts):
     played = play(engine, Counting(5, fails_at=2), starts, sampling(), interaction(), tokenizer)
     for completion in played:

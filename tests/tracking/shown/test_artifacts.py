@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 from mlflow import MlflowClient
 
+from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.runs import open_run
 
 
@@ -39,6 +40,34 @@ def test_the_table_of_an_evaluation_begins_with_question_ground_truth_answer_and
     assert table["columns"][:4] == ["question", "ground_truth", "model_answer", "verdict"]
     assert [row[:4] for row in table["data"]] == [["What is 1 + 1?", "2", "2", "right"], ["What is 0 + 1?", "1", "7", "wrong"]]
     assert "token_ids" not in table["columns"]
+
+
+TURNS = [
+    {"text": "6 * 7?", "reward": None, "answers": [{"role": "tool", "content": "42"}]},
+    {"text": "It is 42.", "reward": 1.0, "answers": []},
+]
+PLAYED = json.dumps({"turns": TURNS, "ending": "done", "error": None})
+SHOWN = "[turn 1] 6 * 7?\n[tool] 42\n[turn 2 (reward 1)] It is 42."
+
+
+def test_the_tables_of_an_evaluation_and_of_a_stage_show_conversations_turn_by_turn(
+    client, database, make_config, make_evaluation, make_stage
+):
+    evaluation, config = make_evaluation("merged"), make_config(database)
+    rows = {"prompt_id": ["a", "b"], "sample": [0, 0], "completion": ["It is 42.", "No."], "conversation": [PLAYED, None]}
+    pl.DataFrame(rows).write_parquet(evaluation.samples)
+    stage = make_stage(config)
+    # The first files of the stage were written by a version without conversations.
+    pl.DataFrame(rows | {"reward": [1.0, 0.0]}).write_parquet(StageDir(stage.directory).completions(40))
+    with open_run(config, key="k") as run:
+        run.record(evaluation)
+        run.record(stage)
+    samples = json.loads(text(client, run.run_id, "evaluation/merged/samples.json"))
+    assert [row[samples["columns"].index("model_answer")] for row in samples["data"]] == [SHOWN, "No."]
+    [child] = client.search_runs([run.experiment_id], f"tags.`mlflow.parentRunId` = '{run.run_id}'")
+    completions = json.loads(text(client, child.info.run_id, "completions.json"))
+    assert [row[completions["columns"].index("completion")] for row in completions["data"]][-2:] == [SHOWN, "No."]
+    assert "conversation" not in samples["columns"] + completions["columns"]
 
 
 def test_train_rows_lab_samples_step_logs_and_own_modules_are_artifacts(
