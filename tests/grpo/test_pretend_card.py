@@ -16,6 +16,7 @@ from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 
+ROOT = Path(__file__).parents[2]
 WATCHED = ("reward", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
 SMALL = {
     "hidden_size": 64,
@@ -56,7 +57,7 @@ def both(stages, *options, **settings):
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         Trainer(host, suite).train()
     command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root), *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return journal(host), journal(card), json.loads((card.root / "waits.json").read_text())
 
@@ -114,6 +115,37 @@ def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card
     assert_same(host, card)
 
 
+WAITS = {
+    "x.sum().item()": "_local_scalar_dense",
+    "bool(mask.any())": "_local_scalar_dense",
+    "x.tolist()": "tolist",
+    "x.cpu()": "copy to the host",
+    "x[mask]": "index by a mask",
+    "x.masked_select(mask)": "masked_select",
+    "x.repeat_interleave(x.long())": "repeat_interleave",
+    "x[torch.tensor([1, 2])]": "index by numbers of the host",
+    "torch.tensor([1, 2], device=CARD)": "copy to the card",
+    "torch.ones(6).to(CARD)": "copy to the card",
+    "x.copy_(torch.ones(6))": "copy to the card",
+    "torch.ones(6).to(CARD, non_blocking=True)": None,
+    "x.copy_(torch.ones(6), non_blocking=True)": None,
+    "x.masked_fill(mask, 0.0) + x[x.long()] + x.bfloat16() * 2": None,
+    "x.__setitem__(mask, 0.0)": None,
+}
+
+
+def test_the_card_records_what_makes_the_host_wait_as_cuda_does():
+    code = (
+        "from tests.grpo.pretend_card import CARD, WAITS, card\nimport json, torch\nfound = {}\nwith card():\n"
+        "    x = torch.arange(6.0).to(CARD)\n    mask = x > 2\n"
+        f"    for call in {list(WAITS)!r}:\n        WAITS.clear()\n        eval(call)\n"
+        "        found[call] = [name for _, name in WAITS.elements()]\nprint(json.dumps(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {call: [name] if name else [] for call, name in WAITS.items()}
+
+
 def test_an_update_waits_for_the_card_only_for_its_figures(stages):
     settings = {"beta": 0.04, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     _, card, waits = both(stages, **settings)
@@ -121,5 +153,8 @@ def test_an_update_waits_for_the_card_only_for_its_figures(stages):
     counts = {file: sum(count for count, line, _ in waits if line.startswith(file)) for file in ("measure.py", "learner.py")}
     # The figures of all microbatches are read once, and the norm of the gradient once; nothing waits to build or to score a pass.
     assert counts == {"measure.py": 3, "learner.py": 3}
+    sampling = {"decoding_loop.py", "decoding_cache.py", "local.py", "token_sampling.py", "fused_decoder.py"}
+    once_in_a_stage = {"policies.py", "logprobs.py"}  # the comparison of the two layouts
     waiting = {line.partition(":")[0] for _, line, _ in waits}
-    assert not waiting & {"batch.py", "packed_attention.py", "packed_row.py", "lean_layers.py", "microbatches.py", "losses.py"}
+    assert waiting <= {*counts, *sampling, *once_in_a_stage}
+    assert all(count == 1 for count, line, _ in waits if line.partition(":")[0] in once_in_a_stage)
