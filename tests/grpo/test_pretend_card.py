@@ -36,18 +36,21 @@ SETTINGS = {"beta": 0.04, "max_steps": 2, "num_iterations": 2, "save_steps": 2}
 LETTERS = {"letters": {"function": "tests.grpo.letters:letters", "as_text": True}}
 
 
-@pytest.fixture
-def model(tmp_path):
-    """A folder with a random model of that architecture and the embedded tokenizer."""
+def save_model(name, folder):
+    """A random model of that architecture with the embedded tokenizer; returns its path."""
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(folder / name)
+    AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(folder / name)
+    return str(folder / name)
 
-    def save(name):
-        torch.manual_seed(2)
-        folder = tmp_path / name
-        AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(folder)
-        return str(folder)
 
-    return save
+def stage_on(name, folder, **model):
+    """Settings of a stage that trains a model of that architecture; qwen2 is that of the embedded one."""
+    if name == "qwen2":
+        return SETTINGS | {"model": model}
+    path = save_model(name, folder)
+    rewards = {"stage_rewards": [*LETTERS], "rewards": {"functions": LETTERS}}
+    return SETTINGS | rewards | {"model": {"path": path} | model, "start": ModelRef(path=path), "length": 12}
 
 
 def both(stages, *options, **settings):
@@ -94,24 +97,17 @@ def test_a_stage_computes_on_the_card_what_it_computes_on_a_cpu(stages, settings
 @pytest.mark.long
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_runs_on_the_card(stages, model, name):
-    path = model(name)
-    host, card, _ = both(
-        stages,
-        **SETTINGS,
-        stage_rewards=[*LETTERS],
-        rewards={"functions": LETTERS},
-        model={"path": path},
-        start=ModelRef(path=path),
-        length=12,
-    )
+def test_every_architecture_runs_on_the_card(stages, tmp_path, name):
+    host, card, _ = both(stages, **stage_on(name, tmp_path))
     assert_same(host, card)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
-def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card(stages, model):
-    host, card, _ = both(stages, "sharded", **SETTINGS, model=model, resources={"fsdp": True})
+@pytest.mark.parametrize(
+    ("name", "model"), [("qwen2", {"lora": None}), *((name, {}) for name in ("qwen2", *ARCHITECTURES))], ids=str
+)
+def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card(stages, tmp_path, name, model):
+    host, card, _ = both(stages, "sharded", **stage_on(name, tmp_path, **model), resources={"fsdp": True})
     assert_same(host, card)
 
 
