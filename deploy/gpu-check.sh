@@ -4,7 +4,7 @@
 #   deploy/gpu-check.sh wheels [NAME...]  where there is a network: collect the other packages in .gpu-check/wheels (under 20 MiB)
 #   deploy/gpu-check.sh run [OUT]         on the GPU machine, in a copy of this folder: tests/gpu, then the benchmark; results in OUT
 #
-# The machine also needs pyarrow (45 MiB), with which stages read and write tables, and pandas for TRL's side of the benchmark.
+# The machine also needs pyarrow (48 MiB), with which stages read and write tables, and pandas for TRL's side of the benchmark.
 # Without pyarrow tests/gpu/test_passes.py runs alone. `wheels pyarrow pandas` brings them along, with what pandas imports.
 #
 # PYTHON names the interpreter (python3). TARGET_PYTHON is the version on the GPU machine for `wheels`, such as 3.12.
