@@ -141,7 +141,9 @@ class UpdateFigures:
         self, loss: Float[Tensor, ""], trained: Bool[Tensor, "N T"], entropies: Float[Tensor, "N T"], hits: Float[Tensor, "N T"]
     ) -> None:
         """Add the trained tokens of a microbatch, which were not weighted by advantages."""
-        self._keep({"loss": loss, "tokens": trained.sum(), "entropy": entropies[trained].sum(), "hits": hits[trained].sum()})
+        # Products, because a read by a mask makes the host wait for the number of its tokens.
+        sums = {"entropy": (entropies * trained).sum(), "hits": (hits * trained).sum()}
+        self._keep({"loss": loss, "tokens": trained.sum()} | sums)
 
     def _keep(self, found: Mapping[str, Tensor]) -> None:
         self._unread.append((tuple(found), torch.stack([value.detach().double() for value in found.values()])))

@@ -159,18 +159,37 @@ def _assemble(
     )
     # L tokens, the longest completion of the update, are narrowed to T, the longest of this microbatch: padding is on the right.
     width = tokens.completion_ids.shape[1]
-    mask = tokens.completion_mask
     compared = [completion.policy_logprobs for completion in completions if completion.policy_logprobs is not None]
+    trained, weights, values, entropy_weights, sampler_logps, *policy_logps = _moved(
+        [
+            _written(completions).float(),
+            weights[:, :width],
+            advantages.values[indices, :width],  # [N, 1] stays [N, 1]
+            entropy_weights[:, :width],
+            _padded([completion.logprobs for completion in completions], width),
+            *([_padded(compared, width)] if len(compared) == len(completions) else []),
+        ],
+        device,
+    )
     return Microbatch(
         indices=indices,
         tokens=tokens,
-        trained=_written(completions).to(device),
-        weights=weights[:, :width].to(device),
-        advantages=advantages.values[indices, :width].to(device),  # [N, 1] stays [N, 1]
-        entropy_weights=entropy_weights[:, :width].to(device),
-        sampler_logps=_padded([completion.logprobs for completion in completions], mask),
-        sampler_policy_logps=_padded(compared, mask) if len(compared) == len(completions) else None,
+        trained=trained > 0,
+        weights=weights,
+        advantages=values,
+        entropy_weights=entropy_weights,
+        sampler_logps=sampler_logps,
+        sampler_policy_logps=policy_logps[0] if policy_logps else None,
     )
+
+
+def _moved(tables: Sequence[Float[Tensor, "N _"]], device: torch.device) -> list[Float[Tensor, "N _"]]:
+    """The tables on the device, by one copy that the host does not wait for; CUDA needs pinned memory for that."""
+    flat = torch.cat([table.flatten() for table in tables])
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([table.numel() for table in tables])
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 
 def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
@@ -179,7 +198,9 @@ def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
     return pad([[int(wrote) for wrote in completion.wrote] for completion in completions], left=False)[0] > 0
 
 
-def _padded(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    # The mask is filled row by row, so one flat list of all values lands where it belongs: one copy to the device, no loop.
-    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
+def _padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:
+    """Rows of numbers, 0 where padded."""
+    padded = torch.zeros(len(rows), width)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row, dtype=torch.float32)
+    return padded

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_tasks.attention import packed_attention
-from grpo_tasks.attention.varlen import Kernel, Sequences
+from grpo_tasks.attention.varlen import FLASH, Kernel, Sequences, varlen_kernel
 from grpo_tasks.policy import lean_layers
 
 VIEWS = frozenset(
@@ -31,6 +34,7 @@ VIEWS = frozenset(
     """.split()  # noqa: SIM905 - easier to read than 27 literals
 )
 """Operations that only change how memory is read, or reserve it: no kernel runs for them."""
+MASKED = ", dense mask"
 
 
 class LiveMemory(TorchDispatchMode):
@@ -77,11 +81,50 @@ class LiveMemory(TorchDispatchMode):
         return self.operations.total()
 
 
+class AttentionCalls(TorchFunctionMode):
+    """Counts the attention calls of forward passes, by the kernel that CUDA would take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        """flash, efficient or math -> calls; MASKED is appended to the name of a call with a dense mask."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at calls of torch's own attention. On the meta device a dispatch mode would only see the matrix products in it."""
+        if function is scaled_dot_product_attention:
+            self.found[_torch_kernel(*args, **(kwargs or {}))] += 1
+        return function(*args, **(kwargs or {}))
+
+    def packed(self, like: Tensor, window: int | None) -> Kernel | None:
+        """Counts a call of the packed row's own kernel; None where CUDA has none, and the masked way is taken."""
+        with FakeTensorMode():
+            kernel = varlen_kernel(torch.empty((), dtype=like.dtype, device="cuda"), window)
+        if kernel is None:
+            return None
+        self.found["flash" if kernel is FLASH else "efficient"] += 1
+        return _ATTENTION
+
+
+def _torch_kernel(
+    query: Tensor, key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, *_: Any, enable_gqa: bool = False, **__: Any
+) -> str:
+    """What torch's own attention chooses on CUDA: flash wants 16 bits and no mask, the efficient kernel no grouped queries."""
+    grouped = enable_gqa and key.shape[-3] != query.shape[-3]
+    if attn_mask is not None:
+        return ("math" if grouped else "efficient") + MASKED
+    if query.dtype in (torch.float16, torch.bfloat16):
+        return "flash"
+    return "math" if grouped else "efficient"
+
+
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Let the meta device take the ways of CUDA, with kernels that only have shapes."""
+def cuda_kernels() -> Iterator[AttentionCalls]:
+    """Let the meta device take the ways of CUDA, with kernels that only have shapes, and count the attention calls."""
+    calls = AttentionCalls()
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (packed_attention, "varlen_kernel", lambda like, _window: _ATTENTION if like.device.type == "meta" else None),
+        (packed_attention, "varlen_kernel", calls.packed),
         (lean_layers, "norm_forward", _norm_forward),
         (lean_layers, "norm_backward", _norm_backward),
     ]
@@ -89,7 +132,8 @@ def cuda_kernels() -> Iterator[None]:
     for module, name, replacement in places:
         setattr(module, name, replacement)
     try:
-        yield
+        with calls:
+            yield calls
     finally:
         for (module, name, _), function in zip(places, kept, strict=True):
             setattr(module, name, function)

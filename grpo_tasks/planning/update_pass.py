@@ -1,14 +1,14 @@
 """One forward and backward pass of an update, counted on the meta device: the real model, the real code, no numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from grpo_tasks.planning.live_memory import LiveMemory, cuda_kernels
+from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.config.model import ModelConfig
@@ -47,8 +47,13 @@ class PassCounts:
     """The most bytes that lived at once, in the forward or in the backward pass, besides the gradients."""
     kernels: int
     """Operations that are no views, forward and backward."""
-    masks: int
-    """Calls of an attention kernel with a mask."""
+    attention: Mapping[str, int]
+    """Attention calls of the forward passes by the kernel asked for, those with a dense mask apart (`AttentionCalls`)."""
+
+    @property
+    def masks(self) -> int:
+        """Attention calls with a dense mask."""
+        return sum(count for kernel, count in self.attention.items() if kernel.endswith(MASKED))
 
 
 def meta_policy(architecture: PreTrainedConfig, config: ModelConfig) -> CausalLM:
@@ -70,15 +75,22 @@ def count_pass(policy: CausalLM, groups: Groups, *, temperature: float = 1.0) ->
     Raises:
         RuntimeError: the code waits for a number, which a GPU would have to be asked for.
     """
-    completions = [[0] * length for group in groups.completions for length in group]
+    lengths = [length for group in groups.completions for length in group]
+    # Different from the first token on: completions that begin alike would have less to compute.
+    completions = [[index] * length for index, length in enumerate(lengths)]
     prompt_of = [prompt for prompt, group in enumerate(groups.completions) for _ in group]
     batch = token_batch([[0] * length for length in groups.prompts], completions, prompt_of, device=META)
     for parameter in policy.parameters():
         # As in every pass after the first one of an update: gradients are there, and each new one is added to them.
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    with cuda_kernels(), LiveMemory() as memory:
-        logps = completion_logprobs(policy, batch, temperature=temperature).logps
-        saved = memory.now
-        logps.sum().backward()
-    masks = sum(count for name, count in memory.operations.items() if "scaled_dot_product" in name)
-    return PassCounts(batch.packed.ids.numel(), saved, memory.peak, memory.kernels, masks)
+    through: list[int] = []
+    embeddings = causal_model(policy).get_input_embeddings()
+    watch = embeddings.register_forward_pre_hook(lambda _, given: through.append(given[0].numel()))
+    try:
+        with cuda_kernels() as calls, LiveMemory() as memory:
+            logps = completion_logprobs(policy, batch, temperature=temperature).logps
+            saved = memory.now
+            logps.sum().backward()
+    finally:
+        watch.remove()
+    return PassCounts(sum(through), saved, memory.peak, memory.kernels, calls.found)

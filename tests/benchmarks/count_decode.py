@@ -4,6 +4,7 @@ Kernels are operations that are no views. They are counted on one and on two lay
 difference of the two is one layer. The buckets are those of a GPU.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,15 +63,30 @@ def _is_view(found: Any, given: list[torch.Tensor]) -> bool:
 
 
 class Reads(TorchFunctionMode):
-    """Counts the calls that make the host wait for the device."""
+    """Counts the calls that make the host wait for the device: reads of a number, and copies to the device that block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in READS
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        self.count += name in READS or (_goes_to_a_device(name, args, kwargs) and not kwargs.get("non_blocking"))
+        return func(*args, **kwargs)
+
+
+def _goes_to_a_device(name: str, args: Any, kwargs: Any) -> bool:
+    """True if our code moves numbers from the host to a device by this call. Each device is a CPU here.
+
+    The model's own code calls `to` for tensors that are already there.
+    """
+    # Two frames up is whoever made the call.
+    if "/grpo_tasks/" not in sys._getframe(2).f_code.co_filename:
+        return False
+    if name in {"tensor", "as_tensor"}:
+        return kwargs.get("device") is not None
+    return name == "to" and any(isinstance(value, torch.device | str) for value in [*args, kwargs.get("device")])
 
 
 @contextmanager

@@ -1,13 +1,17 @@
-"""`make count`: what an update and a decoding step would ask of a GPU, counted without one, for the shape of Qwen2.5-1.5B.
+"""`make count`: what an update and a decoding step would ask of a GPU, counted without one.
 
-Bytes are those of torch's meta device, which runs the real code of the update at full size without numbers. Kernels are
-operations that are no views. No card has run any of it.
+Two tables: the figures that have a limit, for the shape of Qwen2.5-1.5B, and passes of both shapes with ranks, groups and lengths
+that are usual. Bytes are those of torch's meta device, which runs the real code of the update at full size without numbers.
+Kernels are operations that are no views. How often the host waits is measured on the pretend card of the tests. No card has run
+any of it.
 """
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,17 @@ from schemas.config.model import ModelConfig
 from tests.benchmarks.count_decode import decode_counts
 from tests.benchmarks.shapes import SHAPES
 
+ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(".bench/counts.json")
 MIB = 2**20
 SHAPE = SHAPES["qwen2.5-1.5b"]
 VOCABULARY = 151_936
-EVEN = Groups.equal(prompts=2, prompt_length=512, group_size=16, completion_length=1024)
-MIXED = Groups([512, 301], [[64 + 61 * index for index in range(16)], [1024 - 37 * index for index in range(16)]])
+PROMPT = 512
+EVEN = Groups.equal(prompts=2, prompt_length=PROMPT, group_size=16, completion_length=1024)
+MIXED = Groups([PROMPT, 301], [[64 + 61 * index for index in range(16)], [1024 - 37 * index for index in range(16)]])
 LAYERS = 24
 """Layers that counts of kernels are given for."""
+RANKS, GROUP_SIZES, LENGTHS = (16, 32), (8, 16), (64, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -44,17 +51,72 @@ class Count:
     now: float
 
 
-def architecture(layers: int) -> Qwen2Config:
+@dataclass(frozen=True)
+class PassRow:
+    """One row of the second table: a pass of all layers over two groups with prompts of 512 tokens, bfloat16."""
+
+    shape: str
+    rank: int
+    group: int
+    completions: str
+    """Their length in tokens."""
+    saved_mib: float
+    """Bytes saved for the backward pass, a token."""
+    checkpointed_mib: float
+    """The same with gradient checkpointing."""
+    checkpointed_peak_mib: float
+    kernels: float
+    """Of LAYERS layers, forward and backward, without the head."""
+    padding_share: float
+    """Tokens computed / tokens that count."""
+    prompt_share: float
+    """Prompt tokens computed / prompt tokens."""
+    attention: dict[str, int]
+    """Attention calls of the forward pass by the kernel asked for."""
+
+
+def architecture(layers: int, shape: str = "qwen2.5-1.5b") -> Qwen2Config:
     """The shape with that many layers."""
-    return Qwen2Config(
-        **SHAPE | {"num_hidden_layers": layers}, num_key_value_heads=2, vocab_size=VOCABULARY, tie_word_embeddings=True
-    )
+    widths = SHAPES[shape] | {"num_hidden_layers": layers}
+    return Qwen2Config(**widths, num_key_value_heads=2, vocab_size=VOCABULARY, tie_word_embeddings=True)
 
 
-def count(layers: int, groups: Groups = EVEN, **model: Any) -> PassCounts:
-    """One pass with an adapter of rank 32 on all linear layers, bfloat16."""
-    config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": 32, "lora_alpha": 64}} | model)
-    return count_pass(meta_policy(architecture(layers), config), groups)
+def count(layers: int, groups: Groups = EVEN, *, shape: str = "qwen2.5-1.5b", rank: int = 32, **model: Any) -> PassCounts:
+    """One pass with an adapter on all linear layers, bfloat16."""
+    config = ModelConfig.model_validate({"dtype": "bfloat16", "lora": {"r": rank, "lora_alpha": 2 * rank}} | model)
+    return count_pass(meta_policy(architecture(layers, shape), config), groups)
+
+
+def pass_rows() -> Iterator[PassRow]:
+    """Passes of two and of four layers, scaled up: the difference is two layers."""
+    for shape, rank, size in product(SHAPES, RANKS, GROUP_SIZES):
+        mixed = Groups([PROMPT, 301], [[64 + 960 * index // (size - 1) for index in range(size)]] * 2)
+        even = {str(length): Groups.equal(2, PROMPT, size, length) for length in LENGTHS}
+        for completions, groups in (even | {"64 to 1024": mixed}).items():
+            yield pass_row(shape, rank, size, completions, groups)
+
+
+def pass_row(shape: str, rank: int, size: int, completions: str, groups: Groups) -> PassRow:
+    """One row."""
+    layers = SHAPES[shape]["num_hidden_layers"]
+    two, four = (count(number, groups, shape=shape, rank=rank) for number in (2, 4))
+    less, more = (count(number, groups, shape=shape, rank=rank, gradient_checkpointing=True) for number in (2, 4))
+
+    def scaled(of_two: int, of_four: int) -> float:
+        return of_two + (of_four - of_two) / 2 * (layers - 2)
+
+    own = groups.tokens - sum(groups.prompts)
+    return PassRow(
+        shape, rank, size, completions,
+        saved_mib=scaled(two.saved, four.saved) / groups.tokens / MIB,
+        checkpointed_mib=scaled(less.saved, more.saved) / groups.tokens / MIB,
+        checkpointed_peak_mib=scaled(less.peak, more.peak) / groups.tokens / MIB,
+        kernels=LAYERS * (four.kernels - two.kernels) / 2,
+        padding_share=two.tokens / groups.tokens,
+        # What is not an own token of a completion is a prompt, once or again.
+        prompt_share=(two.tokens - own) / sum(groups.prompts),
+        attention={name: round(scaled(two.attention[name], number)) for name, number in four.attention.items()},
+    )  # fmt: skip
 
 
 def update_counts() -> Iterator[Count]:
@@ -71,9 +133,17 @@ def update_counts() -> Iterator[Count]:
     yield Count(f"kernels_per_pass, {LAYERS} layers, without the head", "11,700", 4500, LAYERS * layer)
     yield Count("kernels of the head, 10k tokens, vocabulary 152k", "2,200", 250, head_kernels())
     yield Count("padding_share, mixed lengths", "padded", 1.0, two.tokens / MIXED.tokens)
-    yield Count("attention calls with a mask", "every layer", 0, whole.masks)
-    # The meta device raises an error where the host would wait for a number.
-    yield Count("host_syncs to build and score a pass", "2-3", 0, 0)
+    yield Count("prompt_tokens_computed / prompt tokens", "G", 1.0, 1 + (whole.tokens - EVEN.tokens) / sum(EVEN.prompts))
+    yield Count("attention calls with a dense mask", "every layer", 0, whole.masks)
+    yield Count("host_syncs to build and score a pass", "2-3", 0, float(sum(host_waits().values())))
+
+
+def host_waits() -> dict[str, int]:
+    """What makes the host wait while passes are built and scored, on the pretend card, and how often."""
+    command = [sys.executable, "-m", "tests.benchmarks.count_waits"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
 
 
 def decode_rows() -> Iterator[Count]:
@@ -99,15 +169,28 @@ def head_kernels(tokens: int = 10_000) -> int:
 
 def main() -> int:
     """Count, print and save; the exit status is 1 if a count is above its limit."""
+    console = Console(width=130)
     counts = [*update_counts(), *decode_rows()]
     table = Table("figure", "before", "at most", "now", title="Qwen2.5-1.5B, r = 32, bfloat16; counted, not run")
     for row in counts:
         mark = "" if row.now <= row.limit + 1e-9 else " [red]above[/]"
         table.add_row(row.figure, row.before, f"{row.limit:,.6g}", f"{row.now:,.4g}{mark}")
-    Console(width=120).print(table)
+    console.print(table)
+    passes = list(pass_rows())
+    columns = ("shape", "r", "G", "tokens", "saved", "checkpointed", "its peak", "kernels", "padding", "prompts", "attention")
+    table = Table(*columns, title="A pass over two groups with prompts of 512 tokens, all layers; MiB a token; counted, not run")
+    for found in passes:
+        *names, _ = values = list(asdict(found).values())
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in names), _listed(values[-1]))
+    console.print(table)
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps({row.figure: asdict(row) for row in counts}, indent=2), encoding="utf-8")
+    written = {row.figure: asdict(row) for row in counts} | {"passes": [asdict(found) for found in passes]}
+    OUT.write_text(json.dumps(written, indent=2), encoding="utf-8")
     return int(any(row.now > row.limit + 1e-9 for row in counts))
+
+
+def _listed(attention: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in attention.items())
 
 
 if __name__ == "__main__":

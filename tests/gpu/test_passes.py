@@ -11,6 +11,7 @@ from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, shard
+from tests.attention.reference_kernel import masked_way
 from tests.attention.test_packed_attention import BATCHES, MODELS, model_of
 from tests.ports import free_ports
 
@@ -66,6 +67,14 @@ def test_every_shape_of_a_batch_gives_the_numbers_of_a_cpu(kind, device):
     policy = policy_of("qwen2")
     wanted = results(policy, batch_on(torch.device("cpu"), kind))
     assert_same(results(copy.deepcopy(policy).to(device), batch_on(device, kind)), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_way_with_a_mask_gives_the_numbers_of_a_cpu(name, device, monkeypatch):
+    policy = policy_of(name)
+    wanted = results(policy, batch_on(torch.device("cpu")))
+    masked_way(monkeypatch)
+    assert_same(results(copy.deepcopy(policy).to(device), batch_on(device)), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

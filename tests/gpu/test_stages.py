@@ -1,4 +1,4 @@
-"""Whole stages on a GPU: sampling, training, kills, merging."""
+"""Whole stages on a GPU: sampling, training, kills, merging. Their tables need pyarrow."""
 
 import subprocess
 import sys
@@ -6,7 +6,11 @@ import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+pytest.importorskip("pyarrow", reason="stages read and write tables with pyarrow")
+
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
@@ -16,6 +20,7 @@ from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.model import MergeSpec, ModelRef, StageResult
+from tests.benchmarks.small_update import score_all, small_policy
 from tests.gpu.conftest import DEVICE
 from tests.grpo.conftest import journal
 
@@ -49,6 +54,20 @@ def test_greedy_tokens_are_those_of_generate(device):
         assert ours.token_ids == theirs[0, len(prompt) : len(prompt) + len(ours.token_ids)].tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_waits_to_build_and_to_score_a_pass(dtype, device):
+    policy = small_policy(device, dtype)
+    score_all(policy)  # the first pass sets up libraries
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        figures = score_all(policy)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert figures.over(Ranks(Accelerator(cpu=True))).tokens > 0
+
+
 def start(directory):
     return subprocess.Popen([sys.executable, "-m", "grpo_tasks.grpo", str(directory.root)])
 
@@ -73,7 +92,13 @@ def test_a_stage_that_is_killed_and_resumed_ends_in_the_same_bytes(stages):
 
 @pytest.mark.parametrize(
     "model",
-    [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "bfloat16", "gradient_checkpointing": True}, {"lora": None}],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+        {"lora": None},
+        {"dtype": "bfloat16", "lora": None},
+    ],
     ids=str,
 )
 def test_every_precision_trains(stages, model):

@@ -16,6 +16,7 @@ from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 
+ROOT = Path(__file__).parents[2]
 WATCHED = ("reward", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
 SMALL = {
     "hidden_size": 64,
@@ -35,18 +36,21 @@ SETTINGS = {"beta": 0.04, "max_steps": 2, "num_iterations": 2, "save_steps": 2}
 LETTERS = {"letters": {"function": "tests.grpo.letters:letters", "as_text": True}}
 
 
-@pytest.fixture
-def model(tmp_path):
-    """A folder with a random model of that architecture and the embedded tokenizer."""
+def save_model(name, folder):
+    """A random model of that architecture with the embedded tokenizer; returns its path."""
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(folder / name)
+    AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(folder / name)
+    return str(folder / name)
 
-    def save(name):
-        torch.manual_seed(2)
-        folder = tmp_path / name
-        AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(folder)
-        return str(folder)
 
-    return save
+def stage_on(name, folder, **model):
+    """Settings of a stage that trains a model of that architecture; qwen2 is that of the embedded one."""
+    if name == "qwen2":
+        return SETTINGS | {"model": model}
+    path = save_model(name, folder)
+    rewards = {"stage_rewards": [*LETTERS], "rewards": {"functions": LETTERS}}
+    return SETTINGS | rewards | {"model": {"path": path} | model, "start": ModelRef(path=path), "length": 12}
 
 
 def both(stages, *options, **settings):
@@ -56,7 +60,7 @@ def both(stages, *options, **settings):
     with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
         Trainer(host, suite).train()
     command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root), *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return journal(host), journal(card), json.loads((card.root / "waits.json").read_text())
 
@@ -93,25 +97,49 @@ def test_a_stage_computes_on_the_card_what_it_computes_on_a_cpu(stages, settings
 @pytest.mark.long
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_runs_on_the_card(stages, model, name):
-    path = model(name)
-    host, card, _ = both(
-        stages,
-        **SETTINGS,
-        stage_rewards=[*LETTERS],
-        rewards={"functions": LETTERS},
-        model={"path": path},
-        start=ModelRef(path=path),
-        length=12,
-    )
+def test_every_architecture_runs_on_the_card(stages, tmp_path, name):
+    host, card, _ = both(stages, **stage_on(name, tmp_path))
     assert_same(host, card)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [{}, {"lora": None}], ids=["adapter", "all weights"])
-def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card(stages, model):
-    host, card, _ = both(stages, "sharded", **SETTINGS, model=model, resources={"fsdp": True})
+@pytest.mark.parametrize(
+    ("name", "model"), [("qwen2", {"lora": None}), *((name, {}) for name in ("qwen2", *ARCHITECTURES))], ids=str
+)
+def test_sharded_weights_are_gathered_updated_sampled_from_and_saved_on_the_card(stages, tmp_path, name, model):
+    host, card, _ = both(stages, "sharded", **stage_on(name, tmp_path, **model), resources={"fsdp": True})
     assert_same(host, card)
+
+
+WAITS = {
+    "x.sum().item()": "_local_scalar_dense",
+    "bool(mask.any())": "_local_scalar_dense",
+    "x.tolist()": "tolist",
+    "x.cpu()": "copy to the host",
+    "x[mask]": "index by a mask",
+    "x.masked_select(mask)": "masked_select",
+    "x.repeat_interleave(x.long())": "repeat_interleave",
+    "x[torch.tensor([1, 2])]": "index by numbers of the host",
+    "torch.tensor([1, 2], device=CARD)": "copy to the card",
+    "torch.ones(6).to(CARD)": "copy to the card",
+    "x.copy_(torch.ones(6))": "copy to the card",
+    "torch.ones(6).to(CARD, non_blocking=True)": None,
+    "x.copy_(torch.ones(6), non_blocking=True)": None,
+    "x.masked_fill(mask, 0.0) + x[x.long()] + x.bfloat16() * 2": None,
+    "x.__setitem__(mask, 0.0)": None,
+}
+
+
+def test_the_card_records_what_makes_the_host_wait_as_cuda_does():
+    code = (
+        "from tests.grpo.pretend_card import CARD, WAITS, card\nimport json, torch\nfound = {}\nwith card():\n"
+        "    x = torch.arange(6.0).to(CARD)\n    mask = x > 2\n"
+        f"    for call in {list(WAITS)!r}:\n        WAITS.clear()\n        eval(call)\n"
+        "        found[call] = [name for _, name in WAITS.elements()]\nprint(json.dumps(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {call: [name] if name else [] for call, name in WAITS.items()}
 
 
 def test_an_update_waits_for_the_card_only_for_its_figures(stages):
@@ -121,5 +149,8 @@ def test_an_update_waits_for_the_card_only_for_its_figures(stages):
     counts = {file: sum(count for count, line, _ in waits if line.startswith(file)) for file in ("measure.py", "learner.py")}
     # The figures of all microbatches are read once, and the norm of the gradient once; nothing waits to build or to score a pass.
     assert counts == {"measure.py": 3, "learner.py": 3}
+    sampling = {"decoding_loop.py", "decoding_cache.py", "local.py", "token_sampling.py", "fused_decoder.py"}
+    once_in_a_stage = {"policies.py", "logprobs.py"}  # the comparison of the two layouts
     waiting = {line.partition(":")[0] for _, line, _ in waits}
-    assert not waiting & {"batch.py", "packed_attention.py", "packed_row.py", "lean_layers.py", "microbatches.py", "losses.py"}
+    assert waiting <= {*counts, *sampling, *once_in_a_stage}
+    assert all(count == 1 for count, line, _ in waits if line.partition(":")[0] in once_in_a_stage)

@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.policy.load import load_tokenizer, save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
@@ -18,10 +17,9 @@ from grpo_tasks.rollout.spec import SampleSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.paths import resolve
 from schemas.results.model import MergeFigures, MergeSpec, ModelRef
 from tests.grpo.conftest import journal
-from tests.grpo.test_pretend_card import ARCHITECTURES, SETTINGS
+from tests.grpo.test_pretend_card import ARCHITECTURES, save_model, stage_on
 
 CPU = torch.device("cpu")
 
@@ -39,10 +37,7 @@ def adapted(tmp_path):
     def make(name):
         base = "embedded:base"
         if name in ARCHITECTURES:
-            torch.manual_seed(2)
-            base = str(tmp_path / name)
-            AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(base)
-            AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(base)
+            base = save_model(name, tmp_path)
         ref = ModelRef(path=base)
         policy = trainable_policy(ref, ModelConfig(path=base), device=CPU, seed=1)
         for parameter_name, parameter in policy.named_parameters():
@@ -97,8 +92,9 @@ def test_merging_and_sampling_on_the_card_give_what_they_give_on_a_cpu(tmp_path,
 
 
 @pytest.mark.long
-def test_a_stage_resumes_on_the_card_to_the_same_bytes(stages):
-    card = stages.write("card", **SETTINGS | {"max_steps": 4})
+@pytest.mark.parametrize("name", ["qwen2", *ARCHITECTURES])
+def test_a_stage_resumes_on_the_card_to_the_same_bytes(stages, tmp_path, name):
+    card = stages.write("card", **stage_on(name, tmp_path) | {"max_steps": 4})
     on_card("train_on_card", card.root)
     whole, weights = journal(card), (card.final / "adapter_model.safetensors").read_bytes()
     assert min(path.name for path in card.checkpoints.iterdir()) == "step-000002"

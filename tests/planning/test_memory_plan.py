@@ -4,20 +4,23 @@ import json
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 from typer.testing import CliRunner
 
 from flows.cli.main import app
 from flows.cli.options import parse_size
 from grpo_tasks.grpo.token_budget import with_token_budget
-from grpo_tasks.planning.live_memory import LiveMemory
+from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.planning.memory_plan import GIB, stage_plans
 from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
+from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import load_base
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.model import ModelRef
+from tests.attention.reference_kernel import masked_way
 from tests.benchmarks import counts
 from tests.benchmarks.shapes import SHAPES
 
@@ -138,10 +141,52 @@ def test_counts_of_an_update_stay_within_their_limits():
     assert saved < 1.6 * counts.MIB
     assert counts.LAYERS * (four.kernels - two.kernels) / 2 <= 4500
     assert two.tokens == counts.MIXED.tokens  # no padding
-    assert two.masks == 0
+    assert two.attention == {"flash": 2}
     assert counts.head_kernels() <= 250
     checkpointed = [counts.count(layers, counts.MIXED, gradient_checkpointing=True) for layers in (2, 4)]
     assert (checkpointed[1].saved - checkpointed[0].saved) / 2 / two.tokens * 28 < 0.10 * counts.MIB
+
+
+def test_a_row_of_the_second_table_is_what_all_layers_give():
+    groups = Groups.equal(2, 512, 4, 64)
+    row = counts.pass_row("qwen2.5-0.5b", 16, 4, "64", groups)
+    whole = counts.count(24, groups, shape="qwen2.5-0.5b", rank=16)
+    assert row.saved_mib == pytest.approx(whole.saved / whole.tokens / counts.MIB)
+    assert row.attention == whole.attention == {"flash": 24}
+    assert (row.padding_share, row.prompt_share) == (1.0, 1.0)
+
+
+def test_nothing_waits_to_build_and_to_score_a_pass():
+    assert counts.host_waits() == {}
+
+
+def gemma(dtype):
+    """Every other layer has a window, and the prompts are longer than it."""
+    architecture = Gemma3TextConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=328, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return meta_policy(architecture, ModelConfig(dtype=dtype))
+
+
+def test_dense_masks_are_counted_where_a_pass_has_them(monkeypatch):
+    groups = Groups.equal(2, 40, 4, 30)
+    policy = gemma("bfloat16")
+    found = count_pass(policy, groups)
+    assert (found.attention, found.masks) == ({"flash": 2}, 0)
+    # One padded row for each completion, with a mask as transformers builds it for a window or for padding.
+    rows, mask = torch.zeros(8, 70, dtype=torch.long, device="meta"), torch.zeros(8, 1, 70, 70, dtype=torch.bool, device="meta")
+    with cuda_kernels() as calls:
+        causal_model(policy)(input_ids=rows, attention_mask=mask, use_cache=False)
+    assert calls.found == {f"efficient{MASKED}": 2}
+    masked_way(monkeypatch)
+    found = count_pass(policy, groups)
+    assert found.attention == {f"efficient{MASKED}": 4}  # prompts and completions of two layers
+    assert found.masks == 4
+
+
+def test_float32_asks_for_the_efficient_kernel():
+    assert count_pass(meta_policy(counts.architecture(1), ModelConfig()), Groups.equal(1, 9, 2, 5)).attention == {"efficient": 1}
 
 
 def spec_of(tmp_path, **stage):
