@@ -8,6 +8,7 @@ All completions of a prompt read one copy of its keys and values (decoding_cache
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -27,6 +28,21 @@ from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, u
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
+
+
+@contextmanager
+def _without_sorted_writes() -> Iterator[None]:
+    """Switch torch's deterministic algorithms off, for code whose results do not depend on them.
+
+    Decoding writes to no place twice at once, and adds up in fixed orders (token_sampling.py). On CUDA the switch would turn each
+    write by an index from one kernel into about ten, which sort the indices first.
+    """
+    on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
 class LocalEngine:
@@ -77,6 +93,7 @@ class LocalEngine:
         """Nothing to release: there is no other process."""
 
     @torch.inference_mode()
+    @_without_sorted_writes()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`."""
         was_training = self._model.training
