@@ -73,7 +73,13 @@ def test_a_stage_that_is_killed_and_resumed_ends_in_the_same_bytes(stages):
 
 @pytest.mark.parametrize(
     "model",
-    [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "bfloat16", "gradient_checkpointing": True}, {"lora": None}],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "gradient_checkpointing": True},
+        {"lora": None},
+        {"lora": None, "dtype": "bfloat16"},
+    ],
     ids=str,
 )
 def test_every_precision_trains(stages, model):
