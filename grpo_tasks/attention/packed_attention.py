@@ -3,7 +3,8 @@
 Three ways, by device and precision, of which tests compare each with single unpadded rows:
 
     CPU              the flash kernels of torch, called with a merged log-sum-exp (cpu_kernel.py)
-    CUDA             one call of a varlen kernel, keys gathered as [prompt | own] for each completion (varlen.py)
+    CUDA             one call of a varlen kernel, keys gathered as [prompt | own] for each completion (varlen.py), where torch
+                     has one: in float32, and in 16 bits before compute capability 8.0, a window takes the way below
     everything else  scaled dot-product attention with a mask over [prompt | own] (masked.py)
 """
 
@@ -38,6 +39,7 @@ class PackedAttention:
         window: int | None = None,
     ) -> Float[Tensor, "1 H L D"]:
         """See `SharedPrompt`."""
+        query, key, value = _in_one_dtype(query, key, value)
         kernel = varlen_kernel(query, window)
         if kernel is not None:
             if self._sequences is None:
@@ -50,3 +52,15 @@ class PackedAttention:
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
         return attended
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as a kernel needs them. Autocast casts for the kernels that it knows, and those here are called below it.
+
+    With float32 weights under autocast the values have 16 bits, as linear layers return them, and queries and keys have 32 after
+    their rotation.
+    """
+    device = tensors[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    return list(tensors)

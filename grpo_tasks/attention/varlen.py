@@ -20,6 +20,8 @@ from torch import Tensor
 
 from grpo_tasks.attention.packed_row import PackedRow
 
+FLASH_CAPABILITY = (8, 0)
+"""The first compute capability (Ampere) that torch's flash kernels run on."""
 BOTTOM_RIGHT = 2
 """The efficient kernel's number for causal attention that is aligned to the end of the keys."""
 
@@ -112,10 +114,11 @@ def varlen_kernel(like: Tensor, window: int | None) -> Kernel | None:
     """The kernel for the device and the precision of a tensor; None where there is none."""
     if like.device.type != "cuda":
         return None
-    if like.dtype in (torch.float16, torch.bfloat16):
+    half = like.dtype in (torch.float16, torch.bfloat16)
+    if half and torch.cuda.get_device_capability(like.device) >= FLASH_CAPABILITY:
         return FLASH
-    # The other kernel counts the tokens of a window in another way.
-    return EFFICIENT if like.dtype == torch.float32 and window is None else None
+    # The other kernel counts the tokens of a window in another way, and older cards have no bfloat16.
+    return EFFICIENT if like.dtype in (torch.float32, torch.float16) and window is None else None
 
 
 class VarlenAttention(torch.autograd.Function):

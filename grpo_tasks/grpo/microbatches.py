@@ -19,7 +19,7 @@ from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
+from grpo_tasks.policy.batch import TokenBatch, moved, pad, token_batch
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 
@@ -184,11 +184,9 @@ def _assemble(
 
 
 def _moved(tables: Sequence[Float[Tensor, "N _"]], device: torch.device) -> list[Float[Tensor, "N _"]]:
-    """The tables on the device, by one copy that the host does not wait for; CUDA needs pinned memory for that."""
-    flat = torch.cat([table.flatten() for table in tables])
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([table.numel() for table in tables])
+    """The tables on the device, by one copy."""
+    flat = moved(torch.cat([table.flatten() for table in tables]), device)
+    parts = flat.split([table.numel() for table in tables])
     return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy.batch import TokenBatch
-from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.policy.batch import TokenBatch, token_batch
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
@@ -32,7 +33,10 @@ from schemas.results.model import ModelRef
 REFERENCE = "reference"
 """Name of the frozen adapter that holds the policy of the stage's start."""
 SELF_CHECK_TOLERANCE = 1e-3
-"""Largest mean |difference| (nats) of the packed layout from the plain one in float32; other dtypes get 50 times that."""
+"""Largest mean |difference| of a completion in the packed layout from the same in the plain one, in float32: in nats, or as a
+share of the log-probabilities where those are larger, as they are for made-up tokens. Other dtypes get 50 times that."""
+LONGEST_WINDOW = 4096
+"""The self-check has a completion that is longer than the window of the attention, up to this window."""
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class Policies:
         self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False
     ) -> TokenScores:
         if self._layout is None:
-            self._layout = self._fitting_layout(tokens)
+            self._layout = self._fitting_layout(tokens.packed.ids.device)
         with self.ranks.accelerator.autocast():
             return completion_logprobs(
                 model,
@@ -97,11 +101,15 @@ class Policies:
                 count_hits=count_hits,
             )
 
-    def _fitting_layout(self, tokens: TokenBatch) -> Layout:
-        """Check the packed layout on the first microbatch: an architecture it does not fit gets the plain one, with a warning."""
-        fault = self._differs_from_plain(tokens)
+    def _fitting_layout(self, device: torch.device) -> Layout:
+        """Check the packed layout before the first pass: an architecture it does not fit gets the plain one, with a warning."""
+        config = causal_model(self.model).config
+        attention = config._attn_implementation
+        fault = self._differs_from_plain(check_batch(self.model, device))
         if fault is None:
             return "packed"
+        # The packed pass has replaced it. Whoever is not served may need the one it had: soft caps are eager attention's, say.
+        config._attn_implementation = attention
         warnings.warn(f"each prompt is encoded once for every completion ({fault})", stacklevel=2)
         return "plain"
 
@@ -110,15 +118,20 @@ class Policies:
         # Without dropout, which would make any two passes differ.
         self.model.eval()
         try:
-            plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
-            packed = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="packed").logps
+            with self.ranks.accelerator.autocast():
+                plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
+                packed = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="packed").logps
+        except torch.OutOfMemoryError:
+            raise
         except (AttributeError, TypeError, RuntimeError, ValueError, UnsupportedError) as error:
             return str(error)
         finally:
             self.model.train()
-        difference = (plain - packed)[tokens.completion_mask].abs().mean().item()
+        # Padding is 0 in both. [N, T] -> [N], of which the worst counts: what leaks may change the first tokens only.
+        difference = ((plain - packed).abs().sum(1) / tokens.completion_mask.sum(1)).max().item()
         limit = SELF_CHECK_TOLERANCE * (1 if self.spec.model.dtype == "float32" else 50)
-        return None if difference <= limit else f"off by {difference:.2g} nats"
+        size = plain[tokens.completion_mask].abs().mean().item()
+        return None if difference <= limit * max(1.0, size) else f"off by {difference:.2g} nats"
 
     def _prepare_reference(self, device: torch.device) -> None:
         spec = self.spec
@@ -158,3 +171,21 @@ class Policies:
                 layer.set_adapter(REFERENCE if to_reference else "default")
             else:
                 layer.enable_adapters(enabled=not to_reference)
+
+
+def check_batch(model: CausalLM, device: torch.device) -> TokenBatch:
+    """Two prompts with two completions each, of unequal lengths: what leaks from one to the next in a packed row shows.
+
+    A microbatch of the stage may hold a single completion, whose packed row is an ordinary sequence.
+    """
+    causal = causal_model(model)
+    words = causal.get_input_embeddings().weight.shape[0]
+    windows = [getattr(causal.config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    beyond = max((window for window in windows if window <= LONGEST_WINDOW), default=0)
+    numbers = count(7, 31)
+
+    def made_up(length: int) -> list[int]:
+        return [next(numbers) % words for _ in range(length)]
+
+    prompts, completions = [made_up(length) for length in (7, 12)], [made_up(length) for length in (5, 3 + beyond, 4, 6)]
+    return token_batch(prompts, completions, [0, 0, 1, 1], device=device)

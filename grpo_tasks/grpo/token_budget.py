@@ -19,6 +19,7 @@ from grpo_tasks.planning.memory_plan import StagePlan, does_not_fit, tokens_that
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import checkpoint_layers
+from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.stage.journal import Events
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.stage import StageConfig
@@ -95,7 +96,7 @@ def with_token_budget(spec: StageSpec, policy: CausalLM, prompt_length: int, mem
 
 
 def with_measured_budget(
-    stage: StageConfig, policies: Policies, directory: StageDir, events: Events, prompt_length: int
+    stage: StageConfig, policies: Policies, directory: StageDir, events: Events, prompt_length: int, engine: RolloutEngine
 ) -> StageConfig:
     """The stage with the measured number of tokens, where the config says `auto` and the device reports its memory.
 
@@ -108,6 +109,7 @@ def with_measured_budget(
         directory: where the outcome is kept.
         events: get one line with both numbers.
         prompt_length: longest prompt in tokens.
+        engine: releases its memory before the trial, as it does before an update.
 
     Raises:
         ModelError: not even one completion of full length fits with gradient checkpointing.
@@ -118,8 +120,12 @@ def with_measured_budget(
         return stage
     # What one rank has read holds for all: a disk on the network may show the file late.
     kept = ranks.gather(_read(directory.token_budget, calculated))[0]
-    budget = kept or _measured(_plan(spec, policies.model, prompt_length, memory.total), calculated, policies, memory)
-    if kept is None:
+    budget = kept
+    if budget is None:
+        # A server on the same card sleeps during an update. It was started awake; it sleeps after it was given weights.
+        engine.sync()
+        engine.sleep()
+        budget = _measured(_plan(spec, policies.model, prompt_length, memory.total), calculated, policies, memory)
         every = ranks.gather(budget)
         tokens, checkpointing = min(one.measured for one in every), any(one.checkpointing for one in every)
         budget = Budget(calculated, tokens, checkpointing)
@@ -134,7 +140,7 @@ def with_measured_budget(
 
 def _measured(plan: StagePlan, calculated: int, policies: Policies, memory: DeviceMemory) -> Budget:
     completion = plan.prompt_length + plan.rollout.max_completion_length
-    # The layout is chosen at the first pass, by comparing with padded rows: with few tokens, which fit in any case.
+    # The layout is chosen before the first pass, and the libraries allocate their buffers in it: with few tokens, which fit.
     with torch.no_grad():
         policies.scores(_batch(plan, completion, policies))
     plans = [plan] if plan.model.gradient_checkpointing else [plan, plan.with_checkpointing()]

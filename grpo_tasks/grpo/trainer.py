@@ -79,7 +79,6 @@ class Trainer:
         self.learner = self._learner(policies, stage)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
-        self.stage = with_measured_budget(stage, policies, directory, self.events, longest)
         self.guards = Guards(stage.guards, kl_every=self._kl_every)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)
@@ -96,6 +95,7 @@ class Trainer:
         self.checkpoints.restore()
         # After the restore: an engine may copy the weights.
         engine = self._engine(servers)
+        self.stage = with_measured_budget(stage, policies, directory, self.events, longest, engine)
         staleness = spec.rollout.max_staleness if servers else 0
         ranks = self.ranks.in_other_thread() if staleness else self.ranks
         self.collector = Collector(engine, suite, self.tokenizer, self.rows, self.schedule, spec, self.seed, ranks, player)

@@ -8,18 +8,19 @@ Bytes of a pass grow with its tokens and else depend on little, so two counted p
 here has been measured on a GPU: RESERVE stands for what a calculation cannot see.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from grpo_tasks.planning.cards import RESERVE
 from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
-from grpo_tasks.policy.folded_adapter import CausalLM
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import load_errors
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -203,13 +204,41 @@ class StagePlan:
         return sum(p.numel() * (NF4_BYTES if id(p) in linear and id(p) != head else width) for p in frozen)
 
     def _copied(self) -> int:
-        """Weights that the local engine has a second time: those with an adapter, or all of a sharded model."""
+        """Weights that the local engine has a second time: all of a sharded model, else those of `_copied_of`.
+
+        Fused kernels read some projections as one (rollout/fused_decoder.py): adapted or not, they get a copy of their own.
+        """
         if self._shards > 1:
             return sum(parameter.numel() for parameter in self._policy.parameters())
-        if not self.resources.fold_adapter or self.model.quantization != "none":
+        if not self.resources.fold_adapter or self.model.quantization != "none" or not isinstance(self._policy, PeftModel):
             return 0
-        adapted = [module.base_layer for module in self._policy.modules() if isinstance(module, LoraLayer)]
-        return sum(layer.weight.numel() for layer in adapted if isinstance(layer, nn.Linear))
+        fused = _fused(self._policy) if self.resources.fuse_kernels and self.resources.share_prompts else []
+        known = {id(layer) for stack in fused for layer in stack}
+        alone = [[module] for module in self._policy.modules() if isinstance(module, LoraLinear) and id(module) not in known]
+        return sum(self._copied_of(stack, fused=True) for stack in fused) + sum(self._copied_of(stack) for stack in alone)
+
+    def _copied_of(self, stack: Sequence[nn.Module], *, fused: bool = False) -> int:
+        """Weights of the copy of projections with one input: W + B A in float32, else A and B, and W only where it is fused."""
+        bases = [layer.base_layer if isinstance(layer, LoraLinear) else layer for layer in stack]
+        # Fused queries, keys and values leave room for a second result of the size of the keys, the second of the three.
+        shapes = [tuple(base.weight.shape) for base in [*bases, *(bases[1:2] if len(bases) > 2 else [])]]
+        rows, width = sum(shape[0] for shape in shapes), shapes[0][1]
+        folded = self.model.dtype == "float32"
+        ranks = [layer.r[name] for layer in stack if isinstance(layer, LoraLinear) for name in layer.active_adapters]
+        return (rows * width if folded or fused else 0) + (0 if folded else sum(ranks) * (rows + width))
+
+
+def _fused(policy: CausalLM) -> list[list[nn.Module]]:
+    """The projections of each layer that fused kernels read as one; none in a model of another shape."""
+    causal: Any = causal_model(policy)
+    if getattr(causal.config, "hidden_act", None) != "silu":
+        return []
+    try:
+        layers = [(layer.self_attn, layer.mlp) for layer in getattr(causal, causal.base_model_prefix).layers]
+        attention = [[one.v_proj, one.k_proj, one.q_proj] for one, _ in layers]
+        return attention + [[mlp.gate_proj, mlp.up_proj] for _, mlp in layers]
+    except AttributeError:
+        return []
 
 
 def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:

@@ -1,4 +1,4 @@
-"""Layers of the trained policy that keep less for the backward pass, and give the numbers of the layers they replace.
+"""Layers of the trained policy that keep less for the backward pass. Up to rounding they give the numbers of those they replace.
 
     LeanAdapter    a LoRA layer that computes in the precision of its input, and keeps the input and x A^T
     LeanNorm       an RMS norm in one kernel; keeps its input and 1 / rms
@@ -132,7 +132,10 @@ def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 class LeanNorm:
-    """x / rms(x) * (offset + weight) (arXiv:1910.07467) in one kernel, rounded once."""
+    """x / rms(x) * (offset + weight) (arXiv:1910.07467) in one kernel, rounded once.
+
+    With an offset the product is taken in float32, as Gemma's own norms do: 1 + weight in 16 bits would lose the small weights.
+    """
 
     offset: float
 
@@ -141,17 +144,17 @@ class LeanNorm:
         if torch.compiler.is_compiling():
             compiled: Tensor = super().forward(x)  # type: ignore[misc]
             return compiled
-        weight = self.offset + self.weight.float() if self.offset else self.weight
-        result: Tensor = RmsNorm.apply(x, weight.to(x.dtype), _epsilon(self))
+        weight = self.offset + self.weight.float() if self.offset else self.weight.to(x.dtype)
+        result: Tensor = RmsNorm.apply(x, weight, _epsilon(self))
         return result
 
 
 class RmsNorm(torch.autograd.Function):
-    """x / rms(x) * weight. Keeps x and 1 / rms."""
+    """x / rms(x) * weight, computed in the precision of the weight. Keeps x and 1 / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """The normed x, in its precision."""
+        """The normed x, in the precision of x."""
         normed, inverse = norm_forward(x, weight, epsilon)
         ctx.save_for_backward(x, weight, inverse)
         return normed
@@ -164,9 +167,9 @@ class RmsNorm(torch.autograd.Function):
 
 
 def norm_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The normed x, and 1 / rms [*batch, 1] in float32; one kernel on CUDA."""
-    normed, inverse = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, epsilon)
-    return normed, inverse
+    """The normed x, and 1 / rms [*batch, 1] in float32; one kernel on CUDA, and two casts where the weight is wider than x."""
+    normed, inverse = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), [x.shape[-1]], weight, epsilon)
+    return normed.to(x.dtype), inverse
 
 
 def norm_backward(
@@ -174,8 +177,9 @@ def norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and, if it is trained, of the weight; one kernel on CUDA."""
     if x.is_cuda:
-        d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], inverse, weight, [True, trained])
-        return d_x, d_weight
+        given, wide = grad.to(weight.dtype), x.to(weight.dtype)
+        d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(given, wide, [x.shape[-1]], inverse, weight, [True, trained])
+        return d_x.to(x.dtype), d_weight
     unit = x.float() * inverse  # x / rms
     slope = grad.float() * weight.float()
     d_x = inverse * (slope - unit * (slope * unit).mean(-1, keepdim=True))

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
+from grpo_tasks.policy.batch import moved
 
 
 class DecodingCache:
@@ -80,12 +81,12 @@ class DecodingCache:
         prompt_of = [self._prompt_of[row] for row in rows]
         prompts = sorted(set(prompt_of))
         if len(prompts) < len(self._lengths):
-            kept = torch.tensor(prompts, device=self._device)
+            kept = moved(torch.tensor(prompts), self._device)
             self._keys = [keys.index_select(0, kept) for keys in self._keys]
             self._values = [values.index_select(0, kept) for values in self._values]
             self._lengths = [self._lengths[prompt] for prompt in prompts]
         self._prompt_of, self._copies = [prompts.index(prompt) for prompt in prompt_of], copies
-        chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._device)
+        chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._device)
         self._own = [own.index_select(1, chosen) for own in self._own]
         self._lay_out()
 
@@ -185,13 +186,13 @@ class DecodingCache:
         real = torch.tensor(slots[: len(self._prompt_of)])
         rows[real] = torch.arange(len(real))
         # [P, W] -> [P, 1, W] K + [K, 1] -> [P, K, W]: place of the slot's queries among [N K]
-        self._fold = (rows.view(-1, 1, width) * self._heads + heads[:, None]).flatten().to(self._device)
+        self._fold = moved((rows.view(-1, 1, width) * self._heads + heads[:, None]).flatten(), self._device)
         # Slot p W + w of head k is at (p K + k) W + w among [P K W].
         slot = torch.tensor(slots)[:, None]
-        self._unfold = ((slot // width * self._heads + heads) * width + slot % width).flatten().to(self._device)
-        self._prompt_lengths = torch.tensor(self._lengths, device=self._device)[:, None]  # [P, 1]
+        self._unfold = moved(((slot // width * self._heads + heads) * width + slot % width).flatten(), self._device)
+        self._prompt_lengths = moved(torch.tensor(self._lengths), self._device)[:, None]  # [P, 1]
         every = [*self._prompt_of, *self._prompt_of[:1] * self._copies]
-        self._row_lengths = torch.tensor([self._lengths[prompt] for prompt in every], device=self._device)[:, None]  # [N, 1]
+        self._row_lengths = moved(torch.tensor([self._lengths[prompt] for prompt in every]), self._device)[:, None]  # [N, 1]
         self._places = torch.arange(self._keys[0].shape[2], device=self._device)  # [S]
         self._real = self._places < self._prompt_lengths  # [P, S]
         padded = min(self._lengths) < len(self._places)

@@ -5,7 +5,9 @@
     check     every few steps one copy of the sampled tokens to the host, which looks for ends and drops rows
 
 The host waits for the device at checks only. Rows that end between two checks are decoded on until the next one, and their
-surplus tokens are cut off: a completion does not depend on the buckets or on the other rows.
+surplus tokens are cut off: a completion does not depend on the buckets or on the other rows. The device does not look for ends
+itself. It would decode the ended rows all the same, because the shapes of a bucket stay; and stop strings are found in text,
+which only the host has.
 """
 
 import warnings
@@ -18,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_tasks.policy.batch import TokenBatch, token_batch
+from grpo_tasks.policy.batch import TokenBatch, moved, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.rollout.engine import Completion, Request, Sampling
 from grpo_tasks.rollout.stop import StopRule
@@ -163,7 +165,7 @@ class DecodingLoop:
         self.alive = [(row, request) for row, (_, request) in enumerate(staying)]
         # Shorter tensors make all further steps cheaper; completions of a group end at very different lengths.
         self.state.keep_rows(rows, copies)
-        chosen = torch.tensor([*rows, *rows[:1] * copies], device=self.tokens.device)
+        chosen = moved(torch.tensor([*rows, *rows[:1] * copies]), self.tokens.device)
         self.tokens, self.uniform = self.tokens.index_select(0, chosen), self.uniform.index_select(0, chosen)
         self.seen = None if self.seen is None else self.seen.index_select(0, chosen)
         self.record = self._new_record()
@@ -193,7 +195,7 @@ class DecodingLoop:
         seen = torch.zeros(len(requests), size, dtype=torch.bool)
         for row, request in enumerate(requests):
             seen[row, list(request.prompt_ids)] = True
-        return seen.to(self.tokens.device)
+        return moved(seen, self.tokens.device)
 
 
 def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:

@@ -88,8 +88,9 @@ class _Residual:
 class FusedDecoder:
     """Decodes with the weights of `model`, a plain model that is not being trained.
 
-    The model's projection weights become views of the fused weights. So the weights exist only once, and later writes into the
-    model, such as those of a `sync`, take effect here as well.
+    The model's projection weights become views of the fused weights, so later writes into the model, such as those of a `sync`,
+    take effect here as well. Where another model has the same weights, as the trained base has those of a copy, they exist twice
+    from then on: those of queries, keys, values, gate and up. `grpo plan` counts them.
 
     Args:
         model: the model.

@@ -8,15 +8,17 @@ All completions of a prompt read one copy of its keys and values (decoding_cache
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
-from grpo_tasks.policy.batch import TokenBatch, position_ids
+from grpo_tasks.policy.batch import TokenBatch, moved, position_ids
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.logprobs import encode_context
@@ -26,6 +28,21 @@ from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, u
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
 from grpo_tasks.rollout.stop import StopRule
+
+
+@contextmanager
+def _without_sorted_writes() -> Iterator[None]:
+    """Switch torch's deterministic algorithms off, for code whose results do not depend on them.
+
+    Decoding writes to no place twice at once, and adds up in fixed orders (token_sampling.py). On CUDA the switch would turn each
+    write by an index from one kernel into about ten, which sort the indices first.
+    """
+    on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
 class LocalEngine:
@@ -76,6 +93,7 @@ class LocalEngine:
         """Nothing to release: there is no other process."""
 
     @torch.inference_mode()
+    @_without_sorted_writes()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order; see `RolloutEngine`."""
         was_training = self._model.training
@@ -92,6 +110,8 @@ class LocalEngine:
     def _decode(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule) -> list[Completion]:
         """The completions of one batch, by the fastest way that this model allows."""
         if self._share:
+            config = causal_model(self._model).config
+            attention = config._attn_implementation
             try:
                 if self._fuse:
                     # Tried once per engine; later syncs write into the same weights.
@@ -99,7 +119,8 @@ class LocalEngine:
                 return self._loop(requests, sampling, stop, partial(SharedPromptState, fused=self._fused))
             except (UnsupportedError, AttributeError, TypeError) as error:
                 warnings.warn(f"every completion gets its own copy of its prompt's keys and values ({error})", stacklevel=2)
-                self._share = False
+                # As it was: whoever is not served may need another attention than torch's, such as one with soft caps.
+                self._share, config._attn_implementation = False, attention
         return self._loop(requests, sampling, stop, RepeatedPromptState)
 
     def _loop(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, state: MakeState) -> list[Completion]:
@@ -139,6 +160,9 @@ class SharedPromptState:
     static = True
 
     def __init__(self, model: CausalLM, prompts: TokenBatch, *, fused: FusedDecoder | None = None) -> None:
+        layers = DynamicCache(config=causal_model(model).config).layers
+        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+            raise UnsupportedError("layers with more to remember than keys and values")
         cache = encode_context(model, prompts)
         lengths = [length - 1 for length in prompts.packed.stem_lengths]
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
@@ -173,16 +197,17 @@ class SharedPromptState:
 
 
 class RepeatedPromptState:
-    """Keeps a copy of its prompt for every row, in transformers' own cache: works for every architecture with such a cache."""
+    """Keeps a copy of its prompt for every row, in transformers' own cache, which knows the layers of every architecture."""
 
     static = False
 
     def __init__(self, model: CausalLM, prompts: TokenBatch) -> None:
         # Padding on the left, so that each context ends where its completion begins: a sliding window counts columns.
         ids, mask = prompts.contexts_padded_left()  # [P, C]
-        cache = DynamicCache()
+        cache = DynamicCache(config=causal_model(model).config)
         model(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), past_key_values=cache, use_cache=True)
-        cache.batch_select_indices(prompts.prompt_of)  # [P, K, C, D] -> [N, K, C, D], layer by layer
+        # [P, K, C, D] -> [N, K, C, D], layer by layer. Not batch_select_indices, which layers with another state do not have.
+        cache.reorder_cache(prompts.prompt_of)
         self._model, self._cache = model, cache
         self._mask = mask.long()[prompts.prompt_of]  # [N, C], one column more per step
 
@@ -206,6 +231,6 @@ class RepeatedPromptState:
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
         """See `DecodingState`."""
-        chosen = torch.tensor([*rows, *[rows[0]] * copies], device=self._mask.device)
-        self._cache.batch_select_indices(chosen)
+        chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._mask.device)
+        self._cache.reorder_cache(chosen)
         self._mask = self._mask[chosen]

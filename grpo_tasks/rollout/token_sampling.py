@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from grpo_tasks.policy.batch import moved
 from grpo_tasks.rollout.engine import Sampling
 
 BLOCK = 256
@@ -28,7 +29,7 @@ def uniform_numbers(seeds: Sequence[int], length: int, *, device: torch.device) 
     streams.
     """
     rows = [np.random.Generator(np.random.Philox(key=seed)).random(length) for seed in seeds]
-    return torch.from_numpy(np.stack(rows)).to(device)
+    return moved(torch.from_numpy(np.stack(rows)), device)
 
 
 @dataclass(frozen=True, slots=True)

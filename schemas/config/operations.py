@@ -122,12 +122,14 @@ class ResourcesConfig(Section):
     share_prompts: bool = True
     """Encode the prompt of a group once, in sampling and in training. Off: once per completion."""
     fold_adapter: bool = True
-    """Sample from a copy of the weights with the adapter merged in. Off: through the adapter."""
+    """Sample from a copy of the adapted weights: in float32 with the adapter merged in, in 16 bits with the adapter kept apart,
+    because merging would round small updates away. Off: through the adapter that is trained."""
     fuse_kernels: bool = True
     """Decode models of the Llama architecture with fewer, larger kernels."""
     deterministic: bool = True
-    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU the
-    backward pass of attention is slower, and a kernel that cannot be deterministic is named in a warning."""
+    """Use deterministic kernels, so that the same seed gives the same bytes. On a CPU this is always the case. On a GPU updates
+    are slower (attention backward, writes by an index), and a kernel that cannot be deterministic is named in a warning. Sampling
+    with the local engine is reproducible either way and costs nothing more."""
     max_hours: float | None = Field(None, gt=0.0, le=100_000)
     """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
     Empty: no limit."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -15,7 +16,7 @@ from transformers import (
 
 from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.shared_prompt import UnsupportedError
-from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Kernel, Sequences, VarlenAttention
+from grpo_tasks.attention.varlen import EFFICIENT, FLASH, Kernel, Sequences, VarlenAttention, varlen_kernel
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.logprobs import completion_logprobs
 from tests.attention.reference_kernel import REFERENCE, masked_way, varlen_way
@@ -156,6 +157,42 @@ def test_varlen_attention_of_every_shape_of_a_batch_gives_the_same(kind, monkeyp
     batch, wanted = wanted_of(model, kind)
     varlen_way(monkeypatch)
     assert_same(results(model, batch, "packed"), wanted)
+
+
+@pytest.mark.parametrize("way", [None, masked_way, varlen_way])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window-8"])
+def test_float32_weights_under_autocast_give_nearly_what_float32_gives(name, way, monkeypatch):
+    model = model_of(MODELS[name])
+    batch, exact = wanted_of(model, "mixed lengths")
+    if way is not None:
+        way(monkeypatch)
+    found = {}
+    for layout in ("plain", "packed"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found[layout] = results(model, batch, layout)
+    off = (found["plain"][0] - exact[0]).abs().mean()
+    assert (found["packed"][0] - exact[0]).abs().mean() < 2 * off
+    assert torch.nn.functional.cosine_similarity(found["packed"][1], exact[1], dim=0) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "window", "wanted"),
+    [
+        ((9, 0), torch.bfloat16, None, FLASH),
+        ((8, 0), torch.float16, 5, FLASH),
+        ((9, 0), torch.float32, None, EFFICIENT),
+        ((9, 0), torch.float32, 5, None),
+        ((7, 5), torch.float16, None, EFFICIENT),
+        ((7, 5), torch.float16, 5, None),
+        ((7, 0), torch.float32, None, EFFICIENT),
+        ((7, 5), torch.bfloat16, None, None),
+    ],
+)
+def test_the_kernel_is_one_that_the_card_has(capability, dtype, window, wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        like = torch.empty(1, 2, 3, 8, dtype=dtype, device="cuda")
+    assert varlen_kernel(like, window) is wanted
 
 
 @pytest.mark.parametrize("wish", [True, False])

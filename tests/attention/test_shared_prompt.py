@@ -1,11 +1,15 @@
 """Attention through one copy of the prompt against the ordinary kind, for several architectures with random weights."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -35,6 +39,12 @@ SLIDING = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
     "mistral-sliding": MistralConfig(**SMALL, sliding_window=8),
 }
+OTHER = {name: (config, "sdpa") for name, config in SLIDING.items()} | {
+    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, eos_token_id=1), "sdpa"),
+    # Soft caps, which torch's kernels leave out; so the trainer loads it with eager attention.
+    "gemma2": (Gemma2Config(**SMALL, head_dim=32, sliding_window=8, attn_logit_softcapping=2.0), "eager"),
+}
+"""Each with the attention that the trainer loads it with."""
 
 
 PROMPTS = [list(range(5, 17)), list(range(40, 49)), list(range(100, 121))]
@@ -76,6 +86,33 @@ def test_decoding_falls_back_with_a_warning_where_attention_is_of_another_kind(t
     assert [completion.token_ids for completion in found] == [completion.token_ids for completion in wanted]
 
 
+def assert_as_single_rows(model, drawn):
+    for index, completion in enumerate(drawn):
+        prompt = PROMPTS[index // 4]
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("name", OTHER)
+def test_a_copy_of_the_prompt_for_each_row_serves_every_architecture(name, share, tokenizer):
+    config, attention = OTHER[name]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    # Sampling changes a model's attention.
+    untouched = copy.deepcopy(model)
+    falls_back = share and name not in SLIDING
+    with pytest.warns(UserWarning, match="its own copy of its prompt") if falls_back else nullcontext():
+        drawn = sampled(model.requires_grad_(False), tokenizer, share_prompts=share)[1]
+    assert len({len(completion.token_ids) for completion in drawn}) > 1
+    assert_as_single_rows(untouched, drawn)
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", SLIDING)
 def test_decoding_through_a_sliding_window_equals_single_rows_without_padding(name, fuse, tokenizer, recwarn):
@@ -83,11 +120,7 @@ def test_decoding_through_a_sliding_window_equals_single_rows_without_padding(na
     engine, drawn = sampled(model, tokenizer, fuse_kernels=fuse)
     assert not [warning for warning in recwarn if "its own copy" in str(warning.message)]
     assert (engine._fused is not None) == (fuse and name == "mistral-sliding")
-    for index, completion in enumerate(drawn):
-        prompt = PROMPTS[index // 4]
-        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, rtol=0, atol=1e-5)
+    assert_as_single_rows(model, drawn)
 
 
 def test_a_model_in_training_is_never_rewritten(policy, tokenizer):

@@ -4,20 +4,27 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.grpo import token_budget
+from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.grpo.ranks import Ranks
+from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.planning.memory_plan import RESERVE
+from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
-from grpo_tasks.stage.journal import read_events
+from grpo_tasks.stage.journal import Events, read_events
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError
 from tests.grpo.conftest import journal
+from tests.rollout.test_vllm_sleep import LOAD, PROBE, Served, engine_on
 
 AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
 TOTAL = RESERVE + 40 * 2**20
@@ -121,6 +128,30 @@ def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
         Trainer(directory, suite)
     assert "quantization" in caught.value.fix
     assert not directory.token_budget.exists()
+
+
+@pytest.fixture
+def served(base_ref):
+    with Served(base_ref) as found:
+        threading.Thread(target=found.serve_forever).start()
+        yield found
+        found.shutdown()
+
+
+def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, served, tokenizer, tmp_path):
+    memory, paths = told(20_000), []
+    memory.begin = lambda: paths.append(list(served.paths)) or 0.0
+    directory = stages.write(**AUTO)
+    spec = StageSpec.load(directory.spec)
+    policy = trainable_policy(spec.start, spec.model, device=torch.device("cpu"), seed=1)
+    policies, events = Policies(policy, spec, Ranks(Accelerator(cpu=True))), Events(directory.events, writes=True)
+    stage, engine = with_token_budget(spec, policy, 40), engine_on(served, policy, tokenizer, tmp_path)
+    for _ in range(2):
+        assert isinstance(with_measured_budget(stage, policies, directory, events, 40, engine).max_tokens_per_microbatch, int)
+    # Once, before the one trial; the second time its outcome was there.
+    assert paths == [[LOAD, PROBE, "/sleep?level=1"]]
+    assert served.paths == paths[0]
+    engine.close()
 
 
 def on_card(directory, *numbers):

@@ -14,10 +14,13 @@ from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
 from grpo_tasks.planning.memory_plan import GIB, stage_plans
 from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
 from grpo_tasks.policy.folded_adapter import causal_model
-from grpo_tasks.policy.load import load_base
+from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.model import ModelRef
 from tests.attention.reference_kernel import masked_way
@@ -112,6 +115,32 @@ def test_planned_weights_are_those_of_the_model():
     items = {item.what: item.bytes for item in plan.standing}
     assert items["frozen weights"] == sum(parameter.nbytes for parameter in base.parameters())
     assert items["optimizer"] == 2 * items["trained weights"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("targets", "fuse"),
+    [(["q_proj", "v_proj"], True), (["q_proj", "v_proj"], False), ("all-linear", True), ("all-linear", False)],
+)
+def test_the_planned_copy_to_sample_from_is_what_the_engine_takes(targets, fuse, dtype):
+    model = ModelConfig(dtype=dtype, lora={"target_modules": targets})
+    settings = load_config("demo", [])
+    settings = settings.model_copy(
+        update={"model": model, "resources": settings.resources.model_copy(update={"fuse_kernels": fuse})}
+    )
+    planned = {item.what: item.bytes for item in stage_plans(settings, GIB)[0].standing}["copy to sample from"]
+    ref = ModelRef(path="embedded:base")
+    policy = trainable_policy(ref, model, device=torch.device("cpu"), seed=1)
+    engine = LocalEngine(policy, load_tokenizer(ref), fuse_kernels=fuse)
+    engine.generate([Request([5, 6, 7], 0)], Sampling.of(RolloutConfig(max_completion_length=2)))
+    assert (engine._fused is not None) == fuse
+    held = list(engine._model.parameters())
+    for layer in engine._fused._layers if fuse else ():
+        held += [tensor for stack in (layer.qkv, layer.gate_up) for tensor in (stack.weight, stack.up) if tensor is not None]
+    shared = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    taken = sum(size for place, size in storages.items() if place not in shared)
+    assert planned == pytest.approx(taken, rel=1e-3)
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():

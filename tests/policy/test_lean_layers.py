@@ -1,9 +1,12 @@
 """Layers that keep less against those of peft and transformers, for several architectures with random weights."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
 
 from grpo_tasks.policy.lean_layers import AddLowRank, LeanAdapter, LeanMlp, LeanNorm, use_lean_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
@@ -107,15 +110,32 @@ def test_a_disabled_and_another_adapter_are_honoured():
     torch.testing.assert_close(wanted[True][1], wanted[False][1], rtol=1e-5, atol=1e-5)
 
 
-def test_in_bfloat16_they_are_as_near_to_float32_as_those_they_replace():
-    exact = results(adapted("qwen2"))[0]
-    model = adapted("qwen2", torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen2", "gemma3-window-16"])
+def test_in_bfloat16_they_are_as_near_to_float32_as_those_they_replace(name):
+    exact = results(adapted(name))[0]
+    model = adapted(name, torch.bfloat16)
     before = (results(model)[0] - exact).abs().mean()
     use_lean_layers(model)
     logps, grads = results(model)
     # peft computes the adapter, here as large as the base, in float32; a server computes it in bfloat16 as well.
     assert (logps - exact).abs().mean() < 1.5 * before
     assert all(grad.dtype == torch.float32 for grad in grads.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-window-16"])
+def test_a_norm_in_bfloat16_gives_the_numbers_of_the_one_it_replaces(name):
+    [norm, *_] = [module for key, module in model_of(MODELS[name]).named_modules() if key.endswith("post_attention_layernorm")]
+    torch.manual_seed(0)
+    x = torch.randn(50, 64).bfloat16()
+    with torch.no_grad():
+        # As they are in trained models: small against the 1 that Gemma adds.
+        norm.weight.add_(torch.randn(64), alpha=0.05)
+        norm.bfloat16()
+        exact = copy.deepcopy(norm).float()(x.float())
+        before = (norm(x) - exact).abs().mean()
+        use_lean_layers(nn.ModuleList([norm]))
+        assert isinstance(norm, LeanNorm)
+        assert (norm(x) - exact).abs().mean() < 1.01 * before
 
 
 def test_gradient_checkpointing_changes_no_bit():

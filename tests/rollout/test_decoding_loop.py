@@ -1,5 +1,6 @@
 """Decoding in buckets: what a step runs does not change within a bucket, and buckets change no completion."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,6 +60,30 @@ def addresses(loop):
     kept = [*cache._keys, *cache._values, *cache._own, cache._fold, cache._unfold]
     kept += [loop.tokens, loop.column, loop.uniform, loop.record, *([] if loop.seen is None else [loop.seen])]
     return [tensor.data_ptr() for tensor in kept]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_deterministic_algorithms_are_off_while_tokens_are_sampled_and_on_again_afterwards(broken, tokenizer):
+    engine, found = engine_of("qwen2", tokenizer, GPU), []
+
+    def before(_):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        if broken:
+            raise RuntimeError("broken")
+
+    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with each_step(before, lambda _: None), pytest.raises(RuntimeError, match="broken") if broken else nullcontext():
+            engine.generate(REQUESTS[:2], sampling())
+        assert (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()) == (
+            True,
+            True,
+        )
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+    assert found
+    assert not any(found)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}], ids=["plain", "truncated"])
