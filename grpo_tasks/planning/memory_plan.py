@@ -217,7 +217,7 @@ class StagePlan:
         alone = [[module] for module in self._policy.modules() if isinstance(module, LoraLinear) and id(module) not in known]
         return sum(self._copied_of(stack, fused=True) for stack in fused) + sum(self._copied_of(stack) for stack in alone)
 
-    def _copied_of(self, stack: Sequence[nn.Module], *, fused: bool = False) -> int:
+    def _copied_of(self, stack: Sequence[Any], *, fused: bool = False) -> int:
         """Weights of the copy of projections with one input: W + B A in float32, else A and B, and W only where it is fused."""
         bases = [layer.base_layer if isinstance(layer, LoraLinear) else layer for layer in stack]
         # Fused queries, keys and values leave room for a second result of the size of the keys, the second of the three.

@@ -46,7 +46,7 @@ def pick_device(resources: ResourcesConfig) -> torch.device:
         raise ModelError("no CUDA device is available", place="resources.device", fix="resources.device: auto or cpu")
     torch.use_deterministic_algorithms(resources.deterministic, warn_only=True)
     # With deterministic kernels torch also fills new memory, a kernel for each tensor. Nothing here reads what it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch sets its type at run time
     if resources.deterministic:
         # cuBLAS reads it when CUDA is first used: products then get the same workspace every time, and so the same algorithm.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
