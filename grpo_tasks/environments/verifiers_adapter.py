@@ -169,7 +169,8 @@ class _Model:
         from openai import BadRequestError
 
         text = "this model's maximum context length is reached"
-        response = httpx.Response(400, text=text, request=httpx.Request("POST", "http://policy"))
+        # Releases of openai differ in the library whose response they name; they read its status and headers only.
+        response: Any = httpx.Response(400, text=text, request=httpx.Request("POST", "http://policy"))
         self._release().set_exception(BadRequestError(text, response=response, body=None))
 
     async def _create(self, *, messages: Sequence[Mapping[str, Any]], **_: Any) -> Any:
