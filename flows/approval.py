@@ -37,7 +37,7 @@ from schemas.secret import hide
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
 """Events of the version grpo.model.NAME.VERSION."""
 _ASKED = "grpo-asked"
-"""Key under which Prefect keeps the name of the file with what a suspended run goes on with."""
+"""Key under which Prefect keeps the name of the file with what a suspended run continues with."""
 _SIGNS, _BETWEEN_SIGNS_S = 5, 0.5
 
 
@@ -50,7 +50,7 @@ class Verdict(RunInput):
 
 
 class Asked(Result):
-    """What a suspended run goes on with. Its parameters name files and aliases that may change while a person decides."""
+    """What a suspended run continues with. Its parameters name files and aliases that may change while a person decides."""
 
     config: RunConfig
     """With the base model as it was found."""
@@ -67,12 +67,12 @@ def what_was_asked() -> Asked | None:
     try:
         return Asked.load(Path(str(read_flow_run_input(_ASKED))))
     except (OSError, TypeError, ValueError):
-        run_logger().warning("what this run was suspended with cannot be read; it goes on with its parameters as they are now")
+        run_logger().warning("what this run was suspended with cannot be read; it continues with its parameters as they are now")
         return None
 
 
 def _keep(asked: Asked) -> None:
-    """Write it beside the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
+    """Write it next to the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
     folder = asked.config.resources.output_dir.resolve() / asked.config.name / ".asked"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{flow_run.id}.json"
@@ -91,7 +91,7 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
     """Suspend the run until a person has decided about its version, and record the decision.
 
     Args:
-        asked: what the run goes on with afterwards; its `promotion.approval_hours` limit the wait.
+        asked: what the run continues with afterwards; its `promotion.approval_hours` limit the wait.
         publication: of a version that waits for approval.
         headline: what lists of runs say meanwhile.
         comparison: description of the form, in Markdown.

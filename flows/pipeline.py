@@ -49,7 +49,7 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
     """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started.
 
     Args:
-        config: the configuration. A run that was suspended goes on with the one that it was suspended with.
+        config: the configuration. A run that was suspended continues with the one that it was suspended with.
         fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
         tags: further tags of the registered version.
     """

@@ -66,7 +66,7 @@ def _limit_of(config: RunConfig) -> str:
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
-    # A run that an earlier release has suspended for approval finds its own version here, and goes on with it.
+    # A run that an earlier release has suspended for approval finds its own version here, and continues with it.
     if known is not None and not force and not was_suspended():
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return RetrainResult(trained=False, reason=reason)
@@ -74,7 +74,7 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
 
 
 def _resumed(config: RunConfig, force: bool) -> RetrainResult:
-    """Go on with the version that a person was asked about, whatever has become champion or base meanwhile."""
+    """Continue with the version that a person was asked about, whatever has become champion or base meanwhile."""
     return _result(run_pipeline(config, fresh=force))
 
 

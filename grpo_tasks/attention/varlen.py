@@ -114,11 +114,15 @@ def varlen_kernel(like: Tensor, window: int | None) -> Kernel | None:
     """The kernel for the device and the precision of a tensor; None where there is none."""
     if like.device.type != "cuda":
         return None
-    half = like.dtype in (torch.float16, torch.bfloat16)
-    if half and torch.cuda.get_device_capability(like.device) >= FLASH_CAPABILITY:
+    return kernel_of_card(like.dtype, window, torch.cuda.get_device_capability(like.device))
+
+
+def kernel_of_card(dtype: torch.dtype, window: int | None, capability: tuple[int, int]) -> Kernel | None:
+    """The kernel of a card with that compute capability; None where there is none."""
+    if dtype in (torch.float16, torch.bfloat16) and capability >= FLASH_CAPABILITY:
         return FLASH
     # The other kernel counts the tokens of a window in another way, and older cards have no bfloat16.
-    return EFFICIENT if like.dtype in (torch.float32, torch.float16) and window is None else None
+    return EFFICIENT if dtype in (torch.float32, torch.float16) and window is None else None
 
 
 class VarlenAttention(torch.autograd.Function):

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_tasks.attention import packed_attention
-from grpo_tasks.attention.varlen import FLASH, Kernel, Sequences, varlen_kernel
+from grpo_tasks.attention.varlen import FLASH, FLASH_CAPABILITY, Kernel, Sequences, kernel_of_card
 from grpo_tasks.policy import lean_layers
 
 VIEWS = frozenset(
@@ -99,8 +98,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def packed(self, like: Tensor, window: int | None) -> Kernel | None:
         """Counts a call of the packed row's own kernel; None where CUDA has none, and the masked way is taken."""
-        with FakeTensorMode():
-            kernel = varlen_kernel(torch.empty((), dtype=like.dtype, device="cuda"), window)
+        kernel = kernel_of_card(like.dtype, window, FLASH_CAPABILITY)
         if kernel is None:
             return None
         self.found["flash" if kernel is FLASH else "efficient"] += 1
