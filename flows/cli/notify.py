@@ -1,6 +1,6 @@
 """Who hears of a command that changes the registry: automations and the suspended run in Prefect, and the webhook.
 
-The registry has changed already when they are told. A server or a receiver that is away is a line of output, not an error.
+The registry has changed before these messages are sent. A server or a receiver that is away is a line of output, not an error.
 """
 
 import os

@@ -165,7 +165,7 @@ class Servers:
         return self.addresses
 
     def tend(self, announce: Callable[[ServerAddress], None]) -> None:
-        """Look at every server, without waiting for one; `announce` is told of one that replaces another.
+        """Look at every server, without waiting for one; `announce` hears of one that replaces another.
 
         Raises:
             ClusterError: none is left.

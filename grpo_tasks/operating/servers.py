@@ -110,7 +110,7 @@ class Stack:
             UserError: a complete stack runs here already, or a server does not start (then everything is stopped again).
         """
         self.folder.mkdir(exist_ok=True)
-        # Another `grpo up` waits here until the servers of this one are recorded, and is then told of them.
+        # Another `grpo up` waits here until the servers of this one are recorded, and then reports them.
         with self._stopped_on_failure(), self._locked():
             at = None if self.running() else self._start_servers(prefect_port, mlflow_port, postgres)
         if at is None:

@@ -1,5 +1,5 @@
 """Two retrainings of one model at once: the second waits, names the run it waits for, and then finds nothing to do. New data is
-told to the server before it counts as told.
+sent to the server before it counts as reported.
 """
 
 import subprocess
