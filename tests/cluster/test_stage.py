@@ -37,7 +37,7 @@ def test_conversations_on_two_nodes_train_the_bytes_of_two_local_processes(nodes
         results.append(run_stage(spec, tmp_path / f"{name}-run"))
     local, there = results
     assert (there.sha256, there.steps) == (local.sha256, 3)
-    lines = [json.loads(line) for line in StageDir(there.directory).journal.read_text().splitlines()]
+    lines = [json.loads(line)["metrics"] for line in StageDir(there.directory).journal.read_text().splitlines()]
     assert all(line["conversations/errors"] == 0 for line in lines)
     assert any(line["conversations/environment_reward"] > 0 for line in lines)
 
