@@ -1,13 +1,14 @@
 """A person decides about the champion (promotion.approval: manual), in the form with which Prefect resumes a suspended run.
 
     the tests pass  ->  suspend: the process ends, nothing is held  ->  Resume in the UI, with the form
-                    ->  a worker starts the run again: every step is skipped, only the alias moves
+                    ->  a worker starts the run again: only the alias moves, whatever has become of data and code
 
 A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
 """
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
@@ -22,7 +23,7 @@ from prefect.input.actions import create_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.flow_run import CHAMPION_CHANGED, warn
+from flows.flow_run import CHAMPION_CHANGED, FlowRun, open_flow_run, warn
 from grpo_tasks.operating.automations import SUSPENDED
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.running.orchestrator import run_logger, send_event
@@ -30,8 +31,7 @@ from grpo_tasks.tracking.registry import approval_of, decide_pending, find_versi
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.results.base import Result
-from schemas.results.model import ModelRef
-from schemas.results.publication import Approval, Publication
+from schemas.results.publication import Approval, Publication, Trained
 from schemas.secret import hide
 
 REQUESTED, DECIDED = "grpo.approval.requested", "grpo.approval.decided"
@@ -50,12 +50,13 @@ class Verdict(RunInput):
 
 
 class Asked(Result):
-    """What a suspended run continues with. Its parameters name files and aliases that may change while a person decides."""
+    """What a suspended run continues with. Its parameters name data, code and aliases that may change while a person decides."""
 
     config: RunConfig
     """With the base model as it was found."""
-    adapter: ModelRef | None = None
-    """The adapter that `publish` was asked to merge."""
+    run_key: str
+    """Content key of the MLflow run: the data may be others when a person has decided."""
+    trained: Trained
     tags: dict[str, str] = Field(default_factory=dict)
     """Of the version that waits."""
 
@@ -69,6 +70,15 @@ def what_was_asked() -> Asked | None:
     except (OSError, TypeError, ValueError):
         run_logger().warning("what this run was suspended with cannot be read; it continues with its parameters as they are now")
         return None
+
+
+@contextmanager
+def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
+    """The run once more, for the decision alone. It knows again what it has recorded; nothing is recorded twice."""
+    with open_flow_run(asked.config, flow=flow, key=asked.run_key) as run:
+        for result in asked.trained.results():
+            run.record(result)
+        yield run
 
 
 def _keep(asked: Asked) -> None:

@@ -126,7 +126,9 @@ def warn(problem: str) -> None:
 
 
 @contextmanager
-def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False, variant: VariantSpec | None = None) -> Iterator[FlowRun]:
+def open_flow_run(
+    config: RunConfig, *, flow: str, fresh: bool = False, variant: VariantSpec | None = None, key: str | None = None
+) -> Iterator[FlowRun]:
     """Check the config against this machine, then open the MLflow run of this config, these inputs and this code.
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
@@ -136,13 +138,15 @@ def open_flow_run(config: RunConfig, *, flow: str, fresh: bool = False, variant:
         flow: name of the flow; each flow has MLflow runs of its own.
         fresh: run every step again.
         variant: the place of the run in a sweep.
+        key: content key of a run that only a decision is missing of: its inputs were checked, and may have changed since.
     """
     check_working_directory()
     check_installed(config)
-    check_inputs(config)
+    if key is None:
+        check_inputs(config)
     check_output(config)
     check_webhook(config)
-    key = content_key(flow, ROOMS, _sections(config))
+    key = key or content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:
         name = variant.label

@@ -1,9 +1,8 @@
 """The pipeline: data in, champion out. Read `run_pipeline` from top to bottom: each line is a step, and a label in the UI."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from flows.approval import Asked, ask_for_approval, was_suspended, what_was_asked
+from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import with_local_model
 from flows.steps import (
@@ -26,12 +25,7 @@ from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport, GuardData
-from schemas.results.difficulty import DifficultyReport
-from schemas.results.evaluation import EvalReport
-from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof, StageResult
-from schemas.results.publication import PipelineResult, PublishedFacts
+from schemas.results.publication import PipelineResult, PublishedFacts, Trained
 
 
 @locked_flow(name="grpo-pipeline", description="Validate, probe rewards, train in stages with GRPO, merge, evaluate, publish.")
@@ -53,34 +47,21 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
         fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
         tags: further tags of the registered version.
     """
-    asked = what_was_asked() or Asked(config=with_local_model(config), tags=dict(tags or {}))
-    config = asked.config
-    with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
-        # Now, because the fork server is idle while the data is read.
-        prepare_publishing()
-        check_champion(config.registered_model, config.tracking)
-        trained = train_and_evaluate(run)
-        made = _published(run, trained, asked.tags)
+    asked = what_was_asked()
+    if asked is None:
+        config = with_local_model(config)
+        with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
+            # Now, because the fork server is idle while the data is read.
+            prepare_publishing()
+            check_champion(config.registered_model, config.tracking)
+            asked = Asked(config=config, run_key=run.tracked.key, trained=train_and_evaluate(run), tags=dict(tags or {}))
+            made = _published(run, asked)
+    else:
+        made = _published_again(asked)
     # Outside of the block, because a suspended run must hold nothing and is not running in MLflow.
     while made.publication.awaits_approval and ask_for_approval(asked, made.publication, made.headline(), made.comparison()):
-        with open_flow_run(config, flow="pipeline") as run:
-            made = _published(run, trained, asked.tags)
+        made = _published_again(asked)
     return made
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """Everything before the decision."""
-
-    data: DataReport
-    lab: LabReport
-    difficulty: DifficultyReport | None
-    stages: list[StageResult]
-    evaluations: list[EvalReport]
-    """Base, each stage, merged model."""
-    merged: MergeProof
-    guards: list[GuardData]
-    """Prompts of the guards of the promotion."""
 
 
 def train_and_evaluate(run: FlowRun) -> Trained:
@@ -102,15 +83,24 @@ def train_and_evaluate(run: FlowRun) -> Trained:
             evaluations.append(evaluation_of(run, stage.name, model, data))
     merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
-    return Trained(data, lab, difficulty, stages, evaluations, merged, guards)
+    return Trained(
+        data=data, lab=lab, difficulty=difficulty, stages=stages, evaluations=evaluations, merged=merged, guards=guards
+    )
 
 
-def _published(run: FlowRun, trained: Trained, tags: Mapping[str, str]) -> PipelineResult:
-    config, base, final = run.config, trained.evaluations[0], trained.evaluations[-1]
+def _published_again(asked: Asked) -> PipelineResult:
+    with continued_flow_run(asked, flow="pipeline") as run:
+        return _published(run, asked)
+
+
+def _published(run: FlowRun, asked: Asked) -> PipelineResult:
+    config, trained = run.config, asked.trained
+    base, final = trained.evaluations[0], trained.evaluations[-1]
+    assert trained.lab is not None, "the pipeline has probed its rewards"
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     guards = guard_checks(run, final, rivals[-1], trained.guards)
     publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion, guards=guards)
-    tag_version(publication.model_name, publication.model_version, tags, config.tracking)
+    tag_version(publication.model_name, publication.model_version, asked.tags, config.tracking)
     report = write_report(
         run,
         trained.data,

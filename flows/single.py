@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flows import one_step
-from flows.approval import Asked, ask_for_approval, was_suspended, what_was_asked
+from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.pipeline import run_pipeline
@@ -13,12 +13,12 @@ from flows.temporary_server import locked_flow
 from grpo_tasks.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.results.data import DataReport, GuardData
+from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
-from schemas.results.publication import PipelineResult, Publication
+from schemas.results.publication import PipelineResult, Publication, Trained
 
 
 @locked_flow(name="grpo-validate", description="Read the data and check every row.")
@@ -103,27 +103,33 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     asked = what_was_asked()
     if asked is None:
         config = with_local_model(config)
-        asked = Asked(config=config, adapter=adapter_model(adapter, config))
-    config, ref = asked.config, asked.adapter
-    assert ref is not None, "this flow was asked to merge one"
-    with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
-        data, guards = validated_data(run), checked_guards(run)
-        base = evaluation_of(run, "base", base_model(config), data)
-        merged = merged_model(run, ref, data)
-        final = evaluation_of(run, "merged", merged.model, data)
-        made = _published(run, merged, final, base, data, guards)
+        ref = adapter_model(adapter, config)
+        with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
+            data, guards = validated_data(run), checked_guards(run)
+            base = evaluation_of(run, "base", base_model(config), data)
+            merged = merged_model(run, ref, data)
+            final = evaluation_of(run, "merged", merged.model, data)
+            trained = Trained(data=data, merged=merged, evaluations=[base, final], guards=guards)
+            asked = Asked(config=config, run_key=run.tracked.key, trained=trained)
+            made = _published(run, asked)
+    else:
+        made = _published_again(asked)
     while made.awaits_approval and ask_for_approval(asked, made, made.headline(), made.headline()):
-        with open_flow_run(config, flow="publish") as run:
-            made = _published(run, merged, final, base, data, guards)
+        made = _published_again(asked)
     return made
 
 
-def _published(
-    run: FlowRun, merged: MergeProof, final: EvalReport, base: EvalReport, data: DataReport, guards: list[GuardData]
-) -> Publication:
-    champion, rivals = rivals_of(run, merged, base, data)
-    checks = guard_checks(run, final, rivals[-1], guards)
-    made = publish_model(run, merged, final, rivals, champion=champion, promotion=run.config.promotion, guards=checks)
+def _published_again(asked: Asked) -> Publication:
+    with continued_flow_run(asked, flow="publish") as run:
+        return _published(run, asked)
+
+
+def _published(run: FlowRun, asked: Asked) -> Publication:
+    trained = asked.trained
+    base, final = trained.evaluations
+    champion, rivals = rivals_of(run, trained.merged, base, trained.data)
+    checks = guard_checks(run, final, rivals[-1], trained.guards)
+    made = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=run.config.promotion, guards=checks)
     run.show_links(made)
     run.announce(made, champion)
     return made

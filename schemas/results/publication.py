@@ -7,7 +7,11 @@ from pydantic import Field
 
 from schemas.metrics import figure_text
 from schemas.results.base import Result, StepResult
+from schemas.results.data import DataReport, GuardData
+from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
+from schemas.results.lab import LabReport
+from schemas.results.model import MergeProof, StageResult
 
 DECISIONS_VIEW = "grpo-decisions"
 """Key of the view of MLflow's runs that shows what came out of each."""
@@ -140,6 +144,26 @@ class ReportResult(StepResult):
     """The report of a run. Files: report.html, report.md."""
 
     html: Path
+
+
+class Trained(Result):
+    """Everything before the decision about a version."""
+
+    data: DataReport
+    merged: MergeProof
+    evaluations: list[EvalReport]
+    """Base, each stage, merged model."""
+    guards: list[GuardData]
+    """Prompts of the guards of the promotion."""
+    lab: LabReport | None = None
+    """None where an adapter from elsewhere was merged, which was not trained here."""
+    difficulty: DifficultyReport | None = None
+    stages: list[StageResult] = Field(default_factory=list)
+
+    def results(self) -> list[StepResult]:
+        """The results of all steps, in the order of the run."""
+        made = [self.data, *self.guards, self.lab, self.difficulty, *self.stages, self.merged, *self.evaluations]
+        return [result for result in made if result is not None]
 
 
 class PipelineResult(Result):

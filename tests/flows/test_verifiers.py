@@ -1,7 +1,8 @@
-"""Three kinds of environments of the package verifiers go through the lab, five updates and an evaluation as they are.
+"""Environments of the package verifiers go through the lab, five updates and an evaluation as they are.
 
-They are written as packages of its index are: a module with `load_environment`, its classes, and nothing of this project. Only
-their data is made here. Skipped where the package is not installed.
+Three are generators of reasoning_gym in the class that verifiers has for them; both packages come from the index. Three are
+written here as packages of that kind are: a module with `load_environment`, its classes, and nothing of this project; only their data
+is made here. Skipped where the packages are not installed.
 """
 
 import json
@@ -83,6 +84,10 @@ def load_environment(num: int = 40) -> vf.Environment:
     return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[add], rubric=vf.Rubric(funcs=[asked]), max_turns=3)
 '''
 KINDS = {"single": SINGLE, "multi": MULTI, "tool": TOOL}
+GYM = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
+SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+GYMS = {"countdown": "countdown", "gcd": "gcd", "mixed": [{"name": "chain_sum", "weight": 1, "config": SUM}, "spell_backward"]}
+"""Generators of reasoning_gym, as the argument `gym` of its environment takes them."""
 ADAPTER = "grpo_tasks.environments.verifiers_adapter:VerifiersEnvironment"
 CONFIG = SMALL | {
     "data": {"train": [{"path": "train.jsonl"}], "eval": [{"path": "eval.jsonl"}]},
@@ -104,13 +109,17 @@ def ready(place, monkeypatch):
     monkeypatch.syspath_prepend(place.root)
 
     def write(kind):
-        name = f"vf_{kind}"
-        place.write(f"{name}.py", KINDS[kind])
-        assert write_rows(name, place.root / "rows.jsonl") == 40
+        settings = {"id": f"vf-{kind}"}
+        if kind in KINDS:
+            place.write(f"vf_{kind}.py", KINDS[kind])
+        else:
+            pytest.importorskip("reasoning_gym")
+            settings = {"id": GYM, "arguments": {"gym": GYMS[kind], "num_train_examples": 40, "num_eval_examples": 1}}
+        assert write_rows(path=place.root / "rows.jsonl", **settings) == 40
         lines = (place.root / "rows.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         place.write("train.jsonl", "".join(lines[:30]))
         place.write("eval.jsonl", "".join(lines[30:]))
-        config = CONFIG | {"interaction": CONFIG["interaction"] | {"settings": {"id": name.replace("_", "-")}}}
+        config = CONFIG | {"interaction": CONFIG["interaction"] | {"settings": settings}}
         if kind == "tool":
             # The model of the demo shows no tools; this one is the same with a template and tokens that do.
             config |= {"model": {"path": str(write_model(place.root / "model", weights=True))}}
@@ -120,7 +129,7 @@ def ready(place, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [*KINDS, *GYMS])
 def test_an_environment_of_verifiers_goes_through_a_whole_run(ready, kind):
     place = ready(kind)
     place.grpo("run", "small.yaml")
@@ -128,13 +137,14 @@ def test_an_environment_of_verifiers_goes_through_a_whole_run(ready, kind):
     lines = [json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 5
     assert {line["conversations/errors"] for line in lines} == {0.0}
-    assert any(line["reward_std"] > 0 for line in lines)
+    if kind in KINDS:
+        assert any(line["reward_std"] > 0 for line in lines)
     tables = pl.concat([pl.read_parquet(path) for path in sorted(stage.glob("completions/*.parquet"))], how="diagonal_relaxed")
     played = [json.loads(text) for text in tables["conversation"]]
-    assert {one["ending"] for one in played} <= ENDINGS[kind]
-    assert {len(one["turns"]) for one in played} <= TURNS[kind]
+    assert {one["ending"] for one in played} <= ENDINGS.get(kind, {"done"})
+    assert {len(one["turns"]) for one in played} <= TURNS.get(kind, {1})
     said = {message["content"] for one in played for turn in one["turns"] for message in turn["answers"]}
-    assert ANSWERS[kind] <= said
+    assert ANSWERS.get(kind, set()) <= said
     (lab,) = (place.root / "runs" / "small" / "probe_rewards").iterdir()
     report = json.loads((lab / "result.json").read_text(encoding="utf-8"))
     checks = {check["check"]: check["outcome"] for check in report["checks"]}
@@ -142,6 +152,6 @@ def test_an_environment_of_verifiers_goes_through_a_whole_run(ready, kind):
     assert {checks[name] for name in ("begins", "faults", "determinism", "leak")} == {"passed"}
 
 
-ENDINGS = {"single": {"done"}, "multi": {"done", "tokens"}, "tool": {"done", "tokens"}}
-TURNS = {"single": {1}, "multi": {1, 2, 3}, "tool": {1, 2, 3}}
-ANSWERS = {"single": set(), "multi": {"more <|im_end|>", "fewer <|im_end|>"}, "tool": {"3", "50"}}
+ENDINGS = {"multi": {"done", "tokens"}, "tool": {"done", "tokens"}}
+TURNS = {"multi": {1, 2, 3}, "tool": {1, 2, 3}}
+ANSWERS = {"multi": {"more <|im_end|>", "fewer <|im_end|>"}, "tool": {"3", "50"}}

@@ -1,9 +1,11 @@
 """promotion.approval: manual, in a worker: the run suspends, a person decides in the form, and nothing is computed twice."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from schemas.paths import resolve
 from tests.flows.place import SMALL
 from tests.tracking.webhook.receiver import receiver
 
@@ -63,7 +65,7 @@ def test_a_run_suspends_with_the_comparison_and_promotes_only_when_a_person_agre
     assert told["run"]["mlflow_run_id"] == parent.info.run_id
     tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
     trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
-    assert trained == ["Completed", "Cached"], "nothing is computed twice"
+    assert trained == ["Completed"], "nothing is computed twice"
     assert len(operated.client.search_model_versions(f"name='{name}'")) == 1
 
 
@@ -79,16 +81,20 @@ def test_a_retraining_that_waits_for_approval_is_not_repeated_and_can_be_rejecte
     assert "rejected by bob (too long)" in operated.client.get_model_version("refused", "1").tags["grpo.decision"]
 
 
-def test_a_run_that_waited_goes_on_with_what_it_was_asked_about_whatever_has_changed_meanwhile(operated):
-    """Meanwhile its file names other settings, and another version is the champion that it would start from."""
+def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_changed_meanwhile(operated):
+    """Meanwhile its file names other settings, its data has fewer rows, and another version is the champion to start from."""
     quick = ["promotion.approval=none", "stages.0.max_steps=2"]
-    source = operated.config("moved", **PROMOTED)
+    rows = Path(resolve("embedded:arithmetic_train.jsonl")).read_text(encoding="utf-8").splitlines(keepends=True)
+    operated.write("moved.jsonl", "".join(rows[:200]))
+    settings = PROMOTED | {"data": PROMOTED["data"] | {"train": [{"path": "moved.jsonl"}]}}
+    source = operated.config("moved", **settings)
     operated.wait(operated.trigger("preset", source=source, overrides=quick)["id"], "COMPLETED")
     operated.client.set_registered_model_alias("moved", "champion", "1")
     run = operated.trigger("retrain", source=source, start_from="champion")
     assert suspended(operated, run)["state"]["message"].startswith("v2 waits for approval")
 
-    operated.config("moved", **PROMOTED, seed=9)
+    operated.config("moved", **settings, seed=9)
+    operated.write("moved.jsonl", "".join(rows[:150]))
     operated.wait(operated.trigger("preset", source=source, overrides=quick)["id"], "COMPLETED")
     operated.client.set_registered_model_alias("moved", "champion", "3")
     operated.ask(f"/flow_runs/{run['id']}/resume", {"run_input": {"decision": "promote", "approved_by": "ann", "note": ""}})
@@ -103,7 +109,9 @@ def test_a_run_that_waited_goes_on_with_what_it_was_asked_about_whatever_has_cha
     assert len(operated.client.search_model_versions("name='moved'")) == 3, "nothing was trained again"
     tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"})
     trained = [task["state_name"] for task in tasks if task["name"].startswith("train_stage")]
-    assert trained == ["Completed", "Cached", "Cached"]
+    assert trained == ["Completed"]
+    parents = [each for each in operated.runs("moved") if "mlflow.parentRunId" not in each.data.tags]
+    assert len(parents) == 3, "it has continued its run in MLflow"
 
 
 def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
