@@ -1,8 +1,8 @@
 """Environments of the package verifiers go through the lab, five updates and an evaluation as they are.
 
 Three are generators of reasoning_gym in the class that verifiers has for them; both packages come from the index. Three are
-written here as packages of that kind are: a module with `load_environment`, its classes, and nothing of this project; only their data
-is made here. Skipped where the packages are not installed.
+written here as packages of that kind are: a module with `load_environment`, its classes, and nothing of this project. Only their
+data is made here. Skipped where the packages are not installed.
 """
 
 import json
