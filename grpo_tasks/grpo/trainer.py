@@ -73,7 +73,7 @@ class Trainer:
         self.schedule = PromptSchedule(len(self.rows), prompts_per_rollout(stage), self.seed, mixture)
         self.updates = suite.worker.max_steps = num_updates(stage, len(self.rows))
         model = trainable_policy(spec.start, spec.model, device=self.device, seed=self.seed, token_seed=spec.seed)
-        longest = max(row.prompt_tokens for row in self.rows)
+        longest = spec.interaction.longest_prompt(max(row.prompt_tokens for row in self.rows))
         stage = with_token_budget(spec, model, longest)
         policies = Policies(model, spec, self.ranks, sharded=spec.resources.fsdp and self.ranks.count > 1)
         self.learner = self._learner(policies, stage)

@@ -254,7 +254,7 @@ def stage_plans(settings: RunConfig, memory: float) -> list[StagePlan]:
     model = settings.model
     with load_errors("the config of the model", f"model.path: {model.path}"):
         architecture = AutoConfig.from_pretrained(resolve(model.path), revision=model.revision)
-    length = settings.validation.max_prompt_length
+    length = settings.interaction.longest_prompt(settings.validation.max_prompt_length)
     rollout = settings.rollout.model_copy(update={"max_completion_length": settings.interaction.longest(settings.rollout)})
     return [StagePlan(model, rollout, stage, settings.resources, architecture, length, memory) for stage in settings.stages]
 
@@ -277,7 +277,7 @@ def tokens_that_fit(plan: StagePlan) -> int:
 def does_not_fit(plan: StagePlan) -> ModelError:
     """The error of a stage whose pass does not fit, however small."""
     return ModelError(
-        f"one completion of {plan.rollout.max_completion_length} tokens with its prompt does not fit into "
+        f"one completion of {plan.rollout.max_completion_length} tokens with a prompt of {plan.prompt_length} does not fit into "
         f"{plan.memory / GIB:.0f} GiB",
         place=f"stage {plan.stage.name}",
         fix="model.gradient_checkpointing: true, a shorter rollout.max_completion_length, or quantization: nf4",

@@ -1,6 +1,7 @@
 """Plans of memory: against counted passes, against real tensors, and as a command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def test_two_nodes_of_a_cluster_are_planned_like_two_processes(shape):
     on_nodes = sampling("resources.cluster.engine=ray", "resources.cluster.num_nodes=2")
     assert on_nodes == sampling("resources.num_processes=2")
     assert on_nodes != sampling()
+
+
+def test_prompts_that_an_environment_begins_with_count_up_to_their_limit(shape):
+    def planned(*settings):
+        return stage_plans(load_config("gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", *settings]), 80 * GIB)[0]
+
+    limits = ["interaction.max_tokens=2000", "interaction.max_prompt_tokens=3000"]
+    tools = planned('interaction.tools=["my_tools:add"]', *limits)
+    played = planned("interaction.environment=my_game:Game", *limits)
+    assert (tools.prompt_length, played.prompt_length) == (planned().prompt_length, 3000)
+    tight = replace(played, memory=played.reserve + sum(item.bytes for item in played.standing) + played.update(4_000))
+    assert (replace(tools, memory=tight.memory).fitting_tokens > 0, tight.fitting_tokens) == (True, 0)
 
 
 def test_a_stage_that_does_not_fit_is_refused_with_what_would_make_it_fit(shape):
