@@ -11,6 +11,7 @@ pytestmark = MARKS
 def test_a_sweep_starts_in_the_form_runs_in_a_worker_and_is_compared_in_mlflow(page, operated):
     operated.config("swept")
     page.goto(f"{operated.prefect}/deployments")
+    page.get_by_placeholder("Search deployments").fill("sweep")
     page.get_by_role("link", name="sweep", exact=True).click()
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
