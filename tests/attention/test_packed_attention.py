@@ -10,7 +10,9 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -30,6 +32,7 @@ SMALL = {
     "vocab_size": 320,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 MODELS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=32),
@@ -41,6 +44,9 @@ MODELS = {
     ),
     "mistral-window-8": MistralConfig(**SMALL, sliding_window=8),
     "mistral-window-3": MistralConfig(**SMALL, sliding_window=3),
+    # The window of these is in their mask alone.
+    "qwen2moe-window-4": Qwen2MoeConfig(**SMALL | EXPERTS, use_sliding_window=True, sliding_window=4),
+    "phimoe-window-4": PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=4),
 }
 MIXED = ((13, 9, 21), (5, 9, 1, 7, 12, 3), [0, 2, 0, 1, 2, 2])
 BATCHES = {

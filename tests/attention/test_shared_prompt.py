@@ -12,7 +12,9 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -38,6 +40,9 @@ FULL = {
 SLIDING = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
     "mistral-sliding": MistralConfig(**SMALL, sliding_window=8),
+    # The window of these is in their mask alone.
+    "qwen2moe": Qwen2MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, use_sliding_window=True, sliding_window=8),
+    "phimoe": PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=8),
 }
 OTHER = {name: (config, "sdpa") for name, config in SLIDING.items()} | {
     "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, eos_token_id=1), "sdpa"),

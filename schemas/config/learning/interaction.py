@@ -65,7 +65,7 @@ class InteractionConfig(Section):
         return self.max_tokens if self.active else rollout.max_completion_length
 
     def longest_prompt(self, of_data: int) -> int:
-        """The most tokens of a prompt. An environment begins with prompts of its own, which may be longer than those of the data."""
+        """The most tokens of a prompt. An environment begins with prompts of its own, perhaps longer than those in the data."""
         return max(of_data, self.max_prompt_tokens) if self.environment else of_data
 
     @property
