@@ -49,7 +49,8 @@ types: $(READY) ## check the types with mypy
 audit: $(READY) ## list known vulnerabilities of the installed packages (needs the network; reports it if there is none)
 	.ci/audit $(BIN)
 
-check: lint types coverage test test-ci ## run what CI runs: lint, types, coverage, test, test-ci
+check: lint types coverage ## run what CI runs: lint, types, coverage, and the tests of test and test-ci in one go
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" --durations=10 $(ARGS)
 
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks
