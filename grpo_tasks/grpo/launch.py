@@ -58,6 +58,7 @@ def start_ranks(directory: Path, num_processes: int, package: str = "grpo_tasks.
         for rank in ranks:
             rank.kill()
         codes = [rank.wait() for rank in ranks]
+        shutil.rmtree(_served_folder(directory), ignore_errors=True)
     if any(codes):
         failed = next(number for number, code in enumerate(codes) if code)
         if (directory / ERROR).exists():
@@ -91,6 +92,11 @@ def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmS
             shutil.rmtree(_widened_folder(directory), ignore_errors=True)
 
 
+def _served_folder(directory: Path) -> Path:
+    """Where the ranks of a stage write the weights that servers load."""
+    return directory / "served"
+
+
 def _widened_folder(directory: StageDir) -> Path:
     return directory.root / "served-base"
 
@@ -113,9 +119,10 @@ def rollout_engine(
     *,
     device: torch.device,
     ranks: int,
+    rank: int = 0,
 ) -> RolloutEngine:
-    """The engine that samples from `model`: through the servers, which `ranks` processes share, or in this process when there are
-    none."""
+    """The engine of process `rank` that samples from `model`: through the servers, which `ranks` processes share, or in this
+    process when there are none."""
     if servers:
         config, cuda = spec.rollout.vllm, device.type == "cuda"
         merged = swaps_merged_weights(config, spec.model, cuda=cuda)
@@ -125,7 +132,8 @@ def rollout_engine(
             # Each rank has a queue of its own.
             config.model_copy(update={"sleep": config.sleep and cuda, "concurrency": max(1, config.concurrency // ranks)}),
             servers,
-            weights=directory.root / "served",
+            # An engine begins and ends by removing its folder, which may not be that of another rank.
+            weights=_served_folder(directory.root) if ranks == 1 else _served_folder(directory.root) / str(rank),
             dtype=spec.model.dtype,
             merged=merged,
             untied=bool(spec.model.added_tokens) and not cuda,

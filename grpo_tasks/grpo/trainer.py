@@ -142,8 +142,10 @@ class Trainer:
 
     def _engine(self, servers: Sequence[VllmServer]) -> RolloutEngine:
         """What samples from the policy."""
-        model, ranks = self.learner.model, self.ranks.count
-        return rollout_engine(self.spec, self.dir, model, self.tokenizer, servers, device=self.device, ranks=ranks)
+        model, ranks = self.learner.model, self.ranks
+        return rollout_engine(
+            self.spec, self.dir, model, self.tokenizer, servers, device=self.device, ranks=ranks.count, rank=ranks.rank
+        )
 
     def _begin(self) -> Watch:
         if self.step == 0 and self.stage.guards.rolls_back:

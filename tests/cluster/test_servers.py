@@ -13,7 +13,7 @@ from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import RolloutError
-from tests.rollout.small_servers import SMALL, counts, tell
+from tests.rollout.small_servers import SMALL, counts, small_servers, tell
 
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -36,10 +36,12 @@ def two_nodes(nodes):
     return [add(nodes, 3) for _ in range(2)]
 
 
-def spec_of(stages, name, nodes, count, **vllm):
-    cluster = {"engine": "ray", "address": nodes.address, "num_nodes": count}
+def spec_of(stages, name, nodes, count, processes=1, **vllm):
+    cluster = {"engine": "ray", "address": nodes.address, "num_nodes": count, "processes_per_node": processes}
     rollout = {"engine": "vllm", "vllm": {"python": sys.executable, "replicas": 2, "concurrency": 2, **vllm}}
-    return StageSpec.load(stages.write(name, rollout=rollout, resources={"cluster": cluster}, length=24, **TRAINING).spec)
+    # Two groups for each process, so that it asks both servers.
+    settings = TRAINING | {"per_device_train_batch_size": 8 * count * processes}
+    return StageSpec.load(stages.write(name, rollout=rollout, resources={"cluster": cluster}, length=24, **settings).spec)
 
 
 def api_servers():
@@ -118,11 +120,15 @@ def api_server_address(process):
 def test_the_node_of_a_server_dies_in_a_batch_and_the_stage_ends_in_the_same_bytes(nodes, stages, tmp_path, monkeypatch, room):
     monkeypatch.setenv("VLLM_API_KEY", "of-this-test")
     monkeypatch.setenv("PYTHONPATH", PATH)
-    # One node for the rank, a server and perhaps another one; the other node has room for a server only.
-    stays, dies = add(nodes, 2 + room), add(nodes, 1)
-    spec = spec_of(stages, "there", nodes, 1)
-    alone = spec.resources.model_copy(update={"cluster": spec.resources.cluster.model_copy(update={"engine": "local"})})
-    whole = run_stage(spec.model_copy(update={"resources": alone}), tmp_path / "whole")
+    # One node for both ranks, a server and perhaps another one; the other node has room for a server only.
+    stays, dies = add(nodes, 3 + room), add(nodes, 1)
+    spec = spec_of(stages, "there", nodes, 1, processes=2)
+    with small_servers(tmp_path) as [server]:
+        local = spec.resources.cluster.model_copy(update={"engine": "local"})
+        resources = spec.resources.model_copy(update={"cluster": local, "num_processes": 2})
+        vllm = spec.rollout.vllm.model_copy(update={"base_urls": [server.address], "replicas": 1})
+        rollout = spec.rollout.model_copy(update={"vllm": vllm})
+        whole = run_stage(spec.model_copy(update={"resources": resources, "rollout": rollout}), tmp_path / "whole")
     there, did = tmp_path / "there", []
 
     def kill():
@@ -146,7 +152,7 @@ def test_the_node_of_a_server_dies_in_a_batch_and_the_stage_ends_in_the_same_byt
     assert result.sha256 == whole.sha256
     assert steps(there) == list(range(1, 41))
     assert "is lost" in events(there)
-    assert "node_lost" not in events(there), "the rank was on another node"
+    assert "node_lost" not in events(there), "the ranks were on another node"
     assert ended(api_servers())
 
 

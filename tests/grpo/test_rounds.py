@@ -136,6 +136,22 @@ def test_processes_share_the_concurrency_of_a_server(stages, policy, tokenizer):
         assert [replica.concurrency.most for replica in engine.pool.replicas] == [share]
 
 
+def test_a_rank_that_begins_later_removes_no_weights_of_another_one(stages, policy, tokenizer):
+    """A server may not have read them yet."""
+    directory = stages.write("stage", rollout={"engine": "vllm", "vllm": {"base_urls": ["http://127.0.0.1:9"]}})
+    given = (StageSpec.load(directory.spec), directory, policy, tokenizer, [VllmServer("http://127.0.0.1:9")])
+
+    def engine(rank):
+        return rollout_engine(*given, device=torch.device("cpu"), ranks=2, rank=rank)
+
+    first = engine(0)
+    weights = first.prepare()
+    kept = {path.name for path in weights.folder.iterdir()}
+    engine(1).close()
+    assert {path.name for path in weights.folder.iterdir()} == kept != set()
+    first.close()
+
+
 @pytest.mark.long
 def test_two_processes_sample_ahead_on_the_servers_that_they_share(stages, servers):
     urls = [server.address for server in servers]
