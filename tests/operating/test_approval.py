@@ -115,16 +115,16 @@ def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_c
 
 
 def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
-    source = operated.config("by-hand", **PROMOTED)
+    source = operated.config("in-terminal", **PROMOTED)
     run = operated.trigger("preset", source=source)
     suspended(operated, run)
     # The command knows no address of a Prefect server: its folder is that of `grpo up`.
     assert "PREFECT_API_URL" not in operated.environment
-    output = operated.grpo("promote", "by-hand@challenger", "--by", "ann", "--tracking-uri", operated.mlflow)
+    output = operated.grpo("promote", "in-terminal@challenger", "--by", "ann", "--tracking-uri", operated.mlflow)
     assert f"the suspended flow run {run['id']} continues" in output
     ended = operated.wait(run["id"], "COMPLETED")
     assert ended["state"]["message"].startswith("promoted v1: format rate ")
-    assert operated.client.get_registered_model("by-hand").aliases == {"champion": "1"}
-    wanted = {"filter": {"resource": {"id": ["grpo.model.by-hand.1"]}, "event": {"name": ["grpo.approval.decided"]}}}
+    assert operated.client.get_registered_model("in-terminal").aliases == {"champion": "1"}
+    wanted = {"filter": {"resource": {"id": ["grpo.model.in-terminal.1"]}, "event": {"name": ["grpo.approval.decided"]}}}
     [decided] = operated.ask("/events/filter", wanted)["events"]
     assert "approved by ann" in decided["payload"]["detail"]
