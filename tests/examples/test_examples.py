@@ -119,9 +119,10 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
     assert json.loads(report.read_text())["quarantined"] == 0
 
 
+BRIEF_DEMONSTRATIONS = {"stages.0.max_steps": 400}
 SHORT = {"evaluation.stages": "false", "evaluation.max_prompts": 100, "evaluation.num_samples": 1, "resources.num_threads": 1}
 FIGURES = [
-    pytest.param("calculator", "accuracy", {"stages.0.max_steps": 400, "stages.1.max_steps": 30} | SHORT, 0.7, marks=pytest.mark.ci),
+    pytest.param("calculator", "accuracy", BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 30} | SHORT, 0.7, marks=pytest.mark.ci),
     pytest.param("game", "reward", {"stages.1.max_steps": 120} | SHORT, 0.65, marks=pytest.mark.ci),
     pytest.param("calculator", "accuracy", {"resources.num_threads": 1}, 0.9),
     pytest.param("game", "reward", {"resources.num_threads": 1}, 0.9),
@@ -148,7 +149,7 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, setting
 @pytest.mark.timeout(1800)
 def test_without_its_tool_the_calculator_cannot_do_it(tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / "calculator", tmp_path / "mine")
-    place, settings = Place(tmp_path / "mine", prefect_api), {"stages.0.max_steps": 400, "stages.1.max_steps": 10} | SHORT
+    place, settings = Place(tmp_path / "mine", prefect_api), BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 10} | SHORT
     place.grpo("run", "without_tool.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
     [result] = (place.root / "runs" / "calculator-without-tool" / "evaluate_model").glob("merged-*/result.json")
     figures = json.loads(result.read_text())["metrics"]
