@@ -99,7 +99,7 @@ def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_fo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(2))
 def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_path, request, attempt):
     with_server = attempt % 2 == 0
     api = request.getfixturevalue("prefect_api") if with_server else None
