@@ -109,6 +109,8 @@ def test_the_requests_of_a_server_that_dies_are_given_to_the_other_one_and_none_
 
     dying.fail = fail
     pool = pool_of(dying, other, max_restarts=0)
+    # The first must not die before the second has been admitted.
+    pool.refresh()
     answers = pool.run(range(50), ask, tokens=lambda _: 1)
     assert answers == squares(50)
     figures = pool.take_figures()
