@@ -74,7 +74,7 @@ def what_was_asked() -> Asked | None:
 
 @contextmanager
 def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
-    """The run once more, for the decision alone. It knows again what it has recorded; nothing is recorded twice."""
+    """The run once more, for the decision alone. Results that it has recorded are not recorded twice."""
     with open_flow_run(asked.config, flow=flow, key=asked.run_key) as run:
         for result in asked.trained.results():
             run.record(result)

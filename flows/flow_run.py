@@ -138,7 +138,7 @@ def open_flow_run(
         flow: name of the flow; each flow has MLflow runs of its own.
         fresh: run every step again.
         variant: the place of the run in a sweep.
-        key: content key of a run that only a decision is missing of: its inputs were checked, and may have changed since.
+        key: content key of a run that waits only for a decision. Its inputs were checked before, and may have changed since.
     """
     check_working_directory()
     check_installed(config)
