@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, Gemma2Config, Lfm2Config, Qwen2Config, Qwen2MoeConfig
 
+from grpo_tasks.attention import shared_prompt
 from grpo_tasks.grpo.policies import Policies, check_batch
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import token_batch
@@ -83,8 +84,9 @@ def test_one_completion_is_enough_to_find_a_leak_to_the_next(stages):
     assert policies._layout == "plain"
 
 
-def test_the_check_reaches_beyond_the_window_of_the_attention(stages):
-    # Its window is in its mask only, which a packed row does without.
+def test_the_check_reaches_beyond_the_window_of_the_attention(stages, monkeypatch):
+    # Its window is in its mask, which a packed row does without. The attention reads it from the config, here it does not.
+    monkeypatch.setattr(shared_prompt, "_window_in_mask", lambda _: None)
     config = Qwen2MoeConfig(
         **SMALL, sliding_window=8, use_sliding_window=True, max_window_layers=2, num_experts=2, num_experts_per_tok=1,
         moe_intermediate_size=32, shared_expert_intermediate_size=32,
