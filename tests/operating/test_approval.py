@@ -4,7 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from schemas.config.run import RunConfig
+from schemas.config.section import form_values
 from schemas.paths import resolve
 from tests.flows.place import SMALL
 from tests.tracking.webhook.receiver import receiver
@@ -112,6 +115,24 @@ def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_c
     assert trained == ["Completed"]
     parents = [each for each in operated.runs("moved") if "mlflow.parentRunId" not in each.data.tags]
     assert len(parents) == 3, "it has continued its run in MLflow"
+
+
+def test_a_single_adapter_that_is_published_waits_too_and_is_not_merged_again(operated):
+    source = operated.config("single", **PROMOTED)
+    operated.wait(operated.trigger("preset", source=source, overrides=["promotion.approval=none"])["id"], "COMPLETED")
+    [adapter] = operated.root.glob("runs/single/train_stage/format-*/final")
+    tree = yaml.safe_load((operated.root / source).read_text()) | {"name": "waited"}
+    run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
+    assert suspended(operated, run)["state"]["message"].startswith("v1 waits for approval: format rate ")
+    assert operated.client.get_registered_model("waited").aliases == {"challenger": "1"}
+
+    resume(operated, run, decision="promote", approved_by="ann", note="")
+    assert operated.client.get_registered_model("waited").aliases == {"champion": "1"}
+    assert len(operated.client.search_model_versions("name='waited'")) == 1
+    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert sum(task["name"].startswith("merge_adapter") for task in tasks) == 1
+    parents = [each for each in operated.runs("waited") if "mlflow.parentRunId" not in each.data.tags]
+    assert len(parents) == 1, "it has continued its run in MLflow"
 
 
 def test_a_decision_in_the_terminal_lets_the_suspended_run_continue(operated):
