@@ -59,10 +59,11 @@ def decide(page, operated, run, decision):
     operated.wait(run, "COMPLETED")
 
 
-def artifact(page, operated, key):
-    """Open an artifact of the newest run that has one, once it is there."""
+def artifact(page, operated, run, key):
+    """Open an artifact of a run, once it is there. Other runs have artifacts with the same key."""
     deadline = time.monotonic() + 900
-    while not (found := operated.ask("/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}, "sort": "UPDATED_DESC"})):
+    wanted = {"artifacts": {"key": {"any_": [key]}}, "flow_runs": {"id": {"any_": [run]}}, "sort": "UPDATED_DESC"}
+    while not (found := operated.ask("/artifacts/filter", wanted)):
         assert time.monotonic() < deadline
         time.sleep(0.5)
     page.goto(f"{operated.prefect}/artifacts/artifact/{found[0]['id']}")
@@ -86,7 +87,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     picture(page, "journey-started")
     first = start(page, operated)
 
-    artifact(page, operated, "live-format")
+    artifact(page, operated, first, "live-format")
     live = followed(page, page.get_by_role("link", name="Live page"))
     live.get_by_text(re.compile(r"update \d\d+/120")).first.wait_for(timeout=RUN_LIMIT_MS)
     assert "/live/" in live.url
@@ -101,7 +102,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     page.get_by_text("Details", exact=True).first.click()
     page.get_by_text("promoted v1: format rate").first.wait_for()
 
-    artifact(page, operated, "links")
+    artifact(page, operated, first, "links")
     mlflow = followed(page, page.get_by_role("link", name="metrics, parameters, files"))
     mlflow.get_by_text("Registered models").first.wait_for()
     picture(mlflow, "journey-run-in-mlflow")
@@ -110,7 +111,7 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     second = start(page, operated, "stages.0.learning_rate=1e-3")
     waits(page, operated, second, 2)
     decide(page, operated, second, "promote")
-    compared(page, operated)
+    compared(page, operated, second)
     assert operated.client.get_registered_model("journey").aliases == {"champion": "2", "previous": "1"}
 
     files(page, operated)
@@ -123,9 +124,9 @@ def test_a_day_from_the_form_to_a_champion_that_is_rolled_back(page, operated, t
     assert operated.client.get_registered_model("journey").aliases["champion"] == "1"
 
 
-def compared(page, operated):
+def compared(page, operated, run):
     """The runs in their table, with the decision, and what differs between them."""
-    artifact(page, operated, "links")
+    artifact(page, operated, run, "links")
     runs = followed(page, page.get_by_role("link", name="what came out of each"))
     rows = runs.get_by_role("checkbox", name=re.compile("toggle row selection"))
     runs.set_viewport_size({"width": 1900, "height": 900})  # MLflow draws no column that would be out of sight

@@ -28,7 +28,7 @@ def test_a_sweep_starts_in_the_form_runs_in_a_worker_and_is_compared_in_mlflow(p
     ended = operated.wait(run["id"], "COMPLETED")
     assert ended["state"]["message"].startswith("best: ")
 
-    artifact(page, operated, "sweep-links")
+    artifact(page, operated, run["id"], "sweep-links")
     page.get_by_role("link", name="the sweep in MLflow").wait_for(timeout=RUN_LIMIT_MS)
     compared = followed(page, page.get_by_role("link", name="compare the runs in MLflow"))
     compared.get_by_text("Comparing 4 Runs from 1 Experiment").wait_for()
