@@ -63,10 +63,11 @@ class Asked(Result):
 
 def what_was_asked() -> Asked | None:
     """What this run was suspended with; None when it never was."""
-    if not was_suspended():
+    file = _kept()
+    if file is None:
         return None
     try:
-        return Asked.load(Path(str(read_flow_run_input(_ASKED))))
+        return Asked.load(file)
     except (OSError, TypeError, ValueError):
         run_logger().warning("what this run was suspended with cannot be read; it continues with its parameters as they are now")
         return None
@@ -92,9 +93,17 @@ def _keep(asked: Asked) -> None:
         create_flow_run_input(_ASKED, str(file))
 
 
+def _kept() -> Path | None:
+    """The file that `_keep` wrote. It is known after a retry too, when Prefect has forgotten that the run was ever suspended."""
+    if deployment.id is None or flow_run.parent_flow_run_id is not None:
+        return None
+    kept = read_flow_run_input(_ASKED)
+    return None if kept is None else Path(str(kept))
+
+
 def was_suspended() -> bool:
     """Whether the run was suspended before. Then everything is computed, also where every step was to run again."""
-    return bool(_questions())
+    return bool(_questions()) or _kept() is not None
 
 
 def ask_for_approval(asked: Asked, publication: Publication, headline: str, comparison: str) -> bool:
@@ -116,18 +125,18 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
     resource, payload = f"grpo.model.{name.replace('/', '.')}", {"version": name, "detail": headline}
     pending = approval_of(find_version(name, config.tracking))
     # A comparison with another champion is another question.
-    key = f"approval-{publication.model_version}-{pending.champion if pending else ''}"
-    if key not in _questions():
-        send_event(REQUESTED, resource, payload)
-    if not was_suspended():
-        _keep(asked)
-    seconds = max(1, round(3600 * config.promotion.approval_hours))
-    try:
-        verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
-    except Pause as suspended:
-        _say_in_lists(suspended.state, headline)
-        _say_that_silence_is_rest()
-        raise
+    key, verdict = _answered(f"approval-{publication.model_version}-{pending.champion if pending else ''}")
+    if verdict is None:
+        if key not in _questions():
+            send_event(REQUESTED, resource, payload)
+            _keep(asked)
+        seconds = max(1, round(3600 * config.promotion.approval_hours))
+        try:
+            verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
+        except Pause as suspended:
+            _say_in_lists(suspended.state, headline)
+            _say_that_silence_is_rest()
+            raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
         run_logger().info(decide_pending(name, approval, config.tracking))
@@ -143,6 +152,19 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
             warn(tell_champion_changed(publication.model_name, version, before, "approved", tracking, tracking.webhook))
         send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
+
+
+def _answered(key: str) -> tuple[str, Verdict | None]:
+    """The key under which to ask a question, and what a person has answered in an attempt of this run that ended later.
+
+    When a run is retried, Prefect forgets its suspensions, but keeps their forms, and refuses another one with the same key.
+    """
+    while key not in _questions() and read_flow_run_input(f"suspended-{key}-schema") is not None:
+        given = read_flow_run_input(f"suspended-{key}-response")
+        if given is not None:
+            return key, Verdict.model_validate(given)
+        key += "-again"
+    return key, None
 
 
 def _say_in_lists(state: State[Any] | None, message: str) -> None:

@@ -52,7 +52,8 @@ AFTER_VALIDATION = {
     "enabled": False,
     "name": "retrain after a validation of the data",
     "expect": ["prefect.flow-run.Completed"],
-    "match_related": {"prefect.resource.name": "validate", "prefect.resource.role": "deployment"},
+    # `grpo serve` serves it under the second name.
+    "match_related": {"prefect.resource.name": ["validate", "validate-served"], "prefect.resource.role": "deployment"},
 }
 
 

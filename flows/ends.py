@@ -112,10 +112,12 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
     if flow_run_id is None:
         yield
         return
-    for note in folder.glob("*.json"):
-        _set_crashed_if_killed(note)
-    folder.mkdir(parents=True, exist_ok=True)
     note = folder / f"{flow_run_id}.json"
+    for other in folder.glob("*.json"):
+        # A run that is retried keeps its id: its own note is that of the attempt before.
+        if other != note:
+            _set_crashed_if_killed(other)
+    folder.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: another machine that shares the folder may read it at any time.
     unfinished = note.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(Note.of())), encoding="utf-8")

@@ -100,7 +100,7 @@ def _published(run: FlowRun, asked: Asked) -> PipelineResult:
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     guards = guard_checks(run, final, rivals[-1], trained.guards)
     publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion, guards=guards)
-    tag_version(publication.model_name, publication.model_version, asked.tags, config.tracking)
+    tag_version(publication.model_name, publication.model_version, asked.tags, run.tracked.store)
     report = write_report(
         run,
         trained.data,

@@ -22,7 +22,7 @@ from grpo_tasks.running.orchestrator import flow_run_id
 from grpo_tasks.running.slot_names import RETRAINING
 from grpo_tasks.running.slots import hold
 from grpo_tasks.tracking.models import fetch_champion
-from grpo_tasks.tracking.registry import find_tagged
+from grpo_tasks.tracking.registry import find_tagged, is_overtaken
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
@@ -67,7 +67,8 @@ def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: 
     made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
     # A run that an earlier release has suspended for approval finds its own version here, and continues with it.
-    if known is not None and not force and not was_suspended():
+    repeat = force or was_suspended() or (known is not None and is_overtaken(config.registered_model, known, config.tracking))
+    if known is not None and not repeat:
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return RetrainResult(trained=False, reason=reason)
     return _result(run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of))

@@ -184,7 +184,7 @@ def rivals_of(
 ) -> tuple[Champion | None, Sequence[EvalReport]]:
     """The evaluations that the new model must beat: that of the base, and of the champion unless it is the same model."""
     folder = run.output / "champions"
-    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve())
+    found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve(), store=run.tracked.store)
     if found is None:
         return None, [base]
     champion, ref = found

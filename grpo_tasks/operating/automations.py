@@ -138,7 +138,7 @@ def _paused_after_failures(deployment: str) -> AutomationCore:
         description=f"Pauses the schedules of {deployment} after {FAILURES} failures within {FAILURES_WITHIN.days} days.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed"},
-            match_related={"prefect.resource.role": "deployment", "prefect.resource.name": deployment},
+            match_related={"prefect.resource.role": "deployment", "prefect.resource.name": [deployment, f"{deployment}-served"]},
             posture=Posture.Reactive,
             threshold=FAILURES,
             within=FAILURES_WITHIN,

@@ -136,15 +136,17 @@ def _mlflow_here(uri: str) -> Iterator[Finding]:
     file, shown = Path("mlflow.db").resolve(), hide(uri)
     if not uri:
         shown = f"MLFLOW_TRACKING_URI is not set; runs go to sqlite:///{file}"
-        if not file.exists():
-            yield Finding("MLflow database", f"{shown}, which the first run creates", True)
-            return
     # Here, because nothing else in this command needs it.
-    from sqlalchemy import create_engine, text
+    from sqlalchemy import create_engine, make_url, text
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        engine = create_engine(uri or f"sqlite:///{file}")
+        url = make_url(uri or f"sqlite:///{file}")
+        if url.drivername.startswith("sqlite") and url.database and not Path(url.database).exists():
+            # Connecting would create an empty one.
+            yield Finding("MLflow database", f"{shown}, which the first run creates", True)
+            return
+        engine = create_engine(url)
         with engine.connect() as connection:
             found = connection.execute(text("SELECT count(*) FROM experiments")).scalar()
         engine.dispose()

@@ -4,17 +4,18 @@
 
 Reading a run does not change it: its status becomes RUNNING with the first write (`wake`). After a kill between work and marker
 the work runs again, so each write replaces or equals the one before: metrics carry the time of their result, not of the upload;
-files are replaced; a table is written only if there is none.
+files and tables are replaced.
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import polars as pl
+from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from grpo_tasks.tracking.store import Store
 
@@ -140,17 +141,21 @@ class RunHandle:
         self.store.ask(lambda client: client.log_text(self.run_id, text, name))
 
     def table(self, frame: pl.DataFrame, name: str) -> None:
-        """Upload a frame as an MLflow table. Long texts are shortened; the Parquet artifact has the full texts."""
-        self.wake()
-        folder = str(Path(name).parent) if "/" in name else None
-        # log_table appends to an existing table. A table from a killed attempt is complete (one upload), so it is kept.
-        present = self.store.ask(lambda client: client.list_artifacts(self.run_id, folder))
-        if name in {entry.path for entry in present}:
-            return
-        with warnings.catch_warnings():
-            # mlflow calls pandas in a deprecated way, which our users cannot change.
-            warnings.simplefilter("ignore")
-            self.store.ask(lambda client: client.log_table(self.run_id, _columns(frame), name))
+        """Upload a frame as an MLflow table, replacing an earlier one. Long texts are shortened; the Parquet artifact is not."""
+        # Imported here: it takes long, and most processes draw no table.
+        import pandas as pd
+
+        # Not mlflow's log_table, which appends to a table that is there. Its format, and the tag by which the UI finds it:
+        text = pd.DataFrame(_columns(frame)).to_json(orient="split", index=False, date_format="iso")
+        self.text(text, name)
+        self.store.ask(lambda client: _enter_table(client, self.run_id, name))
+
+
+def _enter_table(client: MlflowClient, run_id: str, name: str) -> None:
+    known = json.loads(client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+    entry = {"path": name, "type": "table"}
+    if entry not in known:
+        client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*known, entry]))
 
 
 def _markers(tags: Mapping[str, str]) -> set[str]:

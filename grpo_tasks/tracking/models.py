@@ -74,14 +74,18 @@ def check_champion(name: str, tracking: TrackingConfig) -> None:
         read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
 
 
-def fetch_champion(name: str, tracking: TrackingConfig, directory: Path) -> tuple[Champion, ModelRef] | None:
+def fetch_champion(
+    name: str, tracking: TrackingConfig, directory: Path, *, store: Store | None = None
+) -> tuple[Champion, ModelRef] | None:
     """The current champion and its verified files below `directory`; None when there is no champion. Fetched once per version.
+
+    `store` is that of a run in progress, which waits longer for a server that is away.
 
     Raises:
         ModelError: this project did not publish the version, or a file differs from what was published.
         TrackingError: the store cannot be reached.
     """
-    champion = current_champion(open_store(tracking), name)
+    champion = current_champion(store or open_store(tracking), name)
     if champion is None:
         return None
     return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)

@@ -11,7 +11,7 @@ from mlflow.entities import Run, ViewType
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.tracking.registry import DECISION_TAG, model_names
-from grpo_tasks.tracking.store import Store, open_store, pages
+from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.metrics import HEADLINES
@@ -105,7 +105,7 @@ def _run_line(run: Run) -> RunLine:
 
 def _model_line(store: Store, version: ModelVersion, aliases: dict[str, str]) -> ModelLine:
     run_id = version.run_id or ""
-    run = store.ask(lambda client: client.get_run(run_id)) if run_id else None
+    run = store.ask(partial(run_or_none, run_id=run_id)) if run_id else None
     return ModelLine(
         name=version.name,
         version=str(version.version),

@@ -36,6 +36,7 @@ from grpo_tasks.tracking.registry import (
     CHALLENGER,
     CHAMPION,
     DECISION_TAG,
+    OVERTAKEN,
     PREVIOUS,
     ROLLED_BACK_TAG,
     SHA_TAG,
@@ -202,7 +203,7 @@ def decide(
         obstacle = f"version {version} has the same bytes as the champion, version {current.version}"
         return decided(False, obstacle, obstacle)
     if current is not None and (compared is None or compared.version != current.version):
-        obstacle = f"version {current.version} became champion meanwhile and was not compared with; run again"
+        obstacle = f"version {current.version} {OVERTAKEN}"
         return decided(False, obstacle, obstacle)
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]

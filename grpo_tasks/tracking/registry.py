@@ -37,6 +37,8 @@ ADAPTER_HASH = "grpo.adapter_sha256"
 _PREFIX_OF_HASHES = "grpo."
 ROLLED_BACK_TAG = "grpo.rolled_back"
 DECISION_TAG = "grpo.decision"
+OVERTAKEN = "became champion meanwhile and was not compared with; run again"
+"""End of the decision about a version that was compared with an earlier champion."""
 APPROVAL_TAG = "grpo.approval"
 """Tag of a version: what a person has decided about it, or has to decide (`Approval` as JSON)."""
 _VERSION = re.compile("[0-9]{1,9}")
@@ -108,14 +110,27 @@ def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) ->
     return max((str(version.version) for version in found if matches(version)), key=int, default=None)
 
 
-def tag_version(name: str, version: str, tags: Mapping[str, str], tracking: TrackingConfig) -> None:
+def is_overtaken(name: str, version: str, tracking: TrackingConfig) -> bool:
+    """Whether a version has to be compared again: the champion of its comparison was replaced before anything was decided."""
+    store = open_store(tracking)
+    found = find_version(f"{name}/{version}", tracking)
+    if found.tags.get(DECISION_TAG, "").endswith(OVERTAKEN):
+        return True
+    approval = approval_of(found)
+    if approval is None or approval.decision != "pending":
+        return False
+    current = store.ask(lambda client: version_or_none(client, name, alias=CHAMPION))
+    return approval.champion != (str(current.version) if current else "")
+
+
+def tag_version(name: str, version: str, tags: Mapping[str, str], store: Store) -> None:
     """Set tags on a version. Existing tags of the same name are overwritten."""
 
     def work(client: MlflowClient) -> None:
         for key, value in tags.items():
             client.set_model_version_tag(name, version, key, value)
 
-    open_store(tracking).ask(work)
+    store.ask(work)
 
 
 def rollback(name: str, *, to: str | None, reason: str, tracking: TrackingConfig) -> tuple[str, str]:
@@ -148,6 +163,8 @@ def _roll_back(client: MlflowClient, target: ModelVersion, current: str, reason:
     client.set_model_version_tag(name, current, ROLLED_BACK_TAG, record)
     client.set_registered_model_alias(name, CHAMPION, number)
     client.set_registered_model_alias(name, PREVIOUS, current)
+    if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
+        client.delete_registered_model_alias(name, CHALLENGER)
     if ROLLED_BACK_TAG in target.tags:
         client.delete_model_version_tag(name, number, ROLLED_BACK_TAG)
     if says_not_promoted(target.description):

@@ -289,7 +289,7 @@ def find_or_create(
 
 def _mark(result: StepResult) -> str:
     """Identify a recorded result by key and contents. A GPU may produce other bytes for the same key; they are recorded too."""
-    contents = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest else ""
+    contents = outputs_sha256(result.manifest, result.OUTPUTS)[:_KEY_CHARS] if result.manifest and result.OUTPUTS else ""
     return ".".join(filter(None, [result.key[:_KEY_CHARS], contents]))
 
 

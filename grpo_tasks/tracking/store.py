@@ -38,6 +38,7 @@ import requests
 import sqlalchemy.exc
 import tenacity
 from mlflow import MlflowClient
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities import PagedList
 
@@ -132,6 +133,16 @@ def pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
         token = found.token
         if not token:
             return
+
+
+def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
+    """The run; None when it was removed for good."""
+    try:
+        return client.get_run(run_id)
+    except MlflowException as fault:
+        if fault.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
 
 
 def is_temporary(fault: BaseException) -> bool:

@@ -7,9 +7,19 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Running
 
 from flows.ends import Note, noted
 from grpo_tasks.processes.identity import ProcessIdentity
+from tests.flows.place import prefect_server
+
+
+@flow
+def retried():
+    """A run whose process was killed, and which a person retries."""
 
 
 @pytest.fixture
@@ -38,6 +48,23 @@ def test_a_run_in_another_container_is_left_alone(ended, tmp_path):
     with noted(tmp_path, "0f0f0f0f-5f6b-4e0a-9c5d-0d3a5f3d3a55"):
         assert len(list(tmp_path.iterdir())) == 2
     assert [path.name for path in tmp_path.iterdir()] == [note.name]
+
+
+def test_a_run_that_is_retried_does_not_take_itself_for_dead(ended, tmp_path):
+    with (
+        prefect_server(tmp_path) as api,
+        temporary_settings({PREFECT_API_URL: api}),
+        get_client(sync_client=True) as client,
+    ):
+        run = client.create_flow_run(retried, state=Running())
+        notes = tmp_path / "notes"
+        notes.mkdir()
+        note = notes / f"{run.id}.json"
+        note.write_text(json.dumps(asdict(ended)))
+        with noted(notes, str(run.id)):
+            assert client.read_flow_run(run.id).state.is_running()
+            assert Note(**json.loads(note.read_text())) == Note.of()
+    assert not note.exists()
 
 
 def test_a_job_that_slurm_has_queued_again_ran_on_a_node_that_is_gone(ended, monkeypatch):

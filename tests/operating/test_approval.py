@@ -117,6 +117,21 @@ def test_a_run_that_waited_continues_with_what_it_was_asked_about_whatever_has_c
     assert len(parents) == 3, "it has continued its run in MLflow"
 
 
+def test_a_run_whose_question_nobody_answered_asks_again_when_it_is_retried_and_trains_nothing(operated):
+    source = operated.config("late", **PROMOTED | {"promotion": PROMOTED["promotion"] | {"approval_hours": 0.02}})
+    run = operated.trigger("preset", source=source, fresh=True)
+    suspended(operated, run)
+    operated.wait(run["id"], "FAILED")
+    retry = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+    operated.ask(f"/flow_runs/{run['id']}/set_state", {"state": retry, "force": True})
+    suspended(operated, run)
+    ended = resume(operated, run, decision="promote", approved_by="ann", note="")
+    assert ended["state"]["message"].startswith("promoted v1: format rate ")
+    assert operated.client.get_registered_model("late").aliases == {"champion": "1"}
+    tasks = operated.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+    assert sum(task["name"].startswith("train_stage") for task in tasks) == 1
+
+
 def test_a_single_adapter_that_is_published_waits_too_and_is_not_merged_again(operated):
     source = operated.config("single", **PROMOTED)
     operated.wait(operated.trigger("preset", source=source, overrides=["promotion.approval=none"])["id"], "COMPLETED")

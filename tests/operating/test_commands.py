@@ -89,6 +89,15 @@ def test_the_failure_of_every_deployment_is_reported_and_every_flow_of_ours_is_f
     assert f"prefect.flow-run.{PRUNED}" in vanished.trigger.expect, "a pruned run has ended"
 
 
+def test_deployments_that_grpo_serve_offers_are_meant_too():
+    """Their names end in -served."""
+    paused = [each for each in automations(DoNothing(type="do-nothing")) if "keeps failing" in each.name]
+    triggers = [trigger for deployment in deployments() for trigger in deployment.triggers]
+    matched = [each.trigger.match_related["prefect.resource.name"] for each in paused]
+    matched += [trigger["match_related"]["prefect.resource.name"] for trigger in triggers if "match_related" in trigger]
+    assert matched == [["retrain", "retrain-served"], ["watch-data", "watch-data-served"], ["validate", "validate-served"]]
+
+
 def ours(name):
     """What an event of a run says about its flow."""
     return {"prefect.resource.id": "prefect.flow.any", "prefect.resource.role": "flow", "prefect.resource.name": name}
@@ -100,6 +109,10 @@ def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_serve
     [absent] = _mlflow()
     assert absent.ok
     assert "the first run creates" in absent.detail
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'new.db'}")
+    [named] = _mlflow()
+    assert named.ok
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert list(tmp_path.iterdir()) == [], "asking creates nothing"
     (tmp_path / "mlflow.db").write_text("this is no database, and long enough that SQLite reads its header" * 20)
     [damaged] = _mlflow()

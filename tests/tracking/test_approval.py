@@ -8,7 +8,7 @@ from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, find_champion
 from grpo_tasks.tracking.publishing import Decision, publish, with_approval
-from grpo_tasks.tracking.registry import decide_pending
+from grpo_tasks.tracking.registry import decide_pending, is_overtaken
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.shown.headline import NOTE
@@ -116,6 +116,17 @@ def test_a_version_that_passed_is_the_challenger_until_a_person_promotes_it(wait
     assert aliases(config) == {"champion": "2", "previous": "1"}
     with pytest.raises(ModelError, match="does not wait for approval: it was approved by ann"):
         decide_pending(f"{config.registered_model}/2", Approval(decision="reject"), config.tracking)
+
+
+def test_a_version_that_waits_has_to_be_compared_again_when_another_one_is_promoted(waiting, publish_one):
+    config, again = waiting
+    name = config.registered_model
+    assert not is_overtaken(name, "2", config.tracking)
+    publish_one(config.tracking.tracking_uri, "3", config=config)
+    assert is_overtaken(name, "2", config.tracking), "it waits, and `grpo promote` refuses it"
+    assert "became champion meanwhile" in again().reason
+    assert is_overtaken(name, "2", config.tracking)
+    assert not is_overtaken(name, "3", config.tracking)
 
 
 def test_a_rejected_version_stays_behind_and_says_who_rejected_it(waiting):

@@ -2,6 +2,7 @@
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.overview import parent_runs, recent_runs, registered_versions
@@ -52,6 +53,15 @@ def test_models_behind_the_first_hundred_are_known(client, tracking):
         client.create_registered_model(f"m{number:03}")
     client.create_model_version("m101", "elsewhere")
     assert [line.name for line in registered_versions(tracking, "m101")] == ["m101"]
+
+
+def test_a_version_whose_run_was_removed_for_good_is_listed_without_figures(client, tracking, database):
+    run = client.create_run(client.create_experiment("e"))
+    client.create_registered_model("m")
+    client.create_model_version("m", "elsewhere", run_id=run.info.run_id)
+    SqlAlchemyStore(database, "mlruns")._hard_delete_run(run.info.run_id)
+    [line] = registered_versions(tracking, "m")
+    assert (line.version, line.run_id, line.figures) == ("1", run.info.run_id, {})
 
 
 def test_checkpoints_and_held_out_sets_behind_the_first_page_are_known_and_made_once(client, tracking):

@@ -66,6 +66,13 @@ def test_rollback_restores_the_previous_champion_and_the_same_run_does_not_undo_
         rollback(name, to="1", reason="", tracking=config.tracking)
 
 
+def test_a_challenger_that_a_rollback_makes_the_champion_is_no_challenger_any_more(database, publish_one):
+    config = publish_one(database, "1")
+    publish_one(database, "2", better=False)
+    rollback(config.registered_model, to="2", reason="", tracking=config.tracking)
+    assert aliases(config) == {"champion": "2", "previous": "1"}
+
+
 @pytest.mark.parametrize(
     ("figure", "value", "fails"),
     [("format_rate", 0.85, "format_rate"), ("truncated_rate", 0.2, "truncated_rate"), ("mean_length", 100.0, "mean_length")],

@@ -14,6 +14,7 @@ from grpo_tasks.tracking.description import flatten, stage_params
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from schemas.config.run import RunConfig
 from schemas.errors import TrackingError
+from schemas.results.base import OutputFile
 from schemas.results.data import PreparedData, SourceFile
 from schemas.results.difficulty import DifficultyReport, StageDifficulty
 from schemas.results.evaluation import Interval, PairedTest
@@ -302,6 +303,27 @@ def test_merge_and_publication_are_recorded(config, client, make_merge, tmp_path
     assert found.data.metrics["merge/greedy_agreement"] == 1.0
     assert found.data.tags["grpo.model_version"] == "m/3"
     assert {"merge/proof.json", "publication/decision.json"} <= artifacts(client, run.run_id)
+
+
+def test_a_publication_that_is_repeated_without_files_is_not_recorded_again(config, client, tmp_path):
+    files = (OutputFile(path="spec.json", bytes=2, sha256="0" * 64),)
+    known = {"model_name": "m", "model_version": "3", "champion": True, "tests": [], "reason": "better than the base"}
+    first = Publication(key="2" * 16, directory=tmp_path, seconds=0.1, run_id="x", **known).sealed(files)
+    with open_run(config, key="published", flow_run_id="one") as run:
+        run.record(first)
+    # Publishing again logs no model: its step leaves no files.
+    with open_run(config, key="published", flow_run_id="two") as run:
+        run.record(first.sealed(()))
+    assert client.get_run(run.run_id).data.tags["prefect.flow_run_id"] == "one"
+
+
+def test_a_table_that_is_recorded_again_replaces_the_first_one(config, client, tmp_path):
+    with open_run(config, key="k") as run:
+        for texts in (["a", "b"], ["c"]):
+            run.handle.table(pl.DataFrame({"text": texts}), "evaluation/samples.json")
+    with run.store.as_default():
+        read = client.load_table(run.handle.experiment_id, "evaluation/samples.json", run_ids=[run.run_id])
+    assert read["text"].tolist() == ["c"]
 
 
 def test_a_setting_that_changes_under_the_same_key_becomes_a_tag(database, make_config):

@@ -13,9 +13,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
 from grpo_tasks.tracking.handle import RunHandle
+from grpo_tasks.tracking.store import run_or_none
 from schemas.config.run import RunConfig
 from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD
 from schemas.results.evaluation import Interval
@@ -38,8 +38,12 @@ EXPERIMENT_TAGS = {
 AT_A_GLANCE = (ACCURACY, FORMAT_RATE, REWARD)
 """Figures of the merged model that the run has under their plain names too."""
 _DIGEST_CHARS = 12
-_DECISION_CHARS = 8_000
+NOTE_CHARS = 8_000
+"""MLflow refuses a longer tag of a run."""
+_DECISION_CHARS = 4_000
+"""The description holds the decision, a link and the names of the stages."""
 _AFTER_DECISION = "\n\nModel: ["
+_WAY_BACK = "[Flow run in Prefect]("
 _SOURCE_CHARS = 500
 
 
@@ -61,7 +65,7 @@ def origin_tags(config: RunConfig, flow_run_url: str | None) -> dict[str, str]:
 
 
 def _way_back(flow_run_url: str | None) -> str:
-    return f"[Flow run in Prefect]({flow_run_url})" if flow_run_url else ""
+    return f"{_WAY_BACK}{flow_run_url})" if flow_run_url else ""
 
 
 def _user() -> str:
@@ -89,27 +93,37 @@ def describe_decision(run: RunHandle, config: RunConfig, result: Publication) ->
     tags = run.store.ask(lambda client: client.get_run(run.run_id)).data.tags
     back = _way_back(tags.get(FLOW_RUN_URL))
     decision = _said(result.champion, result.reason) + f"{_AFTER_DECISION}{link}. {back}".rstrip()
-    present, first = tags.get(NOTE, ""), first_note(config)
-    written_by_us = present in ("", first) or present.endswith(first)
-    note = {NOTE: f"{decision}\n\n{first}"} if written_by_us else {}
+    first = first_note(config)
+    note = {NOTE: f"{decision}\n\n{first}"[:NOTE_CHARS]} if _is_written_by_us(tags, first) else {}
     run.tags({VERSION: f"{name}/{version}"} | _decision_tags(result.champion, result.reason) | note)
+
+
+def _is_written_by_us(tags: Mapping[str, str], first: str) -> bool:
+    """Whether the description of a run is that of its beginning, or that of its last decision."""
+    present = tags.get(NOTE, "")
+    head = present.removesuffix(first).strip()
+    decided = head.partition(_AFTER_DECISION)[0] in _said_before(tags)
+    way_back = head.startswith(_WAY_BACK) and head.endswith(")") and "\n" not in head
+    return not present or (present.endswith(first) and (not head or decided or way_back))
+
+
+def _said_before(tags: Mapping[str, str]) -> list[str]:
+    """How a description begins that says the decision in the tags."""
+    return [_said(promoted, tags.get(DECISION, "")) for promoted in (False, True)]
 
 
 def restate_decision(client: MlflowClient, run_id: str, version: str, *, promoted: bool, reason: str) -> None:
     """Say in the run that made a version (NAME/VERSION) what was decided after its end; a text that a person wrote stays."""
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as fault:
-        if fault.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    run = run_or_none(client, run_id)
+    if run is None:
         return
     tags = run.data.tags
     if run.info.lifecycle_stage != "active" or tags.get(VERSION) != version:
         # It was deleted, or it has made another version since.
         return
     before, rest = tags.get(NOTE, "").partition(_AFTER_DECISION)[::2]
-    written_by_us = rest and before in (_said(known, tags.get(DECISION, "")) for known in (False, True))
-    note = {NOTE: f"{_said(promoted, reason)}{_AFTER_DECISION}{rest}"} if written_by_us else {}
+    written_by_us = rest and before in _said_before(tags)
+    note = {NOTE: f"{_said(promoted, reason)}{_AFTER_DECISION}{rest}"[:NOTE_CHARS]} if written_by_us else {}
     for name, value in (_decision_tags(promoted, reason) | note).items():
         client.set_tag(run_id, name, value)
 

@@ -9,6 +9,7 @@ MLflow's page that compares runs draws parallel coordinates. The description lin
 
 import json
 import time
+from dataclasses import replace
 from datetime import datetime
 from urllib.parse import quote
 
@@ -17,7 +18,7 @@ from grpo_tasks.sweeping.grid import Grid
 from grpo_tasks.sweeping.table import csv, markdown
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.runs import find_or_create
-from grpo_tasks.tracking.shown.headline import NOTE, merged_figures, origin_tags, run_title
+from grpo_tasks.tracking.shown.headline import NOTE, NOTE_CHARS, merged_figures, origin_tags, run_title
 from grpo_tasks.tracking.store import open_store
 from schemas.results.sweep import SweepLine, SweepResult
 
@@ -36,7 +37,8 @@ class SweepRun:
         tags = {"grpo.name": config.name, "grpo.sweep": "yes"} | origin_tags(config, None)
         store = open_store(config.tracking)
         run, self.is_new = find_or_create(store, config, key=key, title=title, tags=tags)
-        self.handle = RunHandle(store, run)
+        # A wrong address fails soon; a store that was reachable when the sweep began gets the configured patience.
+        self.handle = RunHandle(replace(store, patience_s=config.tracking.patience_s), run)
         self._flow = flow
         self._figures = dict(run.data.metrics)
         self._figures_ms = self.handle.started_ms
@@ -78,11 +80,16 @@ class SweepRun:
         if best is not None and best.end is not None:
             parts.append(f"Best run: [{best.label}](#/experiments/{self.handle.experiment_id}/runs/{best.end.run_id})")
         link = compare_link([line.end.run_id for line in result.lines if line.end and line.end.run_id], self.handle.experiment_id)
-        if link:
-            parts.append(f"[Compare the runs]({link}): parallel coordinates, scatter plots, and the settings that differ")
+        links = [f"[Compare the runs]({link}): parallel coordinates, scatter plots, and the settings that differ"] if link else []
         if result.publish:
             parts.append(f"No run of a sweep is promoted. To offer the best one: {code(result.publish)}")
-        return "\n\n".join([*parts, markdown(result)])
+        whole = "\n\n".join([*parts, *links, markdown(result)])
+        if len(whole) <= NOTE_CHARS:
+            return whole
+        # The link names every run, so that of a large sweep does not fit either.
+        parts.append(f"The table of all runs is the artifact `{REPORT}`.")
+        shorter = "\n\n".join([*parts, *links])
+        return shorter if len(shorter) <= NOTE_CHARS else "\n\n".join(parts)[:NOTE_CHARS]
 
 
 def compare_link(run_ids: list[str], experiment_id: str) -> str:

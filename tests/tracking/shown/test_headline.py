@@ -76,6 +76,26 @@ def test_the_description_says_the_decision_with_a_link_and_text_of_a_person_stay
     assert client.get_run(run.run_id).data.tags[NOTE] == "This is the one for the paper."
 
 
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_line_that_a_person_put_above_the_description_stays(config, client, publication, decided):
+    with open_run(config, key="k") as run:
+        if decided:
+            run.record(publication)
+    mine = f"For the paper.\n\n{client.get_run(run.run_id).data.tags[NOTE]}"
+    client.set_tag(run.run_id, NOTE, mine)
+    with open_run(config, key="k") as run:
+        run.record(publication.model_copy(update={"key": "3" * 16, "reason": "no better"}))
+    tags = client.get_run(run.run_id).data.tags
+    assert tags[NOTE] == mine
+    assert tags["grpo.decision"] == "no better"
+
+
+def test_a_long_note_of_a_person_fits_the_description(config, client, publication):
+    with open_run(config, key="k") as run:
+        run.record(publication.model_copy(update={"reason": "approved by ann (" + "x" * 9_000}))
+    assert len(client.get_run(run.run_id).data.tags[NOTE]) <= 8_000
+
+
 def test_the_description_leads_back_to_prefect_before_and_after_the_decision(config, client, publication):
     page = "http://127.0.0.1:4200/runs/flow-run/1-2"
     with open_run(config, key="k", flow_run_id="1-2", flow_run_url=page) as run:

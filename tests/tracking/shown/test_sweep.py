@@ -127,6 +127,19 @@ def test_a_pruned_run_is_killed_and_not_failed(grid, client):
     assert found.data.tags[KEY_TAG] == "k"
 
 
+@pytest.mark.parametrize("runs", [30, 100, 1_000])
+def test_the_description_of_a_large_sweep_fits_mlflow_and_names_the_table(grid, client, runs):
+    sweep = SweepRun(grid, key="s", flow={})
+    result = ended(grid, sweep, [0.5, None, 0.75, 0.25])
+    lines = [result.lines[number % 4] for number in range(runs)]
+    sweep.show(result.model_copy(update={"lines": lines}))
+    note = client.get_run(sweep.handle.run_id).data.tags[NOTE]
+    assert note.startswith("**best: learning_rate 1e-3, seed 43, accuracy 75.0 %")
+    assert "To offer the best one" in note
+    assert ("sweep/runs.md" in note) == (runs > 30)
+    assert ("compare-runs" in note) == (runs < 1_000)
+
+
 def test_fewer_than_two_runs_are_not_compared():
     assert compare_link(["a"], "1") == ""
     assert compare_link(["a", "b"], "1") == "#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%221%22%5D"
