@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from uuid import uuid4
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -222,8 +223,8 @@ class _Wait:
             self.group = None
 
     def _request(self, places: list[dict[str, str]] | None) -> None:
-        bundles, strategy = [self.demand.share.bundle] * self.demand.count, self.demand.strategy
-        self.group = placement_group(bundles, strategy=strategy, name=self._name, bundle_label_selector=places)
+        bundles = [self.demand.share.bundle] * self.demand.count
+        self.group = _group(self._name, bundles, self.demand.strategy, places)
 
     def _is_reserved(self, patience_s: float) -> bool:
         assert self.group is not None
@@ -274,7 +275,7 @@ def reserved_servers(name: str, share: Share, count: int, *, report: Callable[[s
     Raises:
         Crowded: another run was faster. The nodes of the stage are held meanwhile, so this does not wait for it.
     """
-    group = placement_group([share.bundle] * count, strategy="SPREAD", name=name)
+    group = _group(name, [share.bundle] * count, "SPREAD")
     try:
         if not group.wait(timeout_seconds=HOLD_S):
             report(f"no room for {count} rollout servers with {share} each; {describe_nodes()}")
@@ -282,6 +283,13 @@ def reserved_servers(name: str, share: Share, count: int, *, report: Callable[[s
         yield group
     finally:
         remove_placement_group(group)
+
+
+def _group(
+    name: str, bundles: list[dict[str, float]], strategy: str, places: list[dict[str, str]] | None = None
+) -> PlacementGroup:
+    """Request a group. Ray refuses a name that another one has, and two runs may have the same config and stage."""
+    return placement_group(bundles, strategy=strategy, name=f"{name} #{uuid4().hex[:6]}", bundle_label_selector=places)
 
 
 def describe_nodes() -> str:

@@ -106,6 +106,12 @@ def with_servers(stages, nodes, name, **cluster):
     return stages.write(name, rollout=rollout, resources={"cluster": own}, length=24, max_steps=4)
 
 
+def without_servers(stages, nodes, name):
+    """A stage of two ranks that decode themselves."""
+    cluster = {"engine": "ray", "address": nodes.address, "num_nodes": 2}
+    return stages.write(name, resources={"cluster": cluster}, max_steps=4)
+
+
 def started(directory, code="from grpo_tasks.cluster.__main__ import main"):
     """The driver of a stage."""
     call = f"{code}\nimport sys\nfrom grpo_tasks.processes.entry import run_child\nrun_child(main)"
@@ -114,10 +120,11 @@ def started(directory, code="from grpo_tasks.cluster.__main__ import main"):
 
 
 @on_ray
-def test_two_runs_that_need_the_same_cluster_train_one_after_the_other(nodes, stages):
+@pytest.mark.parametrize("servers", [2, 0])
+def test_two_runs_of_one_name_that_need_the_same_cluster_train_one_after_the_other(nodes, stages, servers):
     for _ in range(2):
-        add(nodes, 2)
-    both = [with_servers(stages, nodes, name) for name in ("one", "two")]
+        add(nodes, 2 if servers else 1)
+    both = [with_servers(stages, nodes, name) if servers else without_servers(stages, nodes, name) for name in ("one", "two")]
     drivers = [started(directory) for directory in both]
     try:
         deadline = time.monotonic() + 900
@@ -129,7 +136,8 @@ def test_two_runs_that_need_the_same_cluster_train_one_after_the_other(nodes, st
             driver.kill()
     assert [driver.returncode for driver in drivers] == [0, 0], [directory.log.read_text()[-3000:] for directory in both]
     waited = [directory.events.read_text() for directory in both if directory.events.exists()]
-    assert any("waits for 2 nodes with 1 CPU each and 2 rollout servers with 1 CPU each" in text for text in waited)
+    needed = "2 nodes with 1 CPU each" + (" and 2 rollout servers with 1 CPU each" if servers else "")
+    assert any(f"waits for {needed}; " in text for text in waited)
 
 
 @on_ray
