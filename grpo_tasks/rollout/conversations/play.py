@@ -151,6 +151,9 @@ def play(
         if isinstance(reward, str):
             # Without what the whole is worth, its turns alone could be worth more than those of an honest one.
             one.end("error", reward)
+        elif reward is None and config.environment is not None and one.ending in ("turns", "tokens"):
+            # An environment that pays only with `done` gives nothing here. Without a 0, a policy that stalls would escape a loss.
+            one.final_reward = 0.0
         else:
             one.final_reward = reward
     return [one.completion() for one in conversations]
