@@ -134,6 +134,22 @@ def test_the_environment_reads_markers_and_not_the_end_of_the_turn(engine, token
     assert sorted(environment.ended) == list(range(6))
 
 
+@pytest.mark.parametrize("included", [True, False])
+def test_the_environment_reads_the_stop_string_only_where_it_is_included(engine, tokenizer, starts, included):
+    settings, environment = {"stop": ["=", "+"], "include_stop_str_in_output": included}, Counting(2)
+    played = play(engine, environment, starts, sampling(**settings), interaction(), tokenizer)
+    stopped = 0
+    for number, completion in enumerate(played):
+        for text, turn in zip(environment.texts[number], completion.conversation.turns, strict=True):
+            whole = tokenizer.decode(completion.token_ids[turn.start : turn.end]).removesuffix("<|im_end|>")
+            found = min((whole.index(stop) for stop in settings["stop"] if stop in whole), default=None)
+            stopped += found is not None
+            assert text == (whole if included or found is None else whole[:found])
+            # What rewards read as the message is the same.
+            assert turn.message["content"] == text
+    assert stopped > 0
+
+
 def test_a_group_has_one_prompt_and_one_seed_of_the_environment(engine, tokenizer, starts, rows):
     environment = Counting(1)
     played = play(engine, environment, starts, sampling(), interaction(), tokenizer)
