@@ -66,7 +66,9 @@ def test_held_out_prompts_are_evaluated_by_the_rewards_of_the_stage(sums):
         max_steps=4, eval_steps=2, num_eval_prompts=4, learning_rate=3e-3, stage_rewards=["format", "correctness"]
     )
     assert [number for number, line in enumerate(journal(directory), 1) if "eval_reward" in line] == [2, 4]
-    assert result.best_step in (None, 2)
+    # At this learning rate the fourth update answers the four prompts no better than the second.
+    assert journal(directory)[1]["eval_reward"] >= journal(directory)[3]["eval_reward"]
+    assert result.best_step == 2
 
 
 def test_a_loss_that_is_not_finite_is_refused_by_the_guard(sums, monkeypatch):
