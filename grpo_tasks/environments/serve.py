@@ -90,7 +90,9 @@ def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)
-    write_frame(descriptor, _dumps({"request": request["request"], **reply}).encode())
+    # Lone surrogates, which a policy can put into a tool's arguments, have no form in UTF-8, and the parent refuses their escapes.
+    text = _dumps({"request": request["request"], **reply}, ensure_ascii=False)
+    write_frame(descriptor, text.encode(errors="replace"))
 
 
 if __name__ == "__main__":

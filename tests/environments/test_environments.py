@@ -28,6 +28,10 @@ class Guess:
             os._exit(7)
         if completion == "raise":
             raise ValueError(f"odd thing {object()}")
+        if completion == "surrogate":
+            return {"messages": "x", "info": {"said": chr(0xD800), chr(0xDFFF): "ü😀"}}
+        if completion == "raise surrogate":
+            raise ValueError(f"odd {chr(0xD800)} ü")
         if completion == "fill":
             kept = []
             while True:
@@ -159,6 +163,15 @@ def test_a_result_may_be_any_object_with_the_names_of_an_observation(pool_of, ro
     (observed,) = pool.answer([(0, "object")])
     assert list(observed.messages) == [{"role": "user", "content": "['Why?', 3]"}]
     assert observed.info == {"kept": ["Why?", 3], "nan": "NaN"}
+
+
+def test_a_lone_surrogate_in_a_reply_ends_no_worker(pool_of, row):
+    pool = pool_of(STEPS, environment="Guess")
+    pool.begin([(0, row(), 0), (1, row(), 0)])
+    (observed,) = pool.answer([(0, "surrogate")])
+    assert (observed.error, dict(observed.info)) == (None, {"said": "?", "?": "ü😀"})
+    (failed,) = pool.answer([(1, "raise surrogate")])
+    assert failed.error == "step raised ValueError: odd ? ü"
 
 
 BREACHES = {
