@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401 - a tool that imports it in its body would draw unseeded numbers in its first call (forms.py)
+
 from grpo_tasks.environments import forms
 from grpo_tasks.processes.framing import read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
