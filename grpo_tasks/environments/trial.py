@@ -287,7 +287,7 @@ _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 1, "number": 1.5, "boo
 
 def _arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that fit the types of a tool."""
-    known: Mapping[str, Mapping[str, Any]] = schema["function"]["parameters"].get("properties", {})
+    known: Mapping[str, Mapping[str, Any]] = schema["function"].get("parameters", {}).get("properties", {})
     return {name: _example(one) for name, one in known.items()}
 
 

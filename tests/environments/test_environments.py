@@ -3,6 +3,7 @@
 import pytest
 
 from grpo_tasks.environments.pool import NOT_REPEATED, OVER
+from grpo_tasks.environments.trial import scripts_of
 from schemas.errors import ConfigError
 
 STEPS = '''
@@ -369,6 +370,18 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
     assert (third.done, third.calls, third.reward) == (False, 1, None)
     assert "1 calls were refused" in third.messages[0]["content"]
     assert pool.answer([(0, "Enough.")])[0].done
+
+
+def test_a_schema_of_its_own_may_leave_out_its_parameters(pool_of, call, row):
+    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop")
+    schemas = pool.schemas()
+    assert "parameters" not in schemas[0]["function"]
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("buy"))])
+    assert (observed.reward, observed.error) == (1.0, None)
+    # The lab calls every tool.
+    turns = [script.turns for script in scripts_of([row()], schemas, perfect=[None], max_turns=4)]
+    assert any("buy" in turn for one in turns for turn in one)
 
 
 def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_read(pool_of, call, row):
