@@ -113,7 +113,8 @@ class JudgeConfig(Section):
     max_malformed: int = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: int = Field(20_000, ge=100, le=MOST_CHARS)
-    """Characters of a completion or conversation that the judge sees. A longer one loses its middle, and a note says so."""
+    """Characters of a completion or conversation that the judge sees. A longer one loses its middle, and a note says so. Each
+    character outside ASCII is sent as an escape of 6 or 12, so leave room in the judge's context."""
     max_cost: float | None = Field(None, ge=0.0, le=MOST_COST)
     """Largest sum spent, in the currency of the prices, over everything in the cache folder. A stage whose next request could
     exceed it writes a checkpoint and stops. Tokens are estimated where the endpoint does not count them. Empty: no limit."""
