@@ -33,6 +33,8 @@ CHARS_PER_TOKEN = 3
 AGAIN = frozenset({408, 409, 425, 429})
 TOO_LONG = re.compile(r"context[ _]?(length|size|window)|maximum model length|prompt is too long", re.IGNORECASE)
 """How endpoints name a question that does not fit: vLLM, OpenAI, llama.cpp, SGLang and others."""
+MAX_REPLY_BYTES = 2**23
+"""Largest reply that is received. What is cut there is no verdict."""
 _MILLION = 1e6
 _SHOWN = 300
 
@@ -114,7 +116,7 @@ class JudgeClient:
         that it asks for."""
         url = f"{server.address}/chat/completions"
         try:
-            answer = self._http.post(url, json=self._body(question, vote), headers=self._headers())
+            answer = self._received(url, self._body(question, vote))
         except httpx.HTTPError as error:
             return None, f"{type(error).__name__}: {error}", 0.0
         if answer.is_success or _too_long(answer):
@@ -127,6 +129,25 @@ class JudgeClient:
                 fix="check judge.model, judge.api_key_variable, and that the endpoint supports response_format json_schema",
             )
         return None, problem, _seconds(answer.headers.get("retry-after"))
+
+    def _received(self, url: str, body: dict[str, Any]) -> httpx.Response:
+        """The complete response, or its first MAX_REPLY_BYTES.
+
+        Raises:
+            httpx.HTTPError: there is none within `request_timeout_s`.
+        """
+        limit, content = self.judge.request_timeout_s, bytearray()
+        deadline = time.monotonic() + limit
+        with self._http.stream("POST", url, json=body, headers=self._headers()) as response:
+            for chunk in response.iter_bytes():
+                content += chunk
+                # httpx limits the time between two chunks, and some servers send a space while they compute.
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"no complete reply within {limit:g} s")
+                if len(content) > MAX_REPLY_BYTES:
+                    break
+        kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
+        return httpx.Response(response.status_code, headers=kept, content=bytes(content))
 
     def _headers(self) -> dict[str, str]:
         name = self.judge.api_key_variable

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 
 import pytest
 
@@ -193,6 +194,27 @@ def test_any_other_refusal_of_the_request_stops_the_run(settings, endpoint):
     with pytest.raises(RewardError, match="HTTP 400") as caught:
         scores(settings(max_outage_s=60.0), ["good"])
     assert not isinstance(caught.value, JudgeUnavailableError)
+
+
+def test_a_connection_that_is_kept_open_has_the_time_limit_of_a_request(settings, endpoint):
+    endpoint.spaces, endpoint.pause_s = 3, 0.05
+    assert scores(settings(request_timeout_s=30.0), ["good"]).scores == [0.25]
+    endpoint.spaces, endpoint.pause_s = 60, 0.2
+    begin = time.monotonic()
+    with pytest.raises(JudgeUnavailableError, match="ReadTimeout: no complete reply within 1 s"):
+        scores(settings(request_timeout_s=1.0), ["good good"])
+    assert time.monotonic() - begin < 8.0  # The reply takes 12 s.
+
+
+def test_a_reply_without_end_is_no_verdict(settings, endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.judging.client.MAX_REPLY_BYTES", 10_000)
+    endpoint.failures = ["x" * 2_000_000]
+    found = scores(settings(), ["good"])
+    assert (found.scores, found.tally.malformed) == ([0.25], 1)
+    # It was cut, and so it is no JSON.
+    base = sqlite3.connect(tmp_path / "cache" / "verdicts.sqlite")
+    assert base.execute("SELECT reply FROM verdicts WHERE problem != ''").fetchall() == [("",)]
+    base.close()
 
 
 def test_a_key_that_is_not_set_is_named(settings, endpoint, monkeypatch):

@@ -104,7 +104,7 @@ class JudgeConfig(Section):
     max_concurrency: int = Field(8, ge=1, le=1_000)
     """Requests at the same time, over all addresses and all processes that use the cache folder."""
     request_timeout_s: float = Field(120.0, gt=0.0, le=LONGEST_S)
-    """Time limit of one request in seconds."""
+    """Time limit in seconds of one request, up to its complete reply."""
     max_outage_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """How long the run waits when no address answers, in seconds. Then the stage writes a checkpoint and stops; the
     same command resumes it."""
