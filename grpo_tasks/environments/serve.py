@@ -92,7 +92,7 @@ def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)
-    # Lone surrogates, which a policy can put into a tool's arguments, have no form in UTF-8, and the parent refuses their escapes.
+    # A policy can put lone surrogates into arguments of a tool. UTF-8 has no form for them, and the parent refuses their escapes.
     text = _dumps({"request": request["request"], **reply}, ensure_ascii=False)
     write_frame(descriptor, text.encode(errors="replace"))
 
