@@ -334,7 +334,7 @@ class Checker:
         from jsonschema import Draft202012Validator
         from referencing import Registry
 
-        self._parameters = {one["function"]["name"]: one["function"]["parameters"] for one in schemas}
+        self._parameters = {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}
         # An empty registry fetches nothing.
         registry: Any = Registry()
         self._validators = {

@@ -7,7 +7,8 @@
              message, with tool_calls
 
 Functions and methods may be async. They are called with the generators of `random`, numpy and torch seeded by conversation and
-turn, so that a conversation goes the same way in every worker.
+turn, so that a conversation goes the same way in every worker. torch is seeded once the user's code has imported it: nothing else
+here needs it, and importing it takes seconds.
 """
 
 import asyncio

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401 - a tool that imports it in its body would draw unseeded numbers in its first call (forms.py)
+
 from grpo_tasks.environments import forms
 from grpo_tasks.processes.framing import read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
@@ -90,7 +92,9 @@ def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)
-    write_frame(descriptor, _dumps({"request": request["request"], **reply}).encode())
+    # A policy can put lone surrogates into arguments of a tool. UTF-8 has no form for them, and the parent refuses their escapes.
+    text = _dumps({"request": request["request"], **reply}, ensure_ascii=False)
+    write_frame(descriptor, text.encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What can be known about tools or an environment before any training: it is played with scripted turns, without a model.
 
-    begins       every row begins a conversation
+    begins       every row that is tried begins a conversation; the lab tries four
     faults       no step hangs, crashes or raises
     determinism  the same turns with the same seed go the same way again (a resume then ends in the same bytes)
     leak         conversations that are played in turns go the same way as one after the other
@@ -287,7 +287,7 @@ _EXAMPLES: Mapping[str, Any] = {"string": "a", "integer": 1, "number": 1.5, "boo
 
 def _arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that fit the types of a tool."""
-    known: Mapping[str, Mapping[str, Any]] = schema["function"]["parameters"].get("properties", {})
+    known: Mapping[str, Mapping[str, Any]] = schema["function"].get("parameters", {}).get("properties", {})
     return {name: _example(one) for name, one in known.items()}
 
 

@@ -237,6 +237,8 @@ class Trainer:
         """Rewards of the present policy on held-out prompts; empty where no evaluation is due."""
         if not self._evaluation_due(self.step):
             return {}
+        # An outage of a judge here leaves no checkpoint: the update is not in the journal yet, and a stage that resumed behind it
+        # would never evaluate it.
         scored = self.collector.evaluate_held_out(self.held_out, step=self.step)
         return held_out_metrics(scored, stage_weights(self.stage, self.spec.rewards))
 

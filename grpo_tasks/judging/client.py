@@ -1,6 +1,8 @@
 """Requests to OpenAI-compatible endpoints: retries with backoff, other addresses, outage, cost.
 
     400, 401, 403, 404      the settings are wrong: stop at once
+    413, and a 400 that     this question does not fit into the judge's context: a reply without a verdict, so that one long text
+    names the context       does not stop the run
     408, 409, 429, 5xx,     ask the other addresses; then wait and try again, longer each time, as Retry-After says. After
     no connection, timeout  max_outage_s without any answer the judge counts as unavailable
 
@@ -9,6 +11,7 @@ The key is read from the environment for each request and stands in no message.
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +31,10 @@ CONNECT_S = 10.0
 CHARS_PER_TOKEN = 3
 """For an endpoint that does not count tokens. Most texts have more characters a token, so this guess is rather too expensive."""
 AGAIN = frozenset({408, 409, 425, 429})
+TOO_LONG = re.compile(r"context[ _]?(length|size|window)|maximum model length|prompt is too long", re.IGNORECASE)
+"""How endpoints name a question that does not fit: vLLM, OpenAI, llama.cpp, SGLang and others."""
+MAX_REPLY_BYTES = 2**23
+"""Largest reply that is received. What is cut there is no verdict."""
 _MILLION = 1e6
 _SHOWN = 300
 
@@ -77,7 +84,8 @@ class JudgeClient:
             if answer is not None:
                 self._servers.answered(server)
                 self._answered = time.monotonic()
-                return self._reply(answer, question)
+                # Nobody charges for a refused request.
+                return self._reply(answer, question) if answer.is_success else Reply("", 0, 0)
             self._servers.failed(server, told)
             tried.add(server.address)
             pause = max(pause, told)
@@ -104,13 +112,14 @@ class JudgeClient:
         self._http.close()
 
     def _post(self, server: Server, question: Question, vote: int) -> tuple[httpx.Response | None, str, float]:
-        """The answer of a server; or None, what is wrong, and the pause in seconds that it asks for."""
+        """The answer of a server, also one that finds the question too long; or None, what is wrong, and the pause in seconds
+        that it asks for."""
         url = f"{server.address}/chat/completions"
         try:
-            answer = self._http.post(url, json=self._body(question, vote), headers=self._headers())
+            answer = self._received(url, self._body(question, vote))
         except httpx.HTTPError as error:
             return None, f"{type(error).__name__}: {error}", 0.0
-        if answer.is_success:
+        if answer.is_success or _too_long(answer):
             return answer, "", 0.0
         problem = f"HTTP {answer.status_code}: {answer.text[:_SHOWN]}"
         if answer.status_code < 500 and answer.status_code not in AGAIN:
@@ -120,6 +129,25 @@ class JudgeClient:
                 fix="check judge.model, judge.api_key_variable, and that the endpoint supports response_format json_schema",
             )
         return None, problem, _seconds(answer.headers.get("retry-after"))
+
+    def _received(self, url: str, body: dict[str, Any]) -> httpx.Response:
+        """The complete response, or its first MAX_REPLY_BYTES.
+
+        Raises:
+            httpx.HTTPError: there is none within `request_timeout_s`.
+        """
+        limit, content = self.judge.request_timeout_s, bytearray()
+        deadline = time.monotonic() + limit
+        with self._http.stream("POST", url, json=body, headers=self._headers()) as response:
+            for chunk in response.iter_bytes():
+                content += chunk
+                # httpx limits the time between two chunks, and some servers send a space while they compute.
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"no complete reply within {limit:g} s")
+                if len(content) > MAX_REPLY_BYTES:
+                    break
+        kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
+        return httpx.Response(response.status_code, headers=kept, content=bytes(content))
 
     def _headers(self) -> dict[str, str]:
         name = self.judge.api_key_variable
@@ -163,6 +191,10 @@ class JudgeClient:
             place=", ".join(self.judge.base_urls),
             fix="start the same command again when it is back: the stage resumes, and verdicts so far are in judge.cache",
         )
+
+
+def _too_long(answer: httpx.Response) -> bool:
+    return answer.status_code == 413 or (answer.status_code == 400 and TOO_LONG.search(answer.text) is not None)
 
 
 def _prompt_tokens(question: Question) -> int:

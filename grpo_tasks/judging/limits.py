@@ -1,7 +1,7 @@
 """The limits of a judge: requests at the same time, requests per minute, and cost, over all processes that share a cache folder.
 
     turn(cost)   a row of the table `sending` from before the request until its cost is recorded: the requests in flight
-    pace()       the table `pace` says when the next request may be sent
+    pace()       the table `paced` says when the last request was sent
 
 Each rank of a stage has a judge of its own, and so have the lab and parallel runs. They meet in verdicts.sqlite. Rows of a
 process that has ended do not count. A folder belongs to one machine: where the ranks of a stage are on several, each machine gets
@@ -25,7 +25,7 @@ LOCAL_RANKS = "GRPO_LOCAL_RANKS"
 """Environment variable with the number of ranks on this machine; torchrun's is LOCAL_WORLD_SIZE."""
 _TABLES = (
     "sending (number INTEGER PRIMARY KEY, cost REAL NOT NULL, pid INTEGER NOT NULL, born REAL NOT NULL)",
-    "pace (next REAL NOT NULL)",
+    "paced (sent REAL NOT NULL)",
 )
 
 
@@ -111,12 +111,13 @@ class Limits:
     def _next_slot(self, interval_s: float) -> float:
         """Take the next slot and return 0, or return the seconds until it."""
         with self.store.writing() as base:
-            now, row = time.time(), base.execute("SELECT next FROM pace").fetchone()
-            # A slot is never more than one interval away, unless somebody has set the clock back.
-            if row is not None and now < row[0] <= now + interval_s:
-                return float(row[0]) - now
-            base.execute("DELETE FROM pace")
-            base.execute("INSERT INTO pace VALUES (?)", (now + interval_s,))
+            now, row = time.time(), base.execute("SELECT sent FROM paced").fetchone()
+            # Judges with other limits may share the folder, so what counts is when the last request was sent. It was never
+            # sent later than now, unless somebody has set the clock back.
+            if row is not None and row[0] <= now < row[0] + interval_s:
+                return float(row[0]) + interval_s - now
+            base.execute("DELETE FROM paced")
+            base.execute("INSERT INTO paced VALUES (?)", (now,))
             return 0.0
 
     def _too_expensive(self, spent: float, cost: float, limit: float) -> JudgeUnavailableError:

@@ -7,7 +7,7 @@
     repetition          -1 .. 0, minus the share of repeated n-grams
     style               -1 .. 1, the mean of four signs of tidiness
     judge               0 .. 1, by a language model behind an endpoint (judging/)
-    environment         what the environment gives (section interaction); none where it gives nothing
+    environment         what the environment gives (section interaction); 0 where it gives nothing before a limit
     soft_overlong       -1 .. 0, falling over the last tokens before the length limit (DAPO, arXiv:2503.14476 eq. 13)
 
 Section `completion` decides what the format and the answer are (answers/extract.py), and refuses functions that make no sense for
@@ -172,7 +172,8 @@ def soft_overlong(
 def environment(
     prompts: object, completions: object, *, environment_reward: Sequence[float | None] | None = None, **columns: object
 ) -> list[float | None]:
-    """The sum of what the environment gave for the conversation; None where it gave nothing.
+    """The sum of what the environment gave for the conversation. Where it gave nothing: 0 if the conversation ran out of turns or
+    tokens, else None.
 
     Raises:
         ValueError: no environment answers.

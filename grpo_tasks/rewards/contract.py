@@ -14,7 +14,8 @@
     messages        N lists of messages, the prompt's and those after it, where tools or an environment answer
     turns           N lists of the policy's turns there: text, start and end in completion_ids, finish_reason, reward, calls,
                     errors, info
-    environment_reward  N sums of what the environment gave there; None where it gave nothing
+    environment_reward  N sums of what the environment gave there. Where it gave nothing: 0 if a conversation ran out of turns or
+                    tokens, else None
     environments    N objects there with the public attributes that an environment written for TRL had after its last turn
     ...             every other column of the data arrives under its own name, also with N values
     trainer_state   .global_step and .max_steps of the stage

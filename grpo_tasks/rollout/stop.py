@@ -59,6 +59,12 @@ class StopRule:
         before = self._without_special(token_ids, searched[: searched.find(found)])
         return before + found if self.sampling.include_stop_str_in_output else before
 
+    def stopped_text(self, token_ids: Sequence[int]) -> str:
+        """The end of the searched text, from the stop string on; empty if none ended the completion."""
+        searched = self._decoded(token_ids)
+        found = self._stop_string(searched)
+        return "" if found is None else searched[searched.find(found) :]
+
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return completion_text(self.tokenizer, token_ids, special=self.reads_special_tokens)
 

@@ -51,8 +51,8 @@ class Demonstrations:
     """The rows that have a demonstration, in reading order, and those that have none."""
 
     rows: list[PromptRow]
-    tokens: dict[str, Demonstration]
-    """By prompt_id."""
+    tokens: list[Demonstration]
+    """One for each of `rows`: several rows may have one prompt, and solutions of their own."""
     refused: list[Refusal]
 
     def summary(self) -> str:
@@ -94,8 +94,9 @@ def read_demonstrations(
     find = _finder(rows, settings)
     limit = settings.max_tokens or max_tokens
     markers = sorted(special_tokens(tokenizer).values())
-    tokens: dict[str, Demonstration] = {}
-    usable, refused = [], []
+    usable: list[PromptRow] = []
+    tokens: list[Demonstration] = []
+    refused: list[Refusal] = []
     for row in rows:
         try:
             turns = _turns(row, find(row))
@@ -106,8 +107,8 @@ def read_demonstrations(
         except UnusableError as error:
             refused.append(Refusal(row, error.reason, error.detail))
             continue
-        tokens[row.prompt_id] = made
         usable.append(row)
+        tokens.append(made)
     return Demonstrations(usable, tokens, refused)
 
 

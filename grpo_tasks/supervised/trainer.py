@@ -91,8 +91,8 @@ class DemonstrationTrainer(SupervisedTrainer):
 
     def _collect(self) -> Round:
         """The next demonstrations, as completions that somebody else wrote."""
-        rows = [self.rows[number] for number in self.schedule.prompts_of(self.step)]
-        made = [self.found.tokens[row.prompt_id] for row in rows]
+        numbers = self.schedule.prompts_of(self.step)
+        rows, made = [self.rows[number] for number in numbers], [self.found.tokens[number] for number in numbers]
         completions = [
             Completion(one.token_ids, [0.0] * len(one.token_ids), one.text, "stop", written=one.trained) for one in made
         ]

@@ -3,6 +3,7 @@
 import pytest
 
 from grpo_tasks.environments.pool import NOT_REPEATED, OVER
+from grpo_tasks.environments.trial import scripts_of
 from schemas.errors import ConfigError
 
 STEPS = '''
@@ -28,6 +29,10 @@ class Guess:
             os._exit(7)
         if completion == "raise":
             raise ValueError(f"odd thing {object()}")
+        if completion == "surrogate":
+            return {"messages": "x", "info": {"said": chr(0xD800), chr(0xDFFF): "ü😀"}}
+        if completion == "raise surrogate":
+            raise ValueError(f"odd {chr(0xD800)} ü")
         if completion == "fill":
             kept = []
             while True:
@@ -159,6 +164,15 @@ def test_a_result_may_be_any_object_with_the_names_of_an_observation(pool_of, ro
     (observed,) = pool.answer([(0, "object")])
     assert list(observed.messages) == [{"role": "user", "content": "['Why?', 3]"}]
     assert observed.info == {"kept": ["Why?", 3], "nan": "NaN"}
+
+
+def test_a_lone_surrogate_in_a_reply_ends_no_worker(pool_of, row):
+    pool = pool_of(STEPS, environment="Guess")
+    pool.begin([(0, row(), 0), (1, row(), 0)])
+    (observed,) = pool.answer([(0, "surrogate")])
+    assert (observed.error, dict(observed.info)) == (None, {"said": "?", "?": "ü😀"})
+    (failed,) = pool.answer([(1, "raise surrogate")])
+    assert failed.error == "step raised ValueError: odd ? ü"
 
 
 BREACHES = {
@@ -356,6 +370,18 @@ def test_an_environment_may_execute_its_calls_itself_within_the_limit(pool_of, c
     assert (third.done, third.calls, third.reward) == (False, 1, None)
     assert "1 calls were refused" in third.messages[0]["content"]
     assert pool.answer([(0, "Enough.")])[0].done
+
+
+def test_a_schema_of_its_own_may_leave_out_its_parameters(pool_of, call, row):
+    pool = pool_of(OWN_CALLS.replace(', "parameters": {"type": "object"}', ""), environment="Shop")
+    schemas = pool.schemas()
+    assert "parameters" not in schemas[0]["function"]
+    pool.begin([(0, row(), 0)])
+    (observed,) = pool.answer([(0, call("buy"))])
+    assert (observed.reward, observed.error) == (1.0, None)
+    # The lab calls every tool.
+    turns = [script.turns for script in scripts_of([row()], schemas, perfect=[None], max_turns=4)]
+    assert any("buy" in turn for one in turns for turn in one)
 
 
 def test_an_environment_that_executes_its_calls_never_gets_one_that_cannot_be_read(pool_of, call, row):

@@ -73,6 +73,12 @@ def fill() -> str:
     while True:
         kept.append(bytearray(os.urandom(1000)) * 20_000)
 
+def dice_of_numpy() -> float:
+    """Throws dice with a library that nobody has imported before."""
+    import numpy
+
+    return float(numpy.random.random())
+
 def surrogate() -> str:
     """Returns what UTF-8 does not have."""
     return chr(0xD800)
@@ -211,14 +217,15 @@ def test_a_million_characters_of_arguments_are_refused(pool_of, call, row):
     assert "262,144 are the limit" in answers(observed)[0]
 
 
-def test_the_number_of_workers_changes_nothing(pool_of, call, row):
+@pytest.mark.parametrize("tool", ["dice", "dice_of_numpy"])
+def test_the_number_of_workers_changes_nothing(pool_of, call, row, tool):
     """Random numbers come from conversation and turn, not from the process."""
 
     def play(workers):
-        pool = pool_of(TOOLS, tools=["dice", "add"], workers=workers)
+        pool = pool_of(TOOLS, tools=[tool, "add"], workers=workers)
         numbers = range(6)
         pool.begin([(number, row(), number) for number in numbers])
-        return [pool.answer([(number, call("dice") * (1 + number % 2)) for number in numbers]) for _ in range(2)]
+        return [pool.answer([(number, call(tool) * (1 + number % 2)) for number in numbers]) for _ in range(2)]
 
     one, three = play(1), play(3)
     assert one == three

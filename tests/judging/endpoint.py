@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -20,6 +20,8 @@ class Endpoint:
         self.usage = {"prompt_tokens": 100, "completion_tokens": 20}
         """What it says about tokens; None: nothing."""
         self.delay_s = 0.0
+        self.spaces, self.pause_s = 0, 0.0
+        """Spaces that it sends before each reply, and the seconds before each of them: what keeps a slow connection open."""
         self.in_flight = self.most_in_flight = 0
         self.arrivals = []
         """Time of each request."""
@@ -79,10 +81,15 @@ def serving(endpoint, port=0):
             endpoint.count(-1)
             content = text.encode()
             self.send_response(status)
-            for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            for name, value in ({"Content-Length": str(endpoint.spaces + len(content))} | headers).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            # The client may have given up.
+            with suppress(OSError):
+                for _ in range(endpoint.spaces):
+                    time.sleep(endpoint.pause_s)
+                    self.wfile.write(b" ")
+                self.wfile.write(content)
 
         def log_message(self, *_):
             pass

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 
 import pytest
 
@@ -158,6 +159,62 @@ def test_an_endpoint_that_refuses_stops_at_once_and_shows_no_key(settings, endpo
     assert "HTTP 401" in caught.value.message
     assert "very-secret" not in str(caught.value)
     assert endpoint.headers[0]["Authorization"] == "Bearer sk-very-secret-1234567"
+
+
+TOO_LONG = [
+    (400, "This model's maximum context length is 4096 tokens. However, you requested 9000 tokens (8000 in the messages)."),
+    (400, '{"error": {"code": "context_length_exceeded", "type": "invalid_request_error"}}'),
+    (400, "The decoder prompt (length 9000) is longer than the maximum model length of 4096."),
+    (400, '{"error": {"message": "the request exceeds the available context size", "type": "exceed_context_size_error"}}'),
+    (413, "Request Entity Too Large"),
+]
+
+
+@pytest.mark.parametrize(("status", "said"), TOO_LONG)
+def test_a_completion_too_long_for_the_judge_is_unjudged_and_stops_no_others(settings, endpoint, tmp_path, status, said):
+    answer = endpoint.answer
+
+    def refuses_long_ones(body):
+        # As it is counted: a character outside ASCII takes six.
+        return (status, {}, said) if len(body["messages"][1]["content"]) > 3_000 else answer(body)
+
+    endpoint.answer = refuses_long_ones
+    found = scores(settings(input_price=1.0, max_malformed=1), ["good", "中" * 1_000, "good good"])
+    assert (found.scores, found.notes) == ([0.25, 0.0, 0.5], ["", "unjudged", ""])
+    assert (found.tally.asked, found.tally.malformed, found.tally.unjudged) == (4, 2, 1)
+    # A request that is refused costs nothing.
+    assert found.tally.cost == pytest.approx(200 / 1e6)
+    base = sqlite3.connect(tmp_path / "cache" / "verdicts.sqlite")
+    assert base.execute("SELECT COUNT(*) FROM verdicts WHERE problem != '' AND cost = 0").fetchone() == (2,)
+    base.close()
+
+
+def test_any_other_refusal_of_the_request_stops_the_run(settings, endpoint):
+    endpoint.failures = [(400, {}, "response_format json_schema is not supported")]
+    with pytest.raises(RewardError, match="HTTP 400") as caught:
+        scores(settings(max_outage_s=60.0), ["good"])
+    assert not isinstance(caught.value, JudgeUnavailableError)
+
+
+def test_a_connection_that_is_kept_open_has_the_time_limit_of_a_request(settings, endpoint):
+    endpoint.spaces, endpoint.pause_s = 3, 0.05
+    assert scores(settings(request_timeout_s=30.0), ["good"]).scores == [0.25]
+    endpoint.spaces, endpoint.pause_s = 60, 0.2
+    begin = time.monotonic()
+    with pytest.raises(JudgeUnavailableError, match="ReadTimeout: no complete reply within 1 s"):
+        scores(settings(request_timeout_s=1.0), ["good good"])
+    assert time.monotonic() - begin < 8.0  # The reply takes 12 s.
+
+
+def test_a_reply_without_end_is_no_verdict(settings, endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_tasks.judging.client.MAX_REPLY_BYTES", 10_000)
+    endpoint.failures = ["x" * 2_000_000]
+    found = scores(settings(), ["good"])
+    assert (found.scores, found.tally.malformed) == ([0.25], 1)
+    # It was cut, and so it is no JSON.
+    base = sqlite3.connect(tmp_path / "cache" / "verdicts.sqlite")
+    assert base.execute("SELECT reply FROM verdicts WHERE problem != ''").fetchall() == [("",)]
+    base.close()
 
 
 def test_a_key_that_is_not_set_is_named(settings, endpoint, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from grpo_tasks.judging.judge import Case, Judge
+from grpo_tasks.judging.limits import Limits
 from grpo_tasks.judging.store import Entry, VerdictStore
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint
@@ -67,6 +68,37 @@ def test_processes_share_the_limit_of_requests_per_minute(settings, endpoint):
     run_ranks(settings(max_requests_per_minute=120.0))
     assert len(endpoint.requests) == 8
     assert endpoint.arrivals[-1] - endpoint.arrivals[0] >= 2.5  # 3.5 s, less what a busy machine may take off
+
+
+def test_a_faster_judge_in_the_same_folder_keeps_to_the_pace_of_a_slower_one(settings, monkeypatch):
+    now = [1_000.0]
+    monkeypatch.setattr("grpo_tasks.judging.limits.time.time", lambda: now[0])
+    sent = []
+
+    def judge(name, limit):
+        given = settings(max_requests_per_minute=limit)
+        limits = Limits(given, VerdictStore(given.cache))
+
+        def sleep(seconds):
+            now[0] += seconds
+
+        limits.sleep = sleep
+
+        def send():
+            limits.pace()
+            sent.append((name, round(now[0] - 1_000.0, 6)))
+
+        return send
+
+    slow, fast = judge("slow", 10.0), judge("fast", 600.0)
+    for send in (slow, fast, slow, fast, fast):
+        send()
+    # Six seconds before each request of the slow one, a tenth before those of the fast one, whoever sent the last.
+    assert sent == [("slow", 0.0), ("fast", 0.1), ("slow", 6.1), ("fast", 6.2), ("fast", 6.3)]
+    # The clock is set back: nobody waits for the time that was.
+    now[0] = 10.0
+    slow()
+    assert now[0] == 10.0
 
 
 def test_what_a_killed_process_had_in_flight_blocks_nobody(settings, endpoint):

@@ -78,7 +78,7 @@ def test_a_function_makes_demonstrations_and_its_errors_are_named(sums, tokenize
     found = read(sums, tokenizer, function="my_demonstrations:show", module_dir=tmp_path)
     assert [refusal.reason for refusal in found.refused] == ["function_error"]
     assert "my_demonstrations.py:3: no idea" in found.refused[0].detail
-    assert found.tokens[found.rows[0].prompt_id].text == found.rows[0].answer
+    assert found.tokens[0].text == found.rows[0].answer
 
 
 def test_a_missing_column_or_function_is_named_with_a_fix(sums, tokenizer):

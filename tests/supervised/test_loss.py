@@ -46,14 +46,14 @@ def test_the_loss_is_that_of_transformers_on_the_masked_labels(sums, tokenizer, 
     _, directory = sums.train(max_steps=1, length=200, per_device_train_batch_size=30)
     rows = read_prompts(sums.root / "train.parquet")
     found = read_demonstrations(rows, DemonstrationsConfig(column="solution"), tokenizer, max_tokens=200)
-    assert journal(directory)[0]["loss"] == pytest.approx(reference_loss(model, list(found.tokens.values())), abs=1e-6)
-    assert journal(directory)[0]["trained_tokens"] == sum(sum(one.trained) for one in found.tokens.values())
+    assert journal(directory)[0]["loss"] == pytest.approx(reference_loss(model, found.tokens), abs=1e-6)
+    assert journal(directory)[0]["trained_tokens"] == sum(sum(one.trained) for one in found.tokens)
 
 
 def test_the_token_accuracy_is_the_share_of_greedy_tokens(sums, tokenizer, model):
     _, directory = sums.train(max_steps=1, per_device_train_batch_size=30)
     rows = read_prompts(sums.root / "train.parquet")
-    found = read_demonstrations(rows, DemonstrationsConfig(column="solution"), tokenizer, max_tokens=64).tokens.values()
+    found = read_demonstrations(rows, DemonstrationsConfig(column="solution"), tokenizer, max_tokens=64).tokens
     right = total = 0
     for one in found:
         with torch.no_grad():
@@ -104,6 +104,6 @@ def test_tokens_and_loss_are_those_of_trls_trainer(sums, tokenizer, tmp_path):
         for row in rows
     ]
     loss, ids = trl_first_loss(datasets.Dataset.from_list(table), tokenizer, tmp_path)
-    found = read_demonstrations(rows, DemonstrationsConfig(column="solution"), tokenizer, max_tokens=64).tokens.values()
+    found = read_demonstrations(rows, DemonstrationsConfig(column="solution"), tokenizer, max_tokens=64).tokens
     assert [one.prompt + one.token_ids for one in found] == [row[:-1] for row in ids]
     assert journal(directory)[0]["loss"] == pytest.approx(loss, abs=1e-5)

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import polars as pl
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from grpo_tasks.policy.load import save_trained
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.supervised.selection import chosen_completions
 from schemas.config.stage import StageConfig
 from schemas.metrics import describe
@@ -84,11 +89,19 @@ def test_the_loss_is_the_cross_entropy_of_the_kept_completions(sums):
 
 
 def test_an_update_without_any_kept_completion_moves_nothing(sums):
-    _, directory = sums.train(
+    directory = sums.write(
         kind="rejection", length=3, max_steps=2, keep_reward=1.0, stage_rewards=["correctness"], learning_rate=1e-2
     )
+    spec = StageSpec.load(directory.spec)
+    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        trainer = sums.trainer(directory, suite)
+        save_trained(trainer.learner.model, trainer.tokenizer, sums.root / "start")
+        trainer.train()
     assert all(line["kept_completions"] == 0 for line in journal(directory))
     assert all("trained_tokens" not in line for line in journal(directory))
+    start, end = (load_file(folder / "adapter_model.safetensors") for folder in (sums.root / "start", directory.final))
+    assert start.keys() == end.keys()
+    assert all(torch.equal(start[name], end[name]) for name in start)
 
 
 def test_several_updates_train_on_one_rollout(sums):

@@ -21,6 +21,7 @@ from grpo_tasks.policy.chat import completion_text
 from grpo_tasks.rollout.conversations.record import Conversation, Ending, Message, Turn
 from grpo_tasks.rollout.conversations.turn_tokens import TurnTokens
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed
+from grpo_tasks.rollout.stop import StopRule
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError
 
@@ -140,7 +141,7 @@ def play(
             drawn = engine.generate([one.request(config.max_tokens) for one in live], sampling)
             for one, turn in zip(live, drawn, strict=True):
                 one.write(turn)
-            words = [_words(turn, tokens, tokenizer) for turn in drawn]
+            words = [_words(turn, tokens, tokenizer, sampling) for turn in drawn]
             observed = environments.answer(list(zip((one.number for one in live), words, strict=True)))
             for one, observation in zip(live, observed, strict=True):
                 _continue(one, observation, tokens, config)
@@ -151,6 +152,9 @@ def play(
         if isinstance(reward, str):
             # Without what the whole is worth, its turns alone could be worth more than those of an honest one.
             one.end("error", reward)
+        elif reward is None and config.environment is not None and one.ending in ("turns", "tokens"):
+            # An environment that pays only with `done` gives nothing here. Without a 0, a policy that stalls would escape a loss.
+            one.final_reward = 0.0
         else:
             one.final_reward = reward
     return [one.completion() for one in conversations]
@@ -201,8 +205,17 @@ def _prompt(row: PromptRow, opening: Opening) -> list[Mapping[str, Any]]:
     return [dict(message) for message in (opening.messages or row.messages)]
 
 
-def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The policy's turn as its environment reads it: markers of calls included, without the end of the turn."""
+def _words(drawn: Completion, tokens: TurnTokens, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> str:
+    """The policy's turn as its environment reads it: markers of calls included, without the end of the turn.
+
+    Without the stop string where `include_stop_str_in_output` is off, as completions of one turn have it.
+    """
+    if sampling.stop and not sampling.include_stop_str_in_output:
+        # The searched text may lack special tokens; its end, from the stop string on, is that of the whole text.
+        stopped = StopRule(tokenizer, frozenset(), sampling).stopped_text(drawn.token_ids)
+        text = completion_text(tokenizer, drawn.token_ids, special=True)
+        if stopped and text.endswith(stopped):
+            return text.removesuffix(stopped)
     ids = drawn.token_ids[:-1] if tokens.closed(drawn.token_ids) else drawn.token_ids
     return completion_text(tokenizer, ids, special=True)
 

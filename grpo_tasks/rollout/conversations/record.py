@@ -64,7 +64,7 @@ class Conversation:
     error: str | None = None
     """Why it ended, where that was a fault of the environment."""
     final_reward: float | None = None
-    """What the environment gave for the whole of it after a limit had ended it."""
+    """What the environment gave for the whole of it after a limit had ended it; 0 where it gave nothing then."""
 
     @property
     def said(self) -> list[dict[str, Any]]:

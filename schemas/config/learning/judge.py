@@ -104,19 +104,21 @@ class JudgeConfig(Section):
     max_concurrency: int = Field(8, ge=1, le=1_000)
     """Requests at the same time, over all addresses and all processes that use the cache folder."""
     request_timeout_s: float = Field(120.0, gt=0.0, le=LONGEST_S)
-    """Time limit of one request in seconds."""
+    """Time limit in seconds of one request, up to its complete reply."""
     max_outage_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
-    """How long the run waits when no address answers, in seconds. Then the stage writes a checkpoint and stops; the
-    same command resumes it."""
+    """How long the run waits when no address answers, in seconds. Then the stage stops; the same command resumes it. It writes a
+    checkpoint first, except with several ranks, with rollout.max_staleness above 0 and in a held-out evaluation: then it resumes
+    from the last one."""
     max_call_s: float = Field(7_200.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds for judging a whole batch, waits included. It replaces time_limit_s."""
     max_malformed: int = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: int = Field(20_000, ge=100, le=MOST_CHARS)
-    """Characters of a completion or conversation that the judge sees. A longer one loses its middle, and a note says so."""
+    """Characters of a completion or conversation that the judge sees. A longer one loses its middle, and a note says so. Each
+    character outside ASCII is sent as an escape of 6 or 12, so leave room in the judge's context."""
     max_cost: float | None = Field(None, ge=0.0, le=MOST_COST)
     """Largest sum spent, in the currency of the prices, over everything in the cache folder. A stage whose next request could
-    exceed it writes a checkpoint and stops. Tokens are estimated where the endpoint does not count them. Empty: no limit."""
+    exceed it stops as max_outage_s says. Tokens are estimated where the endpoint does not count them. Empty: no limit."""
     input_price: float = Field(0.0, ge=0.0, le=MOST_COST)
     """Price of a million input tokens."""
     output_price: float = Field(0.0, ge=0.0, le=MOST_COST)

@@ -9,6 +9,7 @@ from grpo_tasks.environments.contract import Opening
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.rollout.conversations.play import OTHER_BEGINNING, Start, play
 from grpo_tasks.supervised.trainer import NoEngine
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError
 from schemas.prompts import PLAIN
 from tests.rollout.counting import Counting, interaction
@@ -61,6 +62,34 @@ def test_a_conversation_that_runs_out_of_turns_is_truncated(engine, tokenizer, s
         assert completion.written[-1]
 
 
+class PaysAtEnd(Counting):
+    """Gives its reward with the last turn only: 0.5 for a conversation that it ends itself."""
+
+    def _answer(self, number, text):
+        observed = super()._answer(number, text)
+        return replace(observed, reward=0.5 if observed.done and observed.error is None else None)
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 2}, {"max_tokens": 16}])
+def test_running_out_of_turns_or_tokens_counts_as_0_where_the_environment_gave_nothing(engine, tokenizer, starts, limits):
+    played = [one.conversation for one in play(engine, PaysAtEnd(9), starts, sampling(), interaction(**limits), tokenizer)]
+    assert {one.ending for one in played} == {next(iter(limits)).removeprefix("max_")}
+    assert [one.reward for one in played] == [0.0] * 6
+    # What it gave for turns stays, and so does what it gives at the end.
+    paid = [one.conversation for one in play(engine, Counting(9), starts, sampling(), interaction(**limits), tokenizer)]
+    assert [one.reward for one in paid] == [sum(turn.reward for turn in one.turns) for one in paid]
+    ended = play(engine, PaysAtEnd(2), starts, sampling(), interaction(), tokenizer)
+    assert [one.conversation.reward for one in ended] == [0.5] * 6
+
+
+def test_neither_a_fault_nor_a_run_without_environment_has_a_reward_of_0(engine, tokenizer, starts):
+    failed = play(engine, PaysAtEnd(9, fails_at=2), starts, sampling(), interaction(max_turns=2), tokenizer)
+    assert [one.conversation.reward for one in failed] == [None] * 6
+    tools = InteractionConfig(tools=["my_tools:add"], max_turns=2)
+    played = play(engine, PaysAtEnd(9), starts, sampling(), tools, tokenizer)
+    assert [(one.conversation.ending, one.conversation.reward) for one in played] == [("turns", None)] * 6
+
+
 @pytest.mark.parametrize("limit", [16, 40, 77])
 def test_a_conversation_keeps_to_its_tokens(engine, tokenizer, starts, limit):
     free = play(engine, Counting(9), starts, sampling(), interaction(), tokenizer)
@@ -103,6 +132,22 @@ def test_the_environment_reads_markers_and_not_the_end_of_the_turn(engine, token
             ids = completion.token_ids[turn.start : turn.end]
             assert text == tokenizer.decode(ids).removesuffix("<|im_end|>")
     assert sorted(environment.ended) == list(range(6))
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_the_environment_reads_the_stop_string_only_where_it_is_included(engine, tokenizer, starts, included):
+    settings, environment = {"stop": ["=", "+"], "include_stop_str_in_output": included}, Counting(2)
+    played = play(engine, environment, starts, sampling(**settings), interaction(), tokenizer)
+    stopped = 0
+    for number, completion in enumerate(played):
+        for text, turn in zip(environment.texts[number], completion.conversation.turns, strict=True):
+            whole = tokenizer.decode(completion.token_ids[turn.start : turn.end]).removesuffix("<|im_end|>")
+            found = min((whole.index(stop) for stop in settings["stop"] if stop in whole), default=None)
+            stopped += found is not None
+            assert text == (whole if included or found is None else whole[:found])
+            # What rewards read as the message is the same.
+            assert turn.message["content"] == text
+    assert stopped > 0
 
 
 def test_a_group_has_one_prompt_and_one_seed_of_the_environment(engine, tokenizer, starts, rows):
