@@ -28,11 +28,13 @@ MODELS = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+LONG = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 ROTATED = {
     **MODELS,
     "llama": LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
     "llama-yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
     "llama-dynamic": LlamaConfig(**SMALL, rope_parameters=YARN | {"rope_type": "dynamic"}),
+    "llama-longrope": LlamaConfig(**SMALL, rope_parameters=LONG),
     "qwen3": Qwen3Config(**SMALL, head_dim=24),
 }
 FUSED = {"qwen2", "mistral-sliding", "llama", "llama-yarn", "qwen3"}
@@ -113,6 +115,23 @@ def test_all_steps_of_a_bucket_run_the_same_operations_on_the_same_shapes_and_ad
             assert places == next_places
             same += 1
     assert same > len(steps) / 2
+
+
+@pytest.mark.parametrize("model", ROTATED)
+def test_steps_in_which_the_host_waits_are_not_captured(model, tokenizer):
+    engine, found = engine_of(model, tokenizer, GPU, fuse_kernels=False), set()
+    with Reads() as reads:
+
+        def before(_):
+            reads.count = 0
+
+        def after(loop):
+            found.add((loop.state.static, reads.count == 0))
+
+        with each_step(before, after):
+            engine.generate(REQUESTS[:2], sampling(max_completion_length=4))
+    captured = model not in ("llama-dynamic", "llama-longrope")
+    assert found == {(captured, captured)}
 
 
 @pytest.mark.parametrize(
