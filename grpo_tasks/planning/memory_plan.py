@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
@@ -193,7 +194,14 @@ class StagePlan:
     @property
     def _server_beside(self) -> bool:
         vllm = self.rollout.vllm
-        return self.rollout.engine == "vllm" and not (vllm.sleep or vllm.devices or vllm.base_urls)
+        if self.rollout.engine != "vllm" or vllm.sleep or vllm.devices or vllm.base_urls:
+            return False
+        # On a cluster each server reserves cards of its own (cluster/placement.py).
+        if self.resources.cluster.engine == "ray":
+            return False
+        # One server has the card of the trainer, several have the last ones of the machine (rollout/vllm_server.py). Only if that
+        # is all of them, the first one is among them. A machine without cards plans for one that has enough.
+        return vllm.replicas == 1 or torch.cuda.device_count() == vllm.replicas * vllm.tensor_parallel_size
 
     def _frozen_bytes(self, frozen: list[nn.Parameter]) -> float:
         width = _width(self.model.dtype)

@@ -156,6 +156,31 @@ def test_the_planned_copy_to_sample_from_is_what_the_engine_takes(targets, fuse,
     assert planned == pytest.approx(taken, rel=1e-3)
 
 
+def planned(*settings):
+    """What stands and what sampling takes in the first stage of the demo."""
+    plan = stage_plans(load_config("demo", list(settings)), GIB)[0]
+    return [{item.what: item.bytes for item in items} for items in (plan.standing, plan.sampling)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cards", "charged"),
+    [
+        ([], 4, True),
+        (["replicas=3"], 4, False),
+        (["replicas=3"], 0, False),
+        (["replicas=4"], 4, True),
+        (["replicas=2", "tensor_parallel_size=2"], 4, True),
+        (['devices=["1"]'], 4, False),
+    ],
+    ids=str,
+)
+def test_servers_with_cards_of_their_own_take_nothing_from_the_trainers(settings, cards, charged, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    vllm = ["rollout.engine=vllm", *(f"rollout.vllm.{setting}" for setting in settings)]
+    assert ("vLLM server" in planned(*vllm)[0]) == charged
+    assert "vLLM server" not in planned(*vllm, "resources.cluster.engine=ray", "resources.cluster.num_nodes=2")[0]
+
+
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
     weight = torch.empty(10, 10, device="meta")
     with LiveMemory() as memory:
