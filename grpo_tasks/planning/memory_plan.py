@@ -184,6 +184,8 @@ class StagePlan:
         yield Item("gradients", trained * 4.0 / shards)
         yield Item("optimizer", trained * optimizer / shards)
         width = _width(self.model.dtype)
+        if shards > 1:
+            yield Item("gathered weights", self._gathered())
         if self.rollout.engine == "local":
             yield Item("copy to sample from", self._copied() * width)
         if not isinstance(policy, PeftModel) and (self.stage.beta > 0):
@@ -202,6 +204,18 @@ class StagePlan:
         # One server has the card of the trainer, several have the last ones of the machine (rollout/vllm_server.py). Only if that
         # is all of them, the first one is among them. A machine without cards plans for one that has enough.
         return vllm.replicas == 1 or torch.cuda.device_count() == vllm.replicas * vllm.tensor_parallel_size
+
+    def _gathered(self) -> float:
+        """Bytes of the units that a sharded model holds complete at once (policy/sharded.py): what is outside the layers all the
+        time, and of the layers the present one, the one that is fetched next and the one that is sent last."""
+        causal, width = causal_model(self._policy), _width(self.model.dtype)
+
+        def size(unit: nn.Module) -> float:
+            # The gradients of trained weights are complete until the processes have added them up.
+            return sum(each.numel() * (2 * 4.0 if each.requires_grad else width) for each in unit.parameters())
+
+        layers = [size(module) for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
+        return size(causal) - sum(layers) + sum(sorted(layers)[-3:])
 
     def _frozen_bytes(self, frozen: list[nn.Parameter]) -> float:
         width = _width(self.model.dtype)

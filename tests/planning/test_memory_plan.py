@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config
 from typer.testing import CliRunner
 
 from flows.cli.main import app
@@ -179,6 +179,28 @@ def test_servers_with_cards_of_their_own_take_nothing_from_the_trainers(settings
     vllm = ["rollout.engine=vllm", *(f"rollout.vllm.{setting}" for setting in settings)]
     assert ("vLLM server" in planned(*vllm)[0]) == charged
     assert "vLLM server" not in planned(*vllm, "resources.cluster.engine=ray", "resources.cluster.num_nodes=2")[0]
+
+
+@pytest.fixture
+def five_layers(tmp_path):
+    """The setting of a small model with five layers and a large vocabulary, and the model on the meta device."""
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=151_936, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        return f"model.path={tmp_path}", AutoModelForCausalLM.from_config(config)
+
+
+def test_a_sharded_model_has_room_for_the_layers_that_are_gathered(five_layers):
+    path, model = five_layers
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (model, *model.model.layers)]
+    complete = sizes[0] - 2 * sizes[1]
+    what, sharded = "gathered weights", ["resources.num_processes=2", "resources.fsdp=true"]
+    assert planned(path, "model.lora=null", *sharded)[0][what] == 8 * complete
+    assert 4 * complete < planned(path, *sharded)[0][what] < 5 * complete
+    assert what not in planned(path, "resources.num_processes=2")[0]
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():
