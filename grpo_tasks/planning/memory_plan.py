@@ -36,6 +36,9 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
+LOGIT_BYTES = 28.0
+"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, log-probabilities, and
+probabilities in float64, twice (rollout/token_sampling.py)."""
 
 
 _LINES: dict[tuple[str, str], tuple[float, float]] = {}
@@ -82,7 +85,7 @@ class StagePlan:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        token = 2 * config.num_hidden_layers * key_heads * head_dim * _width(self.model.dtype)
+        token = 2 * config.num_hidden_layers * key_heads * head_dim * self._sampled_width
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
@@ -90,8 +93,7 @@ class StagePlan:
         cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
         return [
             Item(f"keys and values of {rows} rows", cached * token),
-            # Logits in float32, their sorted or filtered copy, and the probabilities.
-            Item("logits of a decoding step", 3 * 4.0 * rows * config.vocab_size),
+            Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
         ]
 
     @property
@@ -172,6 +174,11 @@ class StagePlan:
         return self.resources.ranks if self.resources.fsdp else 1
 
     @property
+    def _sampled_width(self) -> float:
+        # Full fine-tuning keeps its weights in float32, and the local engine samples with them (policy/load.py).
+        return 4.0 if self.model.lora is None else _width(self.model.dtype)
+
+    @property
     def _trained(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.parameters() if parameter.requires_grad)
 
@@ -187,7 +194,7 @@ class StagePlan:
         if shards > 1:
             yield Item("gathered weights", self._gathered())
         if self.rollout.engine == "local":
-            yield Item("copy to sample from", self._copied() * width)
+            yield Item("copy to sample from", self._copied() * self._sampled_width)
         if not isinstance(policy, PeftModel) and (self.stage.beta > 0):
             yield Item("reference model", sum(parameter.numel() for parameter in policy.parameters()) * width)
         if self._server_beside:

@@ -18,6 +18,7 @@ from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.token_sampling import sample_tokens
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
@@ -201,6 +202,21 @@ def test_a_sharded_model_has_room_for_the_layers_that_are_gathered(five_layers):
     assert planned(path, "model.lora=null", *sharded)[0][what] == 8 * complete
     assert 4 * complete < planned(path, *sharded)[0][what] < 5 * complete
     assert what not in planned(path, "resources.num_processes=2")[0]
+
+
+def test_full_fine_tuning_is_planned_to_sample_in_float32():
+    full = planned("model.lora=null", "model.dtype=bfloat16")
+    assert full[1] == planned("model.dtype=float32")[1] != planned("model.dtype=bfloat16")[1]
+
+
+def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers):
+    path, model = five_layers
+    (cached, _), (_, logits) = planned(path)[1].items()
+    rows = int(cached.split()[-2])
+    with LiveMemory() as memory:
+        given = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="meta")
+        sample_tokens(given, torch.empty(rows, dtype=torch.float64, device="meta"), Sampling.of(RolloutConfig()))
+    assert 0.85 * logits < memory.peak <= logits
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():

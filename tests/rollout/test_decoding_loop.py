@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from grpo_tasks.planning.live_memory import LiveMemory
+from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Buckets, Replay
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
@@ -132,6 +134,21 @@ def test_steps_in_which_the_host_waits_are_not_captured(model, tokenizer):
             engine.generate(REQUESTS[:2], sampling(max_completion_length=4))
     captured = model not in ("llama-dynamic", "llama-longrope")
     assert found == {(captured, captured)}
+
+
+def test_a_cache_grows_and_shrinks_layer_by_layer():
+    def contexts():
+        return [torch.zeros(2, 2, 4, 16, device="meta") for _ in range(10)]
+
+    with LiveMemory() as memory:
+        cache = DecodingCache(contexts(), contexts(), [4, 3], [0, 0, 1, 1])
+        cache.make_room(64)
+        memory.peak = memory.now
+        cache.make_room(96)
+        assert memory.peak < 1.1 * memory.now
+        full = memory.now
+        cache.keep_rows([0, 1, 2], 0)
+        assert memory.peak < 1.1 * full
 
 
 @pytest.mark.parametrize(
