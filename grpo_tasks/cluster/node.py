@@ -142,8 +142,7 @@ class StageNode(Node):
                 "LOCAL_RANK": str(local),
                 LOCAL_RANKS: str(gang.local),
                 OWN_DISK: "1",
-                # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it.
-                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(self._address),
+                **interfaces(self._address),
             }
         with self._directory.log.open("ab") as log:
             return subprocess.Popen(
@@ -155,6 +154,16 @@ class StageNode(Node):
                 # The user's modules are found in the working directory, as on the driver.
                 cwd=self._root / MODULES,
             )
+
+
+def interfaces(address: str) -> dict[str, str]:
+    """The environment variables by which gloo and NCCL use the interface of that address, unless they are set already."""
+    # Where the host's own name stands for 127.0.1.1, gloo would listen there, and no other node would reach it. NCCL chooses
+    # by itself, and may take a network that joins only some of the nodes.
+    name = interface_of(address)
+    # NCCL takes a name for a prefix; after "=" only the same name counts.
+    found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}" if name else ""}
+    return {variable: chosen for variable, own in found.items() if (chosen := os.environ.get(variable) or own)}
 
 
 def interface_of(address: str) -> str:

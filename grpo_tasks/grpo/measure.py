@@ -169,8 +169,13 @@ class UpdateFigures:
         if ranks.count == 1:
             return self
         every_rank = ranks.gather(self)
-        known = {name: [getattr(one, name) for one in every_rank] for name in SUMMED}
-        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in known.items()}
+        sums: dict[str, Any] = {}
+        for name in SUMMED:
+            values = [getattr(one, name) for one in every_rank]
+            known = [value for value in values if value is not None]
+            # A rank without microbatches has not met what the others measured. The mismatch counts only if every rank has it.
+            missing = len(known) < len(values) if name == "mismatch" else not known
+            sums[name] = None if missing else sum(known)
         return replace(self, **sums, mismatch_max=max(one.mismatch_max for one in every_rank))
 
     def means(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
@@ -35,6 +36,9 @@ OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes per 4-bit weight: half a byte, and a float32 scale for each 64 weights."""
+LOGIT_BYTES = 28.0
+"""Bytes of a step per row and token of the vocabulary: logits as the model gives them and in float32, log-probabilities, and
+probabilities in float64, twice (rollout/token_sampling.py)."""
 
 
 _LINES: dict[tuple[str, str], tuple[float, float]] = {}
@@ -81,7 +85,7 @@ class StagePlan:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        token = 2 * config.num_hidden_layers * key_heads * head_dim * _width(self.model.dtype)
+        token = 2 * config.num_hidden_layers * key_heads * head_dim * self._sampled_width
         steps = self.stage.steps_per_generation or self.stage.gradient_accumulation_steps
         round_size = self.stage.per_device_train_batch_size * steps // self.resources.ranks
         rows = max(1, min(self.rollout.max_batch_size, round_size))
@@ -89,8 +93,7 @@ class StagePlan:
         cached = rows * self.rollout.max_completion_length + prompts * self.prompt_length
         return [
             Item(f"keys and values of {rows} rows", cached * token),
-            # Logits in float32, their sorted or filtered copy, and the probabilities.
-            Item("logits of a decoding step", 3 * 4.0 * rows * config.vocab_size),
+            Item("logits of a decoding step", LOGIT_BYTES * rows * config.vocab_size),
         ]
 
     @property
@@ -171,6 +174,11 @@ class StagePlan:
         return self.resources.ranks if self.resources.fsdp else 1
 
     @property
+    def _sampled_width(self) -> float:
+        # Full fine-tuning keeps its weights in float32, and the local engine samples with them (policy/load.py).
+        return 4.0 if self.model.lora is None else _width(self.model.dtype)
+
+    @property
     def _trained(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.parameters() if parameter.requires_grad)
 
@@ -183,8 +191,10 @@ class StagePlan:
         yield Item("gradients", trained * 4.0 / shards)
         yield Item("optimizer", trained * optimizer / shards)
         width = _width(self.model.dtype)
+        if shards > 1:
+            yield Item("gathered weights", self._gathered())
         if self.rollout.engine == "local":
-            yield Item("copy to sample from", self._copied() * width)
+            yield Item("copy to sample from", self._copied() * self._sampled_width)
         if not isinstance(policy, PeftModel) and (self.stage.beta > 0):
             yield Item("reference model", sum(parameter.numel() for parameter in policy.parameters()) * width)
         if self._server_beside:
@@ -193,7 +203,26 @@ class StagePlan:
     @property
     def _server_beside(self) -> bool:
         vllm = self.rollout.vllm
-        return self.rollout.engine == "vllm" and not (vllm.sleep or vllm.devices or vllm.base_urls)
+        if self.rollout.engine != "vllm" or vllm.sleep or vllm.devices or vllm.base_urls:
+            return False
+        # On a cluster each server reserves cards of its own (cluster/placement.py).
+        if self.resources.cluster.engine == "ray":
+            return False
+        # One server has the card of the trainer, several have the last ones of the machine (rollout/vllm_server.py). Only if that
+        # is all of them, the first one is among them. A machine without cards plans for one that has enough.
+        return vllm.replicas == 1 or torch.cuda.device_count() == vllm.replicas * vllm.tensor_parallel_size
+
+    def _gathered(self) -> float:
+        """Bytes of the units that a sharded model holds complete at once (policy/sharded.py): what is outside the layers all the
+        time, and of the layers the present one, the one that is fetched next and the one that is sent last."""
+        causal, width = causal_model(self._policy), _width(self.model.dtype)
+
+        def size(unit: nn.Module) -> float:
+            # The gradients of trained weights are complete until the processes have added them up.
+            return sum(each.numel() * (2 * 4.0 if each.requires_grad else width) for each in unit.parameters())
+
+        layers = [size(module) for module in causal.modules() if type(module).__name__ in (causal._no_split_modules or ())]
+        return size(causal) - sum(layers) + sum(sorted(layers)[-3:])
 
     def _frozen_bytes(self, frozen: list[nn.Parameter]) -> float:
         width = _width(self.model.dtype)

@@ -39,6 +39,8 @@ class TokenBatch:
     """Token ids, 0 where padded."""
     completion_mask: Bool[Tensor, "N T"]
     """True for real tokens."""
+    completion_cells: Int[Tensor, " M"]
+    """The same as places in the flattened mask, row by row."""
     packed: "PackedTokens"
     """The same tokens as one row without padding."""
 
@@ -218,6 +220,8 @@ def token_batch(
         prompt_of=moved(torch.tensor(rows), device),
         completion_ids=moved(completion_ids, device),
         completion_mask=moved(completion_mask, device),
+        # Found on the host: on a GPU, finding them would make the host wait for their number.
+        completion_cells=moved(completion_mask.flatten().nonzero()[:, 0], device),
         packed=_packed([prompts[index] for index in used], completions, rows, device, share_starts=share_starts),
     )
 

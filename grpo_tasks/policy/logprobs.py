@@ -88,15 +88,19 @@ def completion_logprobs(
         # [U] -> [M]; the backward pass adds up what the completions ask of a shared token.
         logps, entropies = logps.index_select(0, packed.scores_of), entropies.index_select(0, packed.scores_of)
         hits = None if hits is None else hits.index_select(0, packed.scores_of)
-    # The [M] scores of real tokens return to their cells of [N, T], row by row. Padding becomes exactly 0, so that sums over T
-    # need no mask.
-    mask = batch.completion_mask
-    blank = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return TokenScores(
-        logps=blank.masked_scatter(mask, logps),
-        entropies=blank.masked_scatter(mask, entropies),
-        hits=None if hits is None else blank.masked_scatter(mask, hits),
+        logps=_in_cells(logps, batch),
+        entropies=_in_cells(entropies, batch),
+        hits=None if hits is None else _in_cells(hits, batch),
     )
+
+
+def _in_cells(scores: Float[Tensor, " M"], batch: TokenBatch) -> Float[Tensor, "N T"]:
+    """The scores of real tokens in their cells; padding becomes exactly 0, so that sums over T need no mask."""
+    # Not masked_scatter: its backward pass reads by the mask, and the host waits for the number of tokens.
+    mask = batch.completion_mask
+    blank = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)
+    return blank.index_copy(0, batch.completion_cells, scores).view(mask.shape)
 
 
 def _scored(

@@ -68,7 +68,8 @@ class DecodingCache:
 
     def make_room(self, columns: int) -> None:
         """Room for `columns` own tokens per row, at least as many as before."""
-        self._own = [_longer(own, columns) for own in self._own]
+        for layer, own in enumerate(self._own):  # one by one, so that all of them never exist in both sizes
+            self._own[layer] = _longer(own, columns)
         self._columns = torch.arange(columns, device=self._device)
 
     def keep_rows(self, rows: Sequence[int], copies: int) -> None:
@@ -82,12 +83,13 @@ class DecodingCache:
         prompts = sorted(set(prompt_of))
         if len(prompts) < len(self._lengths):
             kept = moved(torch.tensor(prompts), self._device)
-            self._keys = [keys.index_select(0, kept) for keys in self._keys]
-            self._values = [values.index_select(0, kept) for values in self._values]
+            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+                self._keys[layer], self._values[layer] = keys.index_select(0, kept), values.index_select(0, kept)
             self._lengths = [self._lengths[prompt] for prompt in prompts]
         self._prompt_of, self._copies = [prompts.index(prompt) for prompt in prompt_of], copies
         chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._device)
-        self._own = [own.index_select(1, chosen) for own in self._own]
+        for layer, own in enumerate(self._own):
+            self._own[layer] = own.index_select(1, chosen)
         self._lay_out()
 
     def begin_step(self, column: Int[Tensor, " 1"]) -> Int[Tensor, "N 1"]:

@@ -236,7 +236,8 @@ class Replay:
         """The graph of one step; capturing runs no kernel."""
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # A capture that fails ends on its own stream; the outer block returns to the present one.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 self._step()
         except RuntimeError as error:
             self._enabled = False

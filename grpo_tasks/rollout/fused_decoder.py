@@ -113,7 +113,7 @@ class FusedDecoder:
             raise UnsupportedError("an activation other than SiLU, or capped logits")
         self._head = model.get_output_embeddings()
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
-        if getattr(self._rotary, "rope_type", None) in ("dynamic", "longrope"):
+        if angles_depend_on_length(model):
             raise UnsupportedError("rotary angles that depend on the length")
         self.reserve(1)
         depth = self._angles.shape[-1]
@@ -181,6 +181,14 @@ def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
     """True if two computations of the same logits differ by rounding only."""
     limit = TOLERANCE.get(wanted.dtype, 0.0) * wanted.abs().max()
     return bool(((found - wanted).abs().max() <= limit).item())
+
+
+def angles_depend_on_length(model: PreTrainedModel) -> bool:
+    """True if the model chooses its rotary angles by the longest row, a number for which every step makes the host wait."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    # Where layers differ, each kind of layer has a type of its own.
+    found = {kind for each in kinds for kind in (each.values() if isinstance(each, Mapping) else [each])}
+    return not found.isdisjoint({"dynamic", "longrope"})
 
 
 def _layer(layer: Any, window: int | None) -> _Layer:

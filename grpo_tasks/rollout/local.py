@@ -26,7 +26,7 @@ from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, unique_prompts
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
-from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees
+from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees, angles_depend_on_length
 from grpo_tasks.rollout.stop import StopRule
 
 
@@ -157,8 +157,6 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
 class SharedPromptState:
     """Keeps one copy of each prompt for all its rows (decoding_cache.py)."""
 
-    static = True
-
     def __init__(self, model: CausalLM, prompts: TokenBatch, *, fused: FusedDecoder | None = None) -> None:
         layers = DynamicCache(config=causal_model(model).config).layers
         if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
@@ -167,6 +165,7 @@ class SharedPromptState:
         lengths = [length - 1 for length in prompts.packed.stem_lengths]
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         self._model, self._fused = model, fused
+        self.static = not angles_depend_on_length(causal_model(model))
         self.cache = DecodingCache(keys, values, lengths, prompts.prompt_of.tolist())
         use_shared_prompts(causal_model(model))
 

@@ -33,6 +33,7 @@ from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_logger, run_name, show_artifact, show_table
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ChildDied, UserError, hidden_errors
 from schemas.results.base import StepResult
 from schemas.results.sweep import Pruning
@@ -166,7 +167,7 @@ class _Step(Generic[Made]):
     def _run(self, work: Work, inputs: dict[str, Any]) -> Made:
         clear(work.directory, resumable=self.resumable and not work.run.fresh)
         # The slot is acquired here and not before: a step that is skipped needs no GPU.
-        with hidden_errors(), _slots(work, trains=self.on_cluster) if self.device else nullcontext():
+        with hidden_errors(), _slots(work, inputs.get("rollout"), trains=self.on_cluster) if self.device else nullcontext():
             result = self.body(work, **inputs)
         # The seal is written last. A step that is killed before this line is not finished.
         result = result.sealed(take_manifest(work.directory))
@@ -195,9 +196,9 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def _slots(work: Work, *, trains: bool) -> AbstractContextManager[None]:
+def _slots(work: Work, rollout: RolloutConfig | None, *, trains: bool) -> AbstractContextManager[None]:
     """Hold the GPU slots of the run. A slot is Prefect's; where the machine has none, Prefect is not imported."""
-    names = slots_of(work.run.resources, trains=trains)
+    names = slots_of(work.run.resources, rollout, trains=trains)
     if not names:
         return nullcontext()
     from grpo_tasks.running.slots import hold_all

@@ -9,7 +9,7 @@ import pytest
 from grpo_tasks.cluster import messages, placement
 from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.cluster.inbox import Inbox
-from grpo_tasks.cluster.node import Gang, StageNode, interface_of
+from grpo_tasks.cluster.node import Gang, StageNode, interface_of, interfaces
 from grpo_tasks.cluster.outbox import Outbox
 from grpo_tasks.cluster.parcel import Store, pack
 from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
@@ -135,6 +135,15 @@ def test_nothing_incomplete_stays_of_a_driver_that_was_killed(mail):
 def test_ranks_meet_on_the_interface_of_the_address_that_ray_knows():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") == ""
+
+
+def test_gloo_and_nccl_use_that_interface_unless_the_environment_names_another_one(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert interfaces("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert interfaces("203.0.113.7") == {}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    assert interfaces("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib"}
 
 
 def test_a_node_that_differs_is_refused_by_name():

@@ -15,6 +15,7 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.merge import merge
+from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Replay
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
@@ -66,6 +67,18 @@ def test_nothing_waits_to_build_and_to_score_a_pass(dtype, device):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert figures.over(Ranks(Accelerator(cpu=True))).tokens > 0
+
+
+def test_a_step_that_cannot_be_captured_leaves_the_present_stream_as_it_is(device):
+    if device.type != "cuda":
+        pytest.skip("only a card captures steps")
+    number, stream = torch.ones(4, device=device), torch.cuda.current_stream()
+    steps = Replay(lambda: number.sum().item(), enabled=True)
+    for _ in range(EAGER_STEPS):
+        steps.run()
+    with pytest.warns(UserWarning, match="CUDA graphs cannot be used"):
+        steps.run()
+    assert torch.cuda.current_stream() == stream
 
 
 def start(directory):

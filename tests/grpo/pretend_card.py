@@ -25,6 +25,8 @@ WAITS = Counter()
 BOTH_PLACES = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "lift_fresh", "set_"}
 # The size of the result or the result itself is a number on the card.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "multinomial"}
+# Its gradient reads by the mask, inside one operation.
+WAITING |= {"masked_scatter_backward"}
 WAITING |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"}
 INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 

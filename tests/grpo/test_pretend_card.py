@@ -118,6 +118,7 @@ WAITS = {
     "x.cpu()": "copy to the host",
     "x[mask]": "index by a mask",
     "x.masked_select(mask)": "masked_select",
+    "x.masked_scatter(mask, torch.ones(6, device=CARD, requires_grad=True)).sum().backward()": "masked_scatter_backward",
     "x.repeat_interleave(x.long())": "repeat_interleave",
     "x[torch.tensor([1, 2])]": "index by numbers of the host",
     "torch.tensor([1, 2], device=CARD)": "copy to the card",

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+from accelerate import Accelerator
+
+from grpo_tasks.grpo.measure import UpdateFigures
+from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.processes.ports import free_port
 
 SHOW = """
@@ -35,3 +39,22 @@ def test_the_time_limit_of_the_config_is_that_of_the_process_group(stages):
     ]
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [found for found, _ in outputs] == ["2 2850.0\n"] * 2, outputs[0][1][-2000:]
+
+
+def over_both(mine, other):
+    class Both(Ranks):
+        count = 2
+
+        def gather(self, item):
+            return [item, other]
+
+    return mine.over(Both(Accelerator(cpu=True)))
+
+
+def test_a_rank_without_microbatches_erases_no_figures_of_the_others():
+    idle, busy = UpdateFigures(), UpdateFigures(tokens=4, correction=3.0, hits=2.0, mismatch=1.0)
+    for found in (over_both(idle, busy), over_both(busy, idle)):
+        assert (found.tokens, found.correction, found.hits, found.mismatch) == (4, 3.0, 2.0, 1.0)
+    assert over_both(idle, UpdateFigures()).correction is None
+    # The difference to the sampler is only known if every rank knows it.
+    assert over_both(busy, UpdateFigures(mismatch=None)).mismatch is None

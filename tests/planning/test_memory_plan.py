@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config
 from typer.testing import CliRunner
 
 from flows.cli.main import app
@@ -18,6 +18,7 @@ from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.token_sampling import sample_tokens
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
@@ -154,6 +155,68 @@ def test_the_planned_copy_to_sample_from_is_what_the_engine_takes(targets, fuse,
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     taken = sum(size for place, size in storages.items() if place not in shared)
     assert planned == pytest.approx(taken, rel=1e-3)
+
+
+def planned(*settings):
+    """What stands and what sampling takes in the first stage of the demo."""
+    plan = stage_plans(load_config("demo", list(settings)), GIB)[0]
+    return [{item.what: item.bytes for item in items} for items in (plan.standing, plan.sampling)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cards", "charged"),
+    [
+        ([], 4, True),
+        (["replicas=3"], 4, False),
+        (["replicas=3"], 0, False),
+        (["replicas=4"], 4, True),
+        (["replicas=2", "tensor_parallel_size=2"], 4, True),
+        (['devices=["1"]'], 4, False),
+    ],
+    ids=str,
+)
+def test_servers_with_cards_of_their_own_take_nothing_from_the_trainers(settings, cards, charged, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    vllm = ["rollout.engine=vllm", *(f"rollout.vllm.{setting}" for setting in settings)]
+    assert ("vLLM server" in planned(*vllm)[0]) == charged
+    assert "vLLM server" not in planned(*vllm, "resources.cluster.engine=ray", "resources.cluster.num_nodes=2")[0]
+
+
+@pytest.fixture
+def five_layers(tmp_path):
+    """The setting of a small model with five layers and a large vocabulary, and the model on the meta device."""
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=151_936, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        return f"model.path={tmp_path}", AutoModelForCausalLM.from_config(config)
+
+
+def test_a_sharded_model_has_room_for_the_layers_that_are_gathered(five_layers):
+    path, model = five_layers
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (model, *model.model.layers)]
+    complete = sizes[0] - 2 * sizes[1]
+    what, sharded = "gathered weights", ["resources.num_processes=2", "resources.fsdp=true"]
+    assert planned(path, "model.lora=null", *sharded)[0][what] == 8 * complete
+    assert 4 * complete < planned(path, *sharded)[0][what] < 5 * complete
+    assert what not in planned(path, "resources.num_processes=2")[0]
+
+
+def test_full_fine_tuning_is_planned_to_sample_in_float32():
+    full = planned("model.lora=null", "model.dtype=bfloat16")
+    assert full[1] == planned("model.dtype=float32")[1] != planned("model.dtype=bfloat16")[1]
+
+
+def test_a_step_that_draws_on_a_card_takes_the_planned_logits(five_layers):
+    path, model = five_layers
+    (cached, _), (_, logits) = planned(path)[1].items()
+    rows = int(cached.split()[-2])
+    with LiveMemory() as memory:
+        given = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="meta")
+        sample_tokens(given, torch.empty(rows, dtype=torch.float64, device="meta"), Sampling.of(RolloutConfig()))
+    assert 0.85 * logits < memory.peak <= logits
 
 
 def test_live_memory_follows_tensors_from_their_first_to_their_last_use():

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from grpo_tasks.planning.live_memory import LiveMemory
+from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Buckets, Replay
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
@@ -28,11 +30,13 @@ MODELS = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+LONG = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 ROTATED = {
     **MODELS,
     "llama": LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
     "llama-yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
     "llama-dynamic": LlamaConfig(**SMALL, rope_parameters=YARN | {"rope_type": "dynamic"}),
+    "llama-longrope": LlamaConfig(**SMALL, rope_parameters=LONG),
     "qwen3": Qwen3Config(**SMALL, head_dim=24),
 }
 FUSED = {"qwen2", "mistral-sliding", "llama", "llama-yarn", "qwen3"}
@@ -113,6 +117,38 @@ def test_all_steps_of_a_bucket_run_the_same_operations_on_the_same_shapes_and_ad
             assert places == next_places
             same += 1
     assert same > len(steps) / 2
+
+
+@pytest.mark.parametrize("model", ROTATED)
+def test_steps_in_which_the_host_waits_are_not_captured(model, tokenizer):
+    engine, found = engine_of(model, tokenizer, GPU, fuse_kernels=False), set()
+    with Reads() as reads:
+
+        def before(_):
+            reads.count = 0
+
+        def after(loop):
+            found.add((loop.state.static, reads.count == 0))
+
+        with each_step(before, after):
+            engine.generate(REQUESTS[:2], sampling(max_completion_length=4))
+    captured = model not in ("llama-dynamic", "llama-longrope")
+    assert found == {(captured, captured)}
+
+
+def test_a_cache_grows_and_shrinks_layer_by_layer():
+    def contexts():
+        return [torch.zeros(2, 2, 4, 16, device="meta") for _ in range(10)]
+
+    with LiveMemory() as memory:
+        cache = DecodingCache(contexts(), contexts(), [4, 3], [0, 0, 1, 1])
+        cache.make_room(64)
+        memory.peak = memory.now
+        cache.make_room(96)
+        assert memory.peak < 1.1 * memory.now
+        full = memory.now
+        cache.keep_rows([0, 1, 2], 0)
+        assert memory.peak < 1.1 * full
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from grpo_tasks.running.slot_names import describe_slot, slots_of
 from grpo_tasks.running.slots import hold
 from schemas.config.operations import ResourcesConfig
+from schemas.config.rollout import RolloutConfig
 
 pytestmark = pytest.mark.xdist_group("running")
 
@@ -47,6 +48,26 @@ def test_a_run_takes_the_slot_of_each_of_its_cards(settings, visible, wanted, mo
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = slots_of(ResourcesConfig(**settings), has_cards=True)
     assert found == [f"gpu-{socket.gethostname()}-{card}" for card in wanted]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "visible", "wanted"),
+    [
+        ({"devices": ["1"]}, None, ["0", "1"]),
+        ({"devices": ["2,3", "4,5"], "replicas": 2, "tensor_parallel_size": 2}, None, ["0", "2", "3", "4", "5"]),
+        ({"replicas": 2}, "4,5,6,7", ["4", "6", "7"]),
+        ({"tensor_parallel_size": 2}, "4,5,6,7", ["4", "5"]),
+        ({"base_urls": ["http://server:8000"]}, None, ["0"]),
+    ],
+    ids=str,
+)
+def test_a_run_takes_the_slots_of_the_cards_of_its_servers_too(vllm, visible, wanted, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = slots_of(ResourcesConfig(), RolloutConfig(engine="vllm", vllm=vllm), has_cards=True)
+    assert found == [f"gpu-{socket.gethostname()}-{card}" for card in wanted]
+    assert slots_of(ResourcesConfig(), RolloutConfig(vllm=vllm), has_cards=True) == found[:1]
 
 
 @pytest.mark.parametrize(
