@@ -7,7 +7,7 @@ import yaml
 
 from tests.flows.place import Place, prefect_server
 
-pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.xdist_group("examples"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("examples"), pytest.mark.timeout(1800)]
 
 REWARDS = '''
 def brief(prompts, completions, **columns):
@@ -69,6 +69,8 @@ TASKS = {
         "figures": ["reward/task/sums", "reward/task/echo", "accuracy/task/sums", "accuracy/task/echo"],
     },
 }
+IN_CI = {"style", "mixture"}
+"""One without answers, and one of several tasks."""
 
 
 def config_of(name, task):
@@ -105,7 +107,7 @@ def prefect_api(tmp_path_factory):
         yield api
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ci] if name in IN_CI else []) for name in TASKS])
 def test_a_task_of_any_kind_ends_in_a_promoted_champion(name, tmp_path, prefect_api):
     task, place = TASKS[name], Place(tmp_path, prefect_api)
     place.write("rows.jsonl", "\n".join(map(json.dumps, task["rows"])))

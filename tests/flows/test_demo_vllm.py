@@ -19,7 +19,6 @@ from tests.rollout.servers import PYTHON
 pytestmark = [
     pytest.mark.xdist_group("heavy"),
     pytest.mark.long,
-    pytest.mark.ci,
     pytest.mark.timeout(3000),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment (make vllm)"),
 ]

@@ -34,7 +34,11 @@ def marked(monkeypatch):
     monkeypatch.setenv(OWN, str(os.getpid()))
 
 
-@pytest.mark.parametrize("settings", [{"sync": "adapter"}, {"sync": "merged"}], ids=lambda settings: settings["sync"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({"sync": "adapter"}, marks=pytest.mark.ci), {"sync": "merged"}],
+    ids=lambda settings: settings["sync"],
+)
 def test_a_stage_trains_on_a_servers_completions_and_leaves_no_process(stages, settings):
     directory = stages.write(rollout=rollout(**settings), max_steps=4, learning_rate=1e-2, beta=0.01)
     trained(directory)

@@ -62,6 +62,7 @@ def engines(policy, tokenizer, server, request, tmp_path):
     assert not (tmp_path / "served").exists()
 
 
+@pytest.mark.ci
 def test_five_turns_continue_from_the_exact_tokens_so_far(engines, policy, tokenizer):
     assert_exact(engines["vllm"], policy, tokenizer, six_starts())
 
