@@ -127,9 +127,8 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
     # A comparison with another champion is another question.
     key, verdict = _answered(f"approval-{publication.model_version}-{pending.champion if pending else ''}")
     if verdict is None:
-        if key not in _questions():
-            send_event(REQUESTED, resource, payload)
-            _keep(asked)
+        send_event(REQUESTED, resource, payload)
+        _keep(asked)
         seconds = max(1, round(3600 * config.promotion.approval_hours))
         try:
             verdict = suspend_flow_run(Verdict.with_initial_data(description=hide(comparison)), timeout=seconds, key=key)
@@ -155,11 +154,11 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
 
 
 def _answered(key: str) -> tuple[str, Verdict | None]:
-    """The key under which to ask a question, and what a person has answered in an attempt of this run that ended later.
+    """The key under which to ask a question, and what a person has answered, in this attempt of the run or in an earlier one.
 
-    When a run is retried, Prefect forgets its suspensions, but keeps their forms, and refuses another one with the same key.
+    Prefect suspends a run once for each key and takes one form for it. A retry finds those of a question that nobody answered.
     """
-    while key not in _questions() and read_flow_run_input(f"suspended-{key}-schema") is not None:
+    while key in _questions() or read_flow_run_input(f"suspended-{key}-schema") is not None:
         given = read_flow_run_input(f"suspended-{key}-response")
         if given is not None:
             return key, Verdict.model_validate(given)

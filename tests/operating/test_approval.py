@@ -138,7 +138,7 @@ def test_a_single_adapter_that_is_published_waits_too_and_is_not_merged_again(op
     [adapter] = operated.root.glob("runs/single/train_stage/format-*/final")
     tree = yaml.safe_load((operated.root / source).read_text()) | {"name": "waited"}
     run = operated.trigger("publish", adapter=str(adapter), config=form_values(tree, RunConfig))
-    assert suspended(operated, run)["state"]["message"].startswith("v1 waits for approval: format rate ")
+    assert suspended(operated, run)["state"]["message"].startswith("v1 waits for approval: ")
     assert operated.client.get_registered_model("waited").aliases == {"challenger": "1"}
 
     resume(operated, run, decision="promote", approved_by="ann", note="")
