@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Rooms that say what is right. `check` runs their tests once, in `coverage`.
+COVERED := tests/answers tests/evaluation tests/lab
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-cluster test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm clean
@@ -29,7 +31,7 @@ test-containers: $(READY) ## run the demo through the compose stack, and a job t
 	$(BIN)/python -m pytest -m containers tests/deploy $(ARGS)
 
 coverage: $(READY) ## fail when the tests of answers, evaluation and lab cover less than the floor in pyproject.toml
-	$(BIN)/python -m pytest -q -m "not long" -p no:cacheprovider --cov --cov-report=term tests/answers tests/evaluation tests/lab
+	$(BIN)/python -m pytest -q -m "not long" -p no:cacheprovider --cov --cov-report=term $(COVERED)
 
 ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui
@@ -50,7 +52,7 @@ audit: $(READY) ## list known vulnerabilities of the installed packages (needs t
 	.ci/audit $(BIN)
 
 check: lint types coverage ## run what CI runs: lint, types, coverage, and the tests of test and test-ci in one go
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" $(COVERED:%=--ignore=%) --durations=10 $(ARGS)
 
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks

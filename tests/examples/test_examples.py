@@ -98,8 +98,8 @@ def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency(
     assert reward(None, completions, currency=["pounds"] * len(replies), answer=["8"] * len(replies)) == list(replies.values())
 
 
-IN_CI = ("demonstrations", "my-csv", "own-model")
-"""CI leaves out those whose kind of task it runs in tests/flows/test_any_task.py, and those whose figures it measures below."""
+IN_CI = ("my-csv", "own-model")
+"""CI leaves out those whose kind of task it runs in tests/flows/test_any_task.py, and those that the figures below cover."""
 
 
 @pytest.mark.long
