@@ -24,7 +24,7 @@ test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" f
 test-ci: $(READY) ## run one long test of each kind: vLLM, a browser, kills, the wheel, a day of operation (10 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
 
-test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (two hours and more)
+test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (two and a half hours)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m long --durations=30 $(ARGS)
 
 test-containers: $(READY) ## run the demo through the compose stack, and a job through Slurm with three nodes (needs Docker, Slurm; half an hour)
