@@ -75,8 +75,17 @@ class LeanAdapter:
         adapter = None if torch.compiler.is_compiling() else low_rank(self)
         if adapter is None or args or kwargs:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        result: Tensor = AddLowRank.apply(self.base_layer(x), x, *adapter)
+        base = self.base_layer
+        if _is_frozen_linear(base):
+            result: Tensor = AdaptedLinear.apply(x, base.weight, base.bias, *adapter)
+        else:
+            result = AddLowRank.apply(base(x), x, *adapter)
         return result
+
+
+def _is_frozen_linear(layer: nn.Module) -> bool:
+    """False for quantized layers, which keep their weights in a form of their own, and for trained biases."""
+    return type(layer) is nn.Linear and not any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def low_rank(layer: Any) -> tuple[Tensor, Tensor, float] | None:
@@ -91,8 +100,43 @@ def low_rank(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     return layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight, layer.scaling[names[0]]
 
 
+class AdaptedLinear(torch.autograd.Function):
+    """A frozen linear layer with its adapter. Adapters of one input keep it once, because all of them keep the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """W x + bias + scale B A x [*batch, O], with A [r, I] and B [O, r]."""
+        ctx.scale, ctx.trained = scale, a.dtype
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        result, inner = _adapted(x.flatten(0, -2), weight, bias, a, b, scale)
+        ctx.save_for_backward(x, inner, weight, a, b)
+        return result.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Gradients of x, A and B; the adapter's have its precision."""
+        x, inner, weight, a, b = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        d_inner, d_a, d_b = _low_rank_backward(rows, x.flatten(0, -2), inner, b, ctx.scale)
+        # The first layer reads embeddings, which need no gradient.
+        d_x = _input_gradient(rows, weight, d_inner, a).view(x.shape) if ctx.needs_input_grad[0] else None
+        return d_x, None, None, d_a.to(ctx.trained), d_b.to(ctx.trained), None
+
+
+def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """W x + bias + scale B A x [L, O] of x [L, I], and A x [L, r]."""
+    inner = x @ a.T
+    # In place, because nothing else has seen the result of the frozen layer: the sum costs no kernel of its own.
+    return functional.linear(x, weight, bias).addmm_(inner, b.T, alpha=scale), inner
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, d_inner: Tensor, a: Tensor) -> Tensor:
+    """Gradient of the input x [L, I] of `_adapted`, from those of its two results."""
+    return (grad @ weight).addmm_(d_inner, a)
+
+
 class AddLowRank(torch.autograd.Function):
-    """y + scale (x A^T) B^T. Adapters of one input keep it once, because all of them keep the same tensor."""
+    """y + scale (x A^T) B^T: the adapter of a layer that computes y in a way of its own."""
 
     @staticmethod
     def forward(
@@ -168,8 +212,13 @@ class RmsNorm(torch.autograd.Function):
 
 def norm_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The normed x, and 1 / rms [*batch, 1] in float32; one kernel on CUDA, and two casts where the weight is wider than x."""
-    normed, inverse = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), [x.shape[-1]], weight, epsilon)
-    return normed.to(x.dtype), inverse
+    if x.is_cuda:
+        normed, inverse = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), [x.shape[-1]], weight, epsilon)
+        return normed.to(x.dtype), inverse
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (wide * inverse).mul_(weight.float()).to(x.dtype), inverse
 
 
 def norm_backward(
@@ -180,11 +229,12 @@ def norm_backward(
         given, wide = grad.to(weight.dtype), x.to(weight.dtype)
         d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(given, wide, [x.shape[-1]], inverse, weight, [True, trained])
         return d_x.to(x.dtype), d_weight
-    unit = x.float() * inverse  # x / rms
-    slope = grad.float() * weight.float()
-    d_x = inverse * (slope - unit * (slope * unit).mean(-1, keepdim=True))
-    d_weight = (grad.float() * unit).flatten(0, -2).sum(0).to(weight.dtype) if trained else None
-    return d_x.to(x.dtype), d_weight
+    given, wide = grad.float(), x.float()
+    d_weight = (given * wide).mul_(inverse).flatten(0, -2).sum(0).to(weight.dtype) if trained else None
+    # With y = x / rms and s = grad * weight: dx = (s - y mean(s y)) / rms = s / rms - x (s . x) / (H rms^3)
+    slope = given * weight.float()
+    along = torch.linalg.vecdot(slope, wide)[..., None] * inverse.pow(3) / -x.shape[-1]
+    return slope.mul_(inverse).addcmul_(wide, along).to(x.dtype), d_weight
 
 
 def _epsilon(norm: Any) -> float:
@@ -217,7 +267,7 @@ class LeanMlp:
             return compiled
         gate, up, activation, down = self.gate_proj(x), self.up_proj(x), _activation(self), self.down_proj
         adapter = low_rank(down) if isinstance(down, LeanAdapter) else None
-        if adapter is not None and type(down.base_layer) is nn.Linear:
+        if adapter is not None and _is_frozen_linear(down.base_layer):
             result: Tensor = GatedDown.apply(gate, up, activation, down.base_layer.weight, down.base_layer.bias, *adapter)
         else:
             result = down(GatedProduct.apply(gate, up, activation))
@@ -281,13 +331,9 @@ class GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of gate and up."""
-        return *_product_backward(grad, *ctx.saved_tensors, activation=ctx.activation), None
-
-
-def _product_backward(grad: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
-    function, slope = ACTIVATIONS[activation]
-    return slope(grad * up, gate), grad * function(gate)
+        gate, up = ctx.saved_tensors
+        function, slope = ACTIVATIONS[ctx.activation]
+        return slope(grad * up, gate), grad * function(gate), None
 
 
 class GatedDown(torch.autograd.Function):
@@ -309,18 +355,17 @@ class GatedDown(torch.autograd.Function):
         product = (ACTIVATIONS[activation][0](gate) * up).flatten(0, -2)  # [L, I]
         ctx.activation, ctx.scale, ctx.trained = activation, scale, a.dtype
         a, b = a.to(product.dtype), b.to(product.dtype)
-        inner = product @ a.T
+        result, inner = _adapted(product, weight, bias, a, b, scale)
         ctx.save_for_backward(gate, up, weight, inner, a, b)
-        # In place: nothing else has seen the result of the frozen layer.
-        return functional.linear(product, weight, bias).addmm_(inner, b.T, alpha=scale).view(*gate.shape[:-1], -1)
+        return result.view(*gate.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of gate, up, A and B."""
         gate, up, weight, inner, a, b = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        product = (ACTIVATIONS[ctx.activation][0](gate) * up).flatten(0, -2)
-        d_inner, d_a, d_b = _low_rank_backward(rows, product, inner, b, ctx.scale)
-        d_product = (rows @ weight).addmm_(d_inner, a).view(gate.shape)
-        d_gate, d_up = _product_backward(d_product, gate, up, activation=ctx.activation)
+        function, slope = ACTIVATIONS[ctx.activation]
+        rows, active = grad.flatten(0, -2), function(gate)
+        d_inner, d_a, d_b = _low_rank_backward(rows, (active * up).flatten(0, -2), inner, b, ctx.scale)
+        d_product = _input_gradient(rows, weight, d_inner, a).view(gate.shape)
+        d_gate, d_up = slope(d_product * up, gate), d_product * active
         return d_gate, d_up, None, None, None, d_a.to(ctx.trained), d_b.to(ctx.trained), None

@@ -14,7 +14,8 @@ columns for own tokens, K key heads, R query heads per key head, H = K R query h
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -135,12 +136,12 @@ class DecodingCache:
         scores = self._score_rows(folded.shape[1], depth, own_keys.shape[1])  # [P K, W R, S + D + L]
         # One kernel multiplies, scales and adds the bias; with beta = 0 the bias is not read.
         bias, beta = (own_bias[..., :1], 0.0) if prompt_bias is None else (prompt_bias, 1.0)
-        torch.baddbmm(bias, folded, keys.transpose(1, 2), beta=beta, alpha=scale, out=scores[..., :size])
+        multiply_into(scores[..., :size], partial(torch.baddbmm, bias, folded, keys.transpose(1, 2), beta=beta, alpha=scale))
         own = torch.baddbmm(own_bias, queries, own_keys.transpose(1, 2), alpha=scale)  # [N K, R, L]
         # The prompt's scores, the larger part, stay folded; the few scores of the own tokens are rearranged to join them.
         torch.index_select(own, 0, self._fold, out=_slots(scores, queries.shape[1])[..., size + depth :])
         weights = scores.softmax(-1)  # in float32 inside, whatever the dtype
-        torch.bmm(weights[..., :size], values, out=weights[..., size : size + depth])
+        multiply_into(weights[..., size : size + depth], partial(torch.bmm, weights[..., :size], values))
         # index_select takes slots back to rows: [P K W, R, D + L] -> [N K, R, D + L]
         rows = _slots(weights, queries.shape[1])[..., size:].index_select(0, self._unfold)
         attended = torch.baddbmm(rows[..., :depth], rows[..., depth:], own_values)
@@ -199,6 +200,20 @@ class DecodingCache:
         self._real = self._places < self._prompt_lengths  # [P, S]
         padded = min(self._lengths) < len(self._places)
         self._padding = self._per_head(self._bias(self._real)) if padded else None
+
+
+def multiply_into(part: Tensor, multiply: Callable[..., Tensor]) -> None:
+    """Put a product of batches of matrices into a part of a tensor.
+
+    Args:
+        part: a view with gaps between its rows.
+        multiply: makes the product; accepts `out`.
+    """
+    if part.device.type == "cpu":
+        # torch multiplies a batch at once only where the result has no gaps. Matrix by matrix takes several times as long.
+        part.copy_(multiply())
+    else:
+        multiply(out=part)
 
 
 def _slots(folded: Float[Tensor, "_ M C"], heads: int) -> Float[Tensor, "_ R C"]:

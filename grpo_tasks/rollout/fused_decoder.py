@@ -8,6 +8,7 @@ forward pass, and uses the fused step only if they agree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
-from grpo_tasks.rollout.decoding_cache import DecodingCache
+from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest allowed difference from the model's own logits, as a share of the largest logit."""
@@ -173,7 +174,7 @@ class FusedDecoder:
         if layer.head_norms is not None:
             query, key = _normed(query, layer.head_norms[0]), _normed(key, layer.head_norms[1])
         # Rotated keys beside the values are stored together, in one kernel.
-        torch.bmm(key, rotation, out=rotated)
+        multiply_into(rotated, partial(torch.bmm, key, rotation))
         return torch.bmm(query, rotation)[:, :, None], heads[:, : 2 * count].unflatten(1, (2, count))
 
 

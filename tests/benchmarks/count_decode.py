@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer
-from grpo_tasks.rollout import token_sampling
+from grpo_tasks.rollout import decoding_cache, fused_decoder, token_sampling
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
@@ -108,14 +109,28 @@ def each_step(before: Callable[[DecodingLoop], None], after: Callable[[DecodingL
 
 
 @contextmanager
-def gpu_sampling() -> Iterator[None]:
-    """Tokens are drawn as on a GPU, which takes more kernels than a CPU."""
-    plain = token_sampling._inverse_cdf
-    token_sampling._inverse_cdf = lambda logp, uniform: token_sampling.inverse_cdf_in_blocks(logp.exp().double(), uniform)
+def gpu_ways() -> Iterator[None]:
+    """A step takes the ways of a GPU, where tokens are drawn by more kernels and products are put into their places by fewer."""
+
+    def drawn(logp: Tensor, uniform: Tensor) -> Tensor:
+        return token_sampling.inverse_cdf_in_blocks(logp.exp().double(), uniform)
+
+    def multiplied(part: Tensor, multiply: Callable[..., Tensor]) -> None:
+        multiply(out=part)
+
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (token_sampling, "_inverse_cdf", drawn),
+        (decoding_cache, "multiply_into", multiplied),
+        (fused_decoder, "multiply_into", multiplied),
+    ]
+    kept = [getattr(module, name) for module, name, _ in places]
+    for module, name, way in places:
+        setattr(module, name, way)
     try:
         yield
     finally:
-        token_sampling._inverse_cdf = plain
+        for (module, name, _), way in zip(places, kept, strict=True):
+            setattr(module, name, way)
 
 
 def decode_counts() -> dict[str, float]:
@@ -150,7 +165,7 @@ def _kernels(layers: int, *, adapter: bool) -> int:
     engine = _engine(policy)
     engine._end_ids = frozenset()
     found: list[int] = []
-    with gpu_sampling(), Operations() as operations, each_step(
+    with gpu_ways(), Operations() as operations, each_step(
         lambda _: operations.found.clear(), lambda _: found.append(len(operations.found))
     ):  # fmt: skip
         engine.generate(_requests()[:11], Sampling.of(RolloutConfig(max_completion_length=4)))

@@ -116,4 +116,4 @@ def test_a_fused_step_follows_an_adapter_that_stays_apart(base_ref, tokenizer, p
     fused, plain = (torch.tensor([completion.logprobs[0] for completion in found]) for found in drawn)
     same = torch.tensor([one.token_ids[0] == other.token_ids[0] for one, other in zip(*drawn, strict=True)])
     assert same.sum() >= len(requests) - 1
-    torch.testing.assert_close(fused[same], plain[same], rtol=0, atol=0.1)
+    torch.testing.assert_close(fused[same], plain[same], rtol=0, atol=0.2)

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from grpo_tasks.policy.lean_layers import AddLowRank, LeanAdapter, LeanMlp, LeanNorm, use_lean_layers
+from grpo_tasks.policy.lean_layers import AdaptedLinear, AddLowRank, LeanAdapter, LeanMlp, LeanNorm, use_lean_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
 from tests.attention.test_packed_attention import MODELS, make_batch, model_of
 
@@ -154,6 +154,13 @@ def test_the_gradients_are_those_of_finite_differences():
     x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (2, 5), (4, 2)))
     y = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *args: AddLowRank.apply(*args, 0.7), (y, x, a, b))
+    weight, bias = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    for frozen in (bias, None):
+
+        def adapted_linear(x, a, b, bias=frozen):
+            return AdaptedLinear.apply(x, weight, bias, a, b, 0.7)
+
+        assert torch.autograd.gradcheck(adapted_linear, (x, a, b))
 
 
 def test_layers_are_replaced_once_and_stay_what_they_were():
