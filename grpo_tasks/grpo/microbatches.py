@@ -19,7 +19,7 @@ from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import mean_weights, token_weights
 from grpo_tasks.grpo.ranks import Ranks
-from grpo_tasks.policy.batch import TokenBatch, moved, pad, token_batch
+from grpo_tasks.policy.batch import TokenBatch, fill, moved, pad, token_batch
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
 
@@ -193,12 +193,10 @@ def _moved(tables: Sequence[Float[Tensor, "N _"]], device: torch.device) -> list
 def _written(completions: Sequence[Completion]) -> Bool[Tensor, "N T"]:
     """True for the tokens that the policy wrote."""
     # Padded like token ids: 0, which is no token that was written.
-    return pad([[int(wrote) for wrote in completion.wrote] for completion in completions], left=False)[0] > 0
+    return pad([completion.wrote for completion in completions], left=False)[0] > 0
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:
     """Rows of numbers, 0 where padded."""
-    padded = torch.zeros(len(rows), width)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.tensor(row, dtype=torch.float32)
-    return padded
+    mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+    return fill(rows, mask, torch.float32)

@@ -17,9 +17,10 @@ token of that start is computed once, and its log-probability counts for each of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from grpo_tasks.policy.common_start import Branch, branches
@@ -231,15 +232,19 @@ def pad(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Int[Tensor, "N L"
 
     With `left` the padding comes first, as `generate` of transformers needs it: it continues every row at the last column.
     """
-    width = max(1, *(len(row) for row in rows))
+    lengths = [len(row) for row in rows]
+    sizes, columns = torch.tensor(lengths)[:, None], torch.arange(max(1, *lengths))
+    mask = columns >= len(columns) - sizes if left else columns < sizes  # [N, L]
     # Any valid token id serves as padding, because it is masked or never read; 0 exists in every vocabulary.
-    ids = torch.zeros((len(rows), width), dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for index, row in enumerate(rows):
-        span = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[index, span] = torch.tensor(row, dtype=torch.long)
-        mask[index, span] = True
-    return ids, mask
+    return fill(rows, mask, torch.long), mask
+
+
+def fill(rows: Sequence[Sequence[float]], mask: Bool[Tensor, "N L"], dtype: torch.dtype) -> Shaped[Tensor, "N L"]:
+    """The numbers of each row in the cells of the mask, in their order, and 0 elsewhere."""
+    filled = torch.zeros(mask.shape, dtype=dtype)
+    # One tensor of all numbers: one for each row would take most of the time that it takes to assemble a batch.
+    filled[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    return filled
 
 
 def position_ids(mask: Bool[Tensor, "N L"]) -> Int[Tensor, "N L"]:

@@ -55,6 +55,9 @@ def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[B
     @cache
     def divided(first: int, end: int, above: int | None, level: int) -> _Division:
         """The best division of these places of the order, below a stem with `above` tokens of their start, if there is one."""
+        if end - first == 1 and above is not None:
+            # A stem of its own would repeat the prompt for nothing. Most divisions are of one completion.
+            return _Division(max(0, len(ordered[first]) - above), above=[order[first]])
         start = _common_start(ordered[first:end])
         parts = _parts(ordered, first, end, start) if level < MAX_LEVELS else []
         members = [] if len(parts) > 1 else order[first:end]
