@@ -98,8 +98,8 @@ def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency(
     assert reward(None, completions, currency=["pounds"] * len(replies), answer=["8"] * len(replies)) == list(replies.values())
 
 
-IN_CI = ("my-csv", "own-model")
-"""CI leaves out those whose kind of task it runs in tests/flows/test_any_task.py, and those that the figures below cover."""
+IN_CI = ("calculator",)
+"""The one with a tool. CI runs other kinds of task in tests/flows, and leaves out the figures below, which take minutes each."""
 
 
 @pytest.mark.long
@@ -122,8 +122,8 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
 BRIEF_DEMONSTRATIONS = {"stages.0.max_steps": 400}
 SHORT = {"evaluation.stages": "false", "evaluation.max_prompts": 100, "evaluation.num_samples": 1, "resources.num_threads": 1}
 FIGURES = [
-    pytest.param("calculator", "accuracy", BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 30} | SHORT, 0.7, marks=pytest.mark.ci),
-    pytest.param("game", "reward", {"stages.1.max_steps": 120} | SHORT, 0.65, marks=pytest.mark.ci),
+    pytest.param("calculator", "accuracy", BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 30} | SHORT, 0.7),
+    pytest.param("game", "reward", {"stages.1.max_steps": 120} | SHORT, 0.65),
     pytest.param("calculator", "accuracy", {"resources.num_threads": 1}, 0.9),
     pytest.param("game", "reward", {"resources.num_threads": 1}, 0.9),
 ]

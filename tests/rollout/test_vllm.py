@@ -62,7 +62,7 @@ def engines(policy, tokenizer, server, request, tmp_path):
     assert not (tmp_path / "served").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.parametrize("server", [pytest.param("adapter", marks=pytest.mark.ci), "merged"], indirect=True)
 def test_five_turns_continue_from_the_exact_tokens_so_far(engines, policy, tokenizer):
     assert_exact(engines["vllm"], policy, tokenizer, six_starts())
 
