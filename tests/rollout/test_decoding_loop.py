@@ -205,6 +205,19 @@ def test_a_step_needs_few_kernels_few_syncs_and_few_rows():
     assert 1.0 < counts["rows_decoded_per_row_alive"] <= 1.2
 
 
+def test_a_cpu_multiplies_all_matrices_of_a_batch_at_once(policy, tokenizer, prompts):
+    engine = LocalEngine(policy, tokenizer)
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts) for _ in range(4)]
+    sampling = Sampling.of(RolloutConfig(max_completion_length=8))
+    engine.generate(requests, sampling)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.generate(requests, sampling)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::bmm"] >= 8
+    # torch picks every matrix by itself where the result has gaps: thousands of calls.
+    assert calls.get("aten::select", 0) < len(requests) * calls["aten::bmm"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card captures the graph")
 def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured():
     done = []
