@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_tasks.attention.masked import band, seen_of_prompt
+from grpo_tasks.attention.masked import band, seen_of_prompt, seen_of_tails
 from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.spans import Spans
 
@@ -25,7 +25,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class Masks:
     """Added to attention scores: 0 where a query may look, -inf elsewhere. None where causal attention alone decides."""
 
-    prompt: Float[Tensor, "1 1 S S"] | None
+    prompt: Float[Tensor, "_ 1 _ S"] | None
+    """From the queries of a prompt to its keys."""
     own: Float[Tensor, "1 1 T T"] | None
     shared: Float[Tensor, "P 1 _ S"] | None
     """From the queries of a group to the keys of their prompt. One query stands for all when there is no window."""
@@ -33,10 +34,14 @@ class Masks:
     """Queries that see no token of their prompt, because all of it lies outside their window."""
 
     @classmethod
-    def of(cls, row: PackedRow, window: int | None, like: Tensor) -> "Masks":
-        """The masks of the layers with that window; None where a query sees everything before it."""
+    def of(cls, row: PackedRow, window: int | None, like: Tensor, *, tails: bool = False) -> "Masks":
+        """The masks of the layers with that window, or with `tails` of the last one; None where a query sees all before it."""
         prompts, own, groups = row.prompts, row.own, row.groups
-        prompt = None if window is None or window >= prompts.width else _bias(band(prompts.width, window, like.device), like)
+        prompt = None
+        if tails:
+            prompt = _bias(seen_of_tails(row, window), like)
+        elif window is not None and window < prompts.width:
+            prompt = _bias(band(prompts.width, window, like.device), like)
         if own is None or groups is None:
             return cls(prompt, None, None, None)
         inner = None if window is None or window >= own.width else _bias(band(own.width, window, like.device), like)
@@ -61,15 +66,15 @@ class CpuAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, row: PackedRow, masks: Masks, scale: float) -> Tensor:
-        """The attended values [1, H, L, D]."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, row: PackedRow, asking: Spans, masks: Masks, scale: float) -> Tensor:
+        """The attended values [1, H, L, D]; of the prompts only the spans `asking` have some, and the rest is 0."""
         # q [1, H, L, D]; k and v [1, K, L, D]
-        out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])  # [L, H, D]
+        out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3])  # [L, H, D]
         lse = q.new_empty(q.shape[2], q.shape[1], 1, dtype=torch.float32)  # [L, H, 1]
         prompt_k, prompt_v = row.prompts.read(k), row.prompts.read(v)  # [P, K, S, D]
-        found = _causal(row.prompts.read(q), prompt_k, prompt_v, masks.prompt, scale)
-        row.prompts.write(found[0], out)
-        row.prompts.write(found[1][..., None], lse)
+        found = _causal(asking.read(q), prompt_k, prompt_v, masks.prompt, scale)
+        asking.write(found[0], out)
+        asking.write(found[1][..., None], lse)
         if row.own is not None and row.groups is not None:
             query = row.own.read(q)  # [N, H, T, D]
             own, own_lse = _causal(query, row.own.read(k), row.own.read(v), masks.own, scale)
@@ -93,21 +98,21 @@ class CpuAttention(torch.autograd.Function):
             row.own.write(both[..., None], lse)
         out, lse = out.transpose(0, 1)[None], lse.transpose(0, 1)[None]  # [1, H, L, D], [1, H, L, 1]
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.row, ctx.masks, ctx.scale = row, masks, scale
+        ctx.row, ctx.asking, ctx.masks, ctx.scale = row, asking, masks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Gradients of queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
-        row, masks, scale = ctx.row, ctx.masks, ctx.scale
+        row, asking, masks, scale = ctx.row, ctx.asking, ctx.masks, ctx.scale
         dq, dk, dv = (
-            torch.empty_like(x[0].transpose(0, 1), memory_format=torch.contiguous_format) for x in (q, k, v)
+            torch.zeros_like(x[0].transpose(0, 1), memory_format=torch.contiguous_format) for x in (q, k, v)
         )  # [L, H, D]
         prompt_k, prompt_v = row.prompts.read(k), row.prompts.read(v)
-        part = _Part.of(row.prompts, q, out, lse, grad)
+        part = _Part.of(asking, q, out, lse, grad)
         prompt_dq, prompt_dk, prompt_dv = _causal_backward(part, prompt_k, prompt_v, masks.prompt, scale)
-        row.prompts.write(prompt_dq, dq)
+        asking.write(prompt_dq, dq)
         if row.own is not None and row.groups is not None:
             own_k, own_v, groups = row.own.read(k), row.own.read(v), row.groups
             part = _Part.of(row.own, q, out, lse, grad)
@@ -125,7 +130,7 @@ class CpuAttention(torch.autograd.Function):
             prompt_dk, prompt_dv = prompt_dk + shared_dk, prompt_dv + shared_dv
         row.prompts.write(prompt_dk, dk)
         row.prompts.write(prompt_dv, dv)
-        return *(x.transpose(0, 1)[None] for x in (dq, dk, dv)), None, None, None
+        return *(x.transpose(0, 1)[None] for x in (dq, dk, dv)), None, None, None, None
 
 
 @dataclass(slots=True)
@@ -173,7 +178,7 @@ def _wide(shared: Tensor, folded: Float[Tensor, "P K M D"], query: Float[Tensor,
     return rows.expand(-1, -1, -1, query.shape[1] // folded.shape[1], -1, -1).flatten(2, 4)
 
 
-def _repeat(keys: Float[Tensor, "N K T D"], like: Float[Tensor, "N H T D"]) -> Float[Tensor, "N H T D"]:
+def _repeat(keys: Float[Tensor, "N K S D"], like: Float[Tensor, "N H _ D"]) -> Float[Tensor, "N H S D"]:
     """One copy of each key head for each query head that shares it: the CPU kernel knows no grouped-query attention."""
     times = like.shape[1] // keys.shape[1]
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)

@@ -51,3 +51,13 @@ def seen_of_prompt(row: PackedRow, window: int) -> Bool[Tensor, "N T S"]:
     at, key = torch.arange(row.own.width, device=device)[None, :, None], torch.arange(row.prompts.width, device=device)
     distance = lengths[:, None, None] + at - key
     return (distance < window) & (key < lengths[:, None, None])
+
+
+def seen_of_tails(row: PackedRow, window: int | None) -> Bool[Tensor, "P U S"]:
+    """True where token u of the end of a prompt may look at token s of the prompt."""
+    device = row.prompts.index.device
+    first = torch.tensor(row.prompt_lengths, device=device) - torch.tensor(row.tail_lengths, device=device)  # [P]
+    at, key = torch.arange(row.tails.width, device=device)[:, None], torch.arange(row.prompts.width, device=device)
+    # Token u has the position first + u. [P, 1, 1] + [U, 1] - [S]
+    distance = first[:, None, None] + at - key
+    return (distance >= 0) & (distance < (window or row.prompts.width))

@@ -9,7 +9,7 @@ Three ways, by device and precision, of which tests compare each with single unp
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_tasks.attention.cpu_kernel import CpuAttention, Masks
@@ -19,19 +19,25 @@ from grpo_tasks.attention.varlen import Sequences, VarlenAttention, varlen_kerne
 
 
 class PackedAttention:
-    """What a forward pass over a packed row receives as `shared_prompt=`; see `SharedPrompt`."""
+    """What a forward pass over a packed row receives as `shared_prompt=`; see `SharedPrompt`.
 
-    def __init__(self, row: PackedRow) -> None:
-        self.row = row
+    Args:
+        row: what stands where in the row.
+        predicting: places of the tokens whose hidden state is read after the last layer.
+        last_layer: its index.
+    """
+
+    def __init__(self, row: PackedRow, predicting: Int[Tensor, " R"], last_layer: int) -> None:
+        self.row, self.predicting, self.last_layer = row, predicting, last_layer
         # Made by the first layer, for all layers of the pass.
-        self._masks: dict[int | None, Masks] = {}
+        self._masks: dict[tuple[int | None, bool], Masks] = {}
         self._sequences: Sequences | None = None
 
     # The compiler would follow the index tensors, which differ from pass to pass, and compile the layers anew each time.
     @torch.compiler.disable
     def attend(
         self,
-        layer: int,  # noqa: ARG002 - part of the protocol
+        layer: int,
         query: Float[Tensor, "1 H L D"],
         key: Float[Tensor, "1 K L D"],
         value: Float[Tensor, "1 K L D"],
@@ -46,9 +52,11 @@ class PackedAttention:
                 self._sequences = Sequences.of(self.row)
             attended: Tensor = VarlenAttention.apply(query, key, value, self._sequences, kernel, scale, window)
         elif query.device.type == "cpu":
-            if window not in self._masks:
-                self._masks[window] = Masks.of(self.row, window, query)
-            attended = CpuAttention.apply(query, key, value, self.row, self._masks[window], scale)
+            last = layer == self.last_layer
+            if (window, last) not in self._masks:
+                self._masks[window, last] = Masks.of(self.row, window, query, tails=last)
+            asking = self.row.tails if last else self.row.prompts
+            attended = CpuAttention.apply(query, key, value, self.row, asking, self._masks[window, last], scale)
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
         return attended

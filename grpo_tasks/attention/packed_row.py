@@ -27,13 +27,21 @@ class PackedRow:
         own_lengths: tokens of each completion in the row; 0 for a completion that has none there.
         prompt_of: the prompt of each completion.
         device: where index tensors are placed.
+        tail_lengths: tokens at the end of each prompt, at least one, of which alone a hidden state is read after the last layer;
+            all by default.
     """
 
     def __init__(
-        self, prompt_lengths: Sequence[int], own_lengths: Sequence[int], prompt_of: Sequence[int], device: torch.device
+        self,
+        prompt_lengths: Sequence[int],
+        own_lengths: Sequence[int],
+        prompt_of: Sequence[int],
+        device: torch.device,
+        tail_lengths: Sequence[int] | None = None,
     ) -> None:
         present = [(length, prompt) for length, prompt in zip(own_lengths, prompt_of, strict=True) if length]
         self.prompt_lengths = list(prompt_lengths)
+        self.tail_lengths = list(tail_lengths or prompt_lengths)
         self.own_lengths = [length for length, _ in present]
         self.prompts_of = [prompt for _, prompt in present]
         """Prompt of each completion with an own part."""
@@ -43,6 +51,12 @@ class PackedRow:
     def prompts(self) -> Spans:
         """The spans of the prompts."""
         return Spans(0, self.prompt_lengths, self.device)
+
+    @cached_property
+    def tails(self) -> Spans:
+        """The spans at the end of the prompts that are read after the last layer."""
+        gaps = [length - tail for length, tail in zip(self.prompt_lengths, self.tail_lengths, strict=True)]
+        return Spans(0, self.tail_lengths, self.device, gaps)
 
     @cached_property
     def own(self) -> Spans | None:

@@ -84,6 +84,8 @@ class PackedTokens:
     positions: Int[Tensor, "1 L"]
     stem_lengths: Sequence[int]
     """Tokens of each stem."""
+    tail_lengths: Sequence[int]
+    """Tokens at the end of each stem that may predict a token: the last of the prompt, and the common start."""
     own_lengths: Sequence[int]
     """Tokens of the N own parts, in the order of the row; 0 for a completion that its stem predicts completely."""
     stem_of: Sequence[int]
@@ -92,6 +94,8 @@ class PackedTokens:
     """Places in the row whose hidden state predicts a token."""
     targets: Int[Tensor, " U"]
     """The predicted tokens."""
+    predicting: Int[Tensor, " R"]
+    """The places of `predictors` in the order of the row, each once: several completions may follow one token."""
     scores_of: Int[Tensor, " M"] | None
     """Which of the U predictions is that of each completion token, completion by completion; None: each has its own, in order."""
 
@@ -161,10 +165,12 @@ def _packed(
         ids=moved(torch.tensor(row.ids), device)[None],
         positions=moved(torch.tensor(row.positions), device)[None],
         stem_lengths=row.stem_lengths,
+        tail_lengths=[length - len(prompts[prompt]) + 1 for length, (prompt, _) in zip(row.stem_lengths, found, strict=True)],
         own_lengths=row.own_lengths,
         stem_of=row.stem_of,
         predictors=moved(torch.tensor(predictors, dtype=torch.long), device),
         targets=moved(torch.tensor(targets, dtype=torch.long), device),
+        predicting=moved(torch.tensor(sorted(set(predictors)), dtype=torch.long), device),
         scores_of=None if scores_of is None else moved(torch.tensor(scores_of), device),
     )
 

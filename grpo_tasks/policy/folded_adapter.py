@@ -37,6 +37,13 @@ def causal_model(model: CausalLM) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def decoder_of(model: CausalLM) -> nn.Module:
+    """The layers below the language-model head: they return hidden states instead of the much larger logits."""
+    causal = causal_model(model)
+    decoder: nn.Module = getattr(causal, causal.base_model_prefix)
+    return decoder
+
+
 def folded_weight(layer: LoraLinear) -> Float[Tensor, "out in"]:
     """W + scale * B A of an adapted layer (LoRA, arXiv:2106.09685, eq. 3), in float32."""
     # float32, so that a small B A is not lost before the sum is rounded once to the layer's precision.

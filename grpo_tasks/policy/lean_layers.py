@@ -47,25 +47,25 @@ def use_lean_layers(model: nn.Module) -> None:
 
 def _lean_class(module: nn.Module) -> type | None:
     """The class to change a module to; None where there is none."""
-    if isinstance(module, LoraLayer) and _adapts_linear(module):
-        return _lean(type(module), LeanAdapter)
+    if adapts_linear(module):
+        return subclass_of(type(module), LeanAdapter)
     if norm_offset(type(module)) is not None:
-        return _lean(type(module), LeanNorm, offset=norm_offset(type(module)))
+        return subclass_of(type(module), LeanNorm, offset=norm_offset(type(module)))
     if _activation(module) is not None and is_gated_mlp(type(module)):
-        return _lean(type(module), LeanMlp)
+        return subclass_of(type(module), LeanMlp)
     return None
 
 
 @_once
-def _lean(kind: type, lean: type, **attributes: Any) -> type:
+def subclass_of(kind: type, lean: type, **attributes: Any) -> type:
     """A subclass with the name of the class it replaces: transformers finds some modules by the names of their classes."""
     return type(kind.__name__, (lean, kind), {"__module__": kind.__module__, "__doc__": lean.__doc__, **attributes})
 
 
-def _adapts_linear(module: LoraLayer) -> bool:
-    return hasattr(module, "base_layer") and (
-        isinstance(module.base_layer, nn.Linear) or type(module.base_layer).__name__ in ("Linear4bit", "Linear8bitLt")
-    )
+def adapts_linear(module: nn.Module) -> bool:
+    """True for a LoRA layer over a linear one, quantized or not."""
+    base = getattr(module, "base_layer", None) if isinstance(module, LoraLayer) else None
+    return isinstance(base, nn.Linear) or type(base).__name__ in ("Linear4bit", "Linear8bitLt")
 
 
 class LeanAdapter:

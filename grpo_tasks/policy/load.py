@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.last_layer import predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.sharded import gather_shards, is_sharded
 from grpo_tasks.policy.token_rows import row_targets, widen
@@ -228,6 +229,7 @@ def new_policy(base: PreTrainedModel, config: ModelConfig, trained_ids: Sequence
 
 def _for_training(model: CausalLM, config: ModelConfig) -> CausalLM:
     use_lean_layers(model)
+    predict_only(model)
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     return model

@@ -28,7 +28,7 @@ from grpo_tasks.attention.packed_attention import PackedAttention
 from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.shared_prompt import no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch
-from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
 from grpo_tasks.policy.sharded import forward_pass
 from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
@@ -133,20 +133,21 @@ def encode_context(model: CausalLM, batch: TokenBatch) -> DynamicCache:
     cache = DynamicCache()
     # No attention mask: padding is on the right, so causal attention hides it from every real token.
     # No position ids: without padding on the left, a token's position is its column.
-    _decoder(model)(input_ids=batch.context_ids, past_key_values=cache, use_cache=True)
+    decoder_of(model)(input_ids=batch.context_ids, past_key_values=cache, use_cache=True)
     return cache
 
 
 def _hidden_packed(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
     packed = batch.packed
-    row = PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, packed.ids.device)
-    use_shared_prompts(causal_model(model))
-    out = _decoder(model)(
+    row = PackedRow(packed.stem_lengths, packed.own_lengths, packed.stem_of, packed.ids.device, packed.tail_lengths)
+    causal = causal_model(model)
+    use_shared_prompts(causal)
+    out = decoder_of(model)(
         input_ids=packed.ids,
         position_ids=packed.positions,
         attention_mask=no_mask(packed.ids.device),
         use_cache=False,
-        shared_prompt=PackedAttention(row),
+        shared_prompt=PackedAttention(row, packed.predicting, causal.config.get_text_config().num_hidden_layers - 1),
     )
     # Row numbers instead of a boolean mask: the backward pass of index_select adds rows, that of a masked read scatters slowly.
     hidden: Tensor = out.last_hidden_state[0].index_select(0, packed.predictors)  # [1, L, H] -> [M, H]
@@ -160,18 +161,12 @@ def _hidden_plain(model: CausalLM, batch: TokenBatch) -> Float[Tensor, "M H"]:
     steps = torch.arange(batch.completion_ids.shape[1], device=lengths.device)  # [T]
     ids = torch.nn.functional.pad(batch.prompt_ids[batch.prompt_of], (0, len(steps)))  # [N, S + T]
     ids = ids.scatter(1, lengths + steps, batch.completion_ids)
-    out = _decoder(model)(input_ids=ids, use_cache=False)
+    out = decoder_of(model)(input_ids=ids, use_cache=False)
     # Token t of a completion is predicted one column before it. [N, T] -> [M], as rows of [N (S + T), H]
     columns = (lengths - 1 + steps) + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
     rows = columns[batch.completion_mask]
     hidden: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, rows)
     return hidden
-
-
-def _decoder(model: CausalLM) -> nn.Module:
-    """The layers below the language-model head: they return hidden states instead of the much larger logits."""
-    causal = causal_model(model)
-    return getattr(causal, causal.base_model_prefix)
 
 
 def score_tokens(

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.last_layer import predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
@@ -28,6 +29,7 @@ def policy_of(name):
             if "lora_B" in key:
                 parameter.normal_(std=0.1)
     use_lean_layers(policy)
+    predict_only(policy)
     return policy.train()
 
 

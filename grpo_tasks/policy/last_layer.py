@@ -1,0 +1,109 @@
+"""The last layer of a packed pass, for the tokens that predict something.
+
+    token of the row         all layers but the last    the last layer
+    predicts a token         everything                 everything
+    any other, of a prompt   everything                 its key and its value
+
+What the last layer makes of a token reaches the head alone, and the head reads the tokens that predict something
+(batch.py). The others, most tokens of a prompt, take part as keys and values only. Their queries, their output projection and
+their MLP would cost a pass forward, and one backward with gradients of zero.
+
+A linear layer and a gated MLP work token by token, so they may leave tokens out. What they leave out is 0, and nothing reads it.
+Norms and residual sums are left as they are: they cost little.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.policy.folded_adapter import CausalLM, decoder_of
+from grpo_tasks.policy.lean_layers import LeanMlp, adapts_linear, subclass_of
+
+
+def predict_only(model: CausalLM) -> None:
+    """Let the last layer leave out what nothing reads, in place; only in passes over a packed row."""
+    layers = getattr(decoder_of(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return
+    narrow = [module for name, module in layers[-1].named_modules() if _may_leave_out(name, module)]
+    for module in narrow:
+        module.__class__ = subclass_of(type(module), PredictingTokens)
+
+    def begin(_: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
+        attention = options.get("shared_prompt")
+        # The compiler would compile the layer anew for each number of tokens.
+        if isinstance(attention, PackedAttention) and not torch.compiler.is_compiling():
+            for module in narrow:
+                module.places = attention.predicting
+
+    def end(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for module in narrow:
+                module.places = None
+
+    # Hooks of the layer and no block around the pass: with gradient checkpointing the layer runs again in the backward pass.
+    layers[-1].register_forward_pre_hook(begin, with_kwargs=True)
+    layers[-1].register_forward_hook(end, always_call=True)
+
+
+def _may_leave_out(name: str, module: nn.Module) -> bool:
+    if name == "mlp":
+        # A mixture of experts sorts the tokens by expert, so it is left as it is.
+        return isinstance(module, LeanMlp)
+    return name in ("self_attn.q_proj", "self_attn.o_proj") and (isinstance(module, nn.Linear) or adapts_linear(module))
+
+
+class PredictingTokens:
+    """A layer that works token by token, for some tokens of the row."""
+
+    places: Tensor | None = None
+    """[R] different places in the row; None for all of it."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer of x [1, L, H] at the places, and 0 elsewhere."""
+        places = self.places
+        if places is None:
+            everywhere: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return everywhere
+        found = super().forward(_Take.apply(x[0], places)[None], *args, **kwargs)  # type: ignore[misc]
+        put: Tensor = _Put.apply(found[0], places, x.shape[1])
+        return put[None]
+
+
+class _Take(torch.autograd.Function):
+    """Some rows of a matrix. The gradient is `_Put`: without repeated rows there is nothing to add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        """The rows [R, H] of x [L, H]."""
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient of x."""
+        (places,) = ctx.saved_tensors
+        return _put(grad, places, ctx.length), None
+
+
+class _Put(torch.autograd.Function):
+    """Rows in their places between rows of zeros, the inverse of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, length: int) -> Tensor:
+        """The matrix [L, H] with these rows [R, H]."""
+        ctx.save_for_backward(places)
+        return _put(rows, places, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the rows."""
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+def _put(rows: Tensor, places: Tensor, length: int) -> Tensor:
+    return rows.new_zeros(length, rows.shape[1]).index_copy_(0, places, rows)
