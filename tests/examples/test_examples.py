@@ -119,29 +119,29 @@ def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api)
     assert json.loads(report.read_text())["quarantined"] == 0
 
 
-BRIEF_DEMONSTRATIONS = {"stages.0.max_steps": 400}
-SHORT = {"evaluation.stages": "false", "evaluation.max_prompts": 100, "evaluation.num_samples": 1, "resources.num_threads": 1}
-FIGURES = [
-    pytest.param("calculator", "accuracy", BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 30} | SHORT, 0.7),
-    pytest.param("game", "reward", {"stages.1.max_steps": 120} | SHORT, 0.65),
-    pytest.param("calculator", "accuracy", {"resources.num_threads": 1}, 0.9),
-    pytest.param("game", "reward", {"resources.num_threads": 1}, 0.9),
-]
+SHORT = {
+    "stages.0.max_steps": 400,
+    "stages.1.max_steps": 10,
+    "evaluation.stages": "false",
+    "evaluation.max_prompts": 100,
+    "evaluation.num_samples": 1,
+    "resources.num_threads": 1,
+}
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("figures")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "metric", "settings", "least"), FIGURES)
-def test_the_examples_of_conversations_reach_their_figures(name, metric, settings, least, tmp_path, prefect_api):
+@pytest.mark.parametrize(("name", "metric"), [("calculator", "accuracy"), ("game", "reward")])
+def test_the_examples_of_conversations_reach_their_figures(name, metric, tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / name, tmp_path / "mine")
     place = Place(tmp_path / "mine", prefect_api)
-    place.grpo("run", "config.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
+    place.grpo("run", "config.yaml", "--set", "resources.num_threads=1")
     found = {}
     for path in (place.root / "runs" / name / "evaluate_model").glob("*/result.json"):
         found[path.parent.name.split("-")[0]] = json.loads(path.read_text())["metrics"][metric]["value"]
     assert found["base"] < 0.1, "the base model cannot do it"
-    assert found["merged"] > least
+    assert found["merged"] > 0.9
 
 
 @pytest.mark.long
@@ -149,8 +149,8 @@ def test_the_examples_of_conversations_reach_their_figures(name, metric, setting
 @pytest.mark.timeout(1800)
 def test_without_its_tool_the_calculator_cannot_do_it(tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / "calculator", tmp_path / "mine")
-    place, settings = Place(tmp_path / "mine", prefect_api), BRIEF_DEMONSTRATIONS | {"stages.1.max_steps": 10} | SHORT
-    place.grpo("run", "without_tool.yaml", *[word for key, value in settings.items() for word in ("--set", f"{key}={value}")])
+    place = Place(tmp_path / "mine", prefect_api)
+    place.grpo("run", "without_tool.yaml", *[word for key, value in SHORT.items() for word in ("--set", f"{key}={value}")])
     [result] = (place.root / "runs" / "calculator-without-tool" / "evaluate_model").glob("merged-*/result.json")
     figures = json.loads(result.read_text())["metrics"]
     assert figures["accuracy"]["value"] < 0.1

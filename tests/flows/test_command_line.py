@@ -19,6 +19,19 @@ from tests.flows.place import SMALL, Place
 pytestmark = [pytest.mark.xdist_group("commands"), pytest.mark.timeout(900)]
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory, for commands that are called in this process."""
+    monkeypatch.chdir(tmp_path)
+
+
+def answer(*arguments, expect=0):
+    """What the command prints, on one line and without frames. Called here: a process of its own takes seconds."""
+    outcome = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert outcome.exit_code == expect, outcome.output
+    return " ".join(outcome.output.replace("│", " ").split())
+
+
 def test_help_dry_run_and_a_refused_config_run_nothing(place):
     assert "grpo run" not in place.grpo("--help")
     assert "nothing was run" in place.grpo("run", "demo", "--dry-run")
@@ -43,17 +56,16 @@ def test_help_dry_run_and_a_refused_config_run_nothing(place):
         ("stages.1.name=format", "taken"),
     ],
 )
-def test_an_impossible_setting_is_refused_with_its_field(place, override, says):
-    output = place.grpo("run", "demo", "--dry-run", "--set", override, expect=2)
-    assert says in " ".join(output.replace("│", " ").split())
+def test_an_impossible_setting_is_refused_with_its_field(here, override, says):
+    assert says in answer("run", "demo", "--dry-run", "--set", override, expect=2)
 
 
-def test_an_unknown_preset_names_the_nearest(place):
-    assert "did you mean demo?" in place.grpo("run", "dmeo", "--dry-run", expect=2)
+def test_an_unknown_preset_names_the_nearest(here):
+    assert "did you mean demo?" in answer("run", "dmeo", "--dry-run", expect=2)
 
 
-def test_a_setting_in_scientific_notation_is_a_number(place):
-    assert "learning rate 2e-05" in place.grpo("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=2e-5")
+def test_a_setting_in_scientific_notation_is_a_number(here):
+    assert "learning rate 2e-05" in answer("run", "demo", "--dry-run", "--set", "stages.0.learning_rate=2e-5")
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +322,7 @@ def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked
 
 
 @pytest.mark.parametrize("command", ["reproduce m@champion", "lineage m@champion", "rollback m", "download m@champion there"])
-def test_a_password_on_the_command_line_is_refused_without_repeating_it(lone_place, command):
-    shown = lone_place.grpo(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
+def test_a_password_on_the_command_line_is_refused_without_repeating_it(here, command):
+    shown = answer(*command.split(), "--tracking-uri", "http://me:planted@127.0.0.1:1", expect=2)
     assert "MLFLOW_TRACKING_URI" in shown
     assert "planted" not in shown
