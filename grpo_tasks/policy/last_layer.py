@@ -27,25 +27,30 @@ def predict_only(model: CausalLM) -> None:
     layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return
-    narrow = [module for name, module in layers[-1].named_modules() if _may_leave_out(name, module)]
-    for module in narrow:
-        module.__class__ = subclass_of(type(module), PredictingTokens)
-
-    def begin(_: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
-        attention = options.get("shared_prompt")
-        # The compiler would compile the layer anew for each number of tokens.
-        if isinstance(attention, PackedAttention) and not torch.compiler.is_compiling():
-            for module in narrow:
-                module.places = attention.predicting
-
-    def end(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            for module in narrow:
-                module.places = None
-
+    for name, module in list(layers[-1].named_modules()):
+        if _may_leave_out(name, module):
+            module.__class__ = subclass_of(type(module), PredictingTokens)
     # Hooks of the layer and no block around the pass: with gradient checkpointing the layer runs again in the backward pass.
-    layers[-1].register_forward_pre_hook(begin, with_kwargs=True)
-    layers[-1].register_forward_hook(end, always_call=True)
+    layers[-1].register_forward_pre_hook(_begin, with_kwargs=True)
+    layers[-1].register_forward_hook(_end, always_call=True)
+
+
+def _begin(layer: nn.Module, _: tuple[Any, ...], options: dict[str, Any]) -> None:
+    attention = options.get("shared_prompt")
+    if isinstance(attention, PackedAttention):
+        _narrow(layer, attention.predicting)
+
+
+def _end(layer: nn.Module, *_: Any) -> None:
+    _narrow(layer, None)
+
+
+def _narrow(layer: nn.Module, places: Tensor | None) -> None:
+    # The compiler would compile the layer anew for each number of tokens.
+    if not torch.compiler.is_compiling():
+        for module in layer.modules():
+            if isinstance(module, PredictingTokens):
+                module.places = places
 
 
 def _may_leave_out(name: str, module: nn.Module) -> bool:

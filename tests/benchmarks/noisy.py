@@ -7,9 +7,9 @@
                                     held-out accuracy, 512 x 2 samples, the same random numbers at every look
 
 Of the 256 prompts, 64 are the demo's, 96 are the demo's with a wrong label (the answer of another row), and 96 are sums of three
-digits, which the model has never seen. Data and held-out draws do not depend on the seed. Both trainings do, that of the start and
-the one that is compared: weights that differ by rounding alone end the stage `format` with 53 % to 63 %. Every piece is the
-product's: `load_data`, the sampler, the rewards, `choose_prompts` and the trainer.
+digits, which the model has never seen. Data and held-out draws do not depend on the seed. The training of the start does, and the
+one that is compared: a single start misleads, because starts that differ by rounding alone end several points apart. All pieces
+are the product's: `load_data`, the sampler, the rewards, `choose_prompts` and the trainer.
 
     python -m tests.benchmarks.noisy SEED all|kept [FOLDER [SETTINGS]]      prints one line of JSON; SETTINGS of the stage as JSON
 """
