@@ -163,10 +163,13 @@ class StagePlan:
         # Stages of a run differ in other things, and counting takes seconds.
         key = self.architecture.to_json_string(), self.model.model_dump_json()
         if key not in _LINES:
-            # Both passes have more completion tokens than a chunk of the head, so that the chunk is part of what is fixed.
-            few, many = (count_pass(self._policy, Groups.equal(1, 512, size, 512)) for size in (4, 8))
-            slope = (many.peak - few.peak) / (many.tokens - few.tokens)
-            _LINES[key] = few.peak - slope * few.tokens, slope
+            # The passes have more completion tokens than a chunk of the head, so that the chunk is part of what is fixed.
+            one, wide, two = (
+                count_pass(self._policy, Groups.equal(*size, 512)) for size in ((1, 512, 4), (1, 512, 8), (2, 512, 4))
+            )
+            # A token of a prompt keeps less than one of a completion (policy/last_layer.py), so all count as the latter.
+            slope = (wide.peak - one.peak) / (wide.tokens - one.tokens)
+            _LINES[key] = 2 * one.peak - two.peak, slope
         return _LINES[key]
 
     @property

@@ -11,7 +11,7 @@ A completion's first token is predicted by the last token of its prompt. In trai
     completion  x y z                                            | | |
                                                     predicts     x y z
 
-In training, completions of a prompt that begin alike continue one stem: the prompt with their common start (common_start.py). A
+In training, completions of a prompt that begin alike continue one stem: the prompt with their common start (attention/common_start.py). A
 token of that start is computed once, and its log-probability counts for each of them.
 """
 
@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from grpo_tasks.policy.common_start import Branch, branches
+from grpo_tasks.attention.common_start import Branch, branches
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ def _may_leave_out(name: str, module: nn.Module) -> bool:
     if name == "mlp":
         # A mixture of experts sorts the tokens by expert, so it is left as it is.
         return isinstance(module, LeanMlp)
-    return name in ("self_attn.q_proj", "self_attn.o_proj") and (isinstance(module, nn.Linear) or adapts_linear(module))
+    # Layers without an adapter stay what they are, because fused decoding reads them.
+    return name in ("self_attn.q_proj", "self_attn.o_proj") and adapts_linear(module)
 
 
 class PredictingTokens:
