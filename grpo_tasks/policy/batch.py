@@ -11,8 +11,8 @@ A completion's first token is predicted by the last token of its prompt. In trai
     completion  x y z                                            | | |
                                                     predicts     x y z
 
-In training, completions of a prompt that begin alike continue one stem: the prompt with their common start (attention/common_start.py). A
-token of that start is computed once, and its log-probability counts for each of them.
+In training, completions of a prompt that begin alike continue one stem: the prompt with their common start
+(attention/common_start.py). A token of that start is computed once, and its log-probability counts for each of them.
 """
 
 from collections.abc import Sequence
