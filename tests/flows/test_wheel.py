@@ -100,7 +100,10 @@ def installations(wheel, tmp_path_factory):
         path.chmod(path.stat().st_mode | 0o200)
 
 
-@pytest.fixture(params=[pytest.param("wheel", marks=pytest.mark.ci), "read-only checkout"])
+KINDS = ["wheel", "read-only checkout"]
+
+
+@pytest.fixture
 def installation(request, installations, tmp_path):
     folder = tmp_path / "ein Ordner für mich"
     folder.mkdir()
@@ -115,6 +118,7 @@ def test_the_wheel_holds_presets_deployments_templates_and_type_markers(wheel):
     assert {f"schemas/{path.relative_to(ROOT)}" for path in deploy} <= files
 
 
+@pytest.mark.parametrize("installation", KINDS, indirect=True)
 def test_fields_presets_and_a_dry_run_work_in_an_empty_folder(installation):
     before = installation.files()
     python = installation.command[0].replace("bin/grpo", "bin/python")
@@ -137,6 +141,7 @@ def test_deployments_are_written_to_a_named_file_where_there_is_no_checkout(inst
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("installation", [pytest.param("wheel", marks=pytest.mark.ci), "read-only checkout"], indirect=True)
 def test_the_demo_runs_in_an_empty_folder_and_writes_nothing_into_the_packages(installation):
     before = installation.files()
     settings = [text for name, value in FEW_STEPS.items() for text in ("--set", f"{name}={value}")]
@@ -146,6 +151,7 @@ def test_the_demo_runs_in_an_empty_folder_and_writes_nothing_into_the_packages(i
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("installation", KINDS, indirect=True)
 def test_servers_start_in_an_empty_folder_and_their_worker_runs_a_deployment(installation):
     before = installation.files()
     prefect, mlflow = free_ports(2)

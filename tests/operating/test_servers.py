@@ -217,7 +217,6 @@ def processes_of(module, name):
     return found
 
 
-@pytest.mark.ci
 def test_a_scheduled_retraining_does_nothing_trains_or_refuses_depending_on_its_data(operated):
     write_rows(operated, "daily", ROWS)
     source = operated.config("daily", data=own_data("daily"))
