@@ -129,7 +129,6 @@ def test_twenty_kills_end_in_the_same_bytes_and_leave_nothing(nodes, stages):
         assert not list(stage.directory.root.rglob(".part-*"))
 
 
-@pytest.mark.ci
 def test_a_stage_killed_three_times_ends_in_the_bytes_of_local_processes_and_mlflow_has_every_step_once(
     nodes, stages, tmp_path, monkeypatch
 ):

@@ -25,6 +25,7 @@ def spec_of(stages, name, **settings):
     return StageSpec.load(stages.write(name, **settings).spec)
 
 
+@pytest.mark.ci
 def test_conversations_on_two_nodes_train_the_bytes_of_two_local_processes(nodes, stages, tmp_path, monkeypatch):
     nodes.add(), nodes.add()
     write_digits(tmp_path / "own")

@@ -98,13 +98,9 @@ def test_the_reward_of_my_csv_pays_for_a_complete_reply_that_names_the_currency(
     assert reward(None, completions, currency=["pounds"] * len(replies), answer=["8"] * len(replies)) == list(replies.values())
 
 
-IN_CI = ("calculator",)
-"""The one with a tool. CI runs other kinds of task in tests/flows, and leaves out the figures below, which take minutes each."""
-
-
 @pytest.mark.long
 @pytest.mark.xdist_group("examples")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ci] if name in IN_CI else []) for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_through_the_whole_pipeline(name, tmp_path, prefect_api):
     shutil.copytree(EXAMPLES / name, tmp_path / "mine")
     if (script := tmp_path / "mine" / "copy_model.py").exists():
