@@ -150,15 +150,15 @@ def source_files():
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_no_room_has_more_than_fourteen_files():
+def test_no_room_has_more_than_twenty_files():
     rooms = {path.parent for path in source_files()}
     sizes = {room.relative_to(ROOT).as_posix(): len([*room.glob("*.py")]) - 1 for room in rooms}
-    assert {room: size for room, size in sizes.items() if size > 14} == {}
+    assert {room: size for room, size in sizes.items() if size > 20} == {}
 
 
-def test_no_file_has_more_than_four_hundred_lines():
+def test_no_file_has_more_than_six_hundred_lines():
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in source_files()}
-    assert {path: length for path, length in lengths.items() if length > 400} == {}
+    assert {path: length for path, length in lengths.items() if length > 600} == {}
 
 
 def test_no_function_has_more_than_sixty_lines():
