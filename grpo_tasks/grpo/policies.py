@@ -122,8 +122,8 @@ class Policies:
             )
         if shared is not None:
             warnings.warn(
-                f"{name} trains in the slow way: each prompt is encoded once for every completion, so updates take longer, with long "
-                f"prompts several times as long (encoded once for all: {shared})",
+                f"{name} trains in the slow way: each prompt is encoded once for every completion, so updates take longer, with "
+                f"long prompts several times as long (encoded once for all: {shared})",
                 Notice,
                 stacklevel=2,
             )

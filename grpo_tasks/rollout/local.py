@@ -184,8 +184,8 @@ class LocalEngine:
         if alone is not None:
             return alone
         warnings.warn(
-            f"{name} is sampled from in the slowest way: prompts of one length at a time, so batches are small (with all lengths: "
-            f"{fault})",
+            f"{name} is sampled from in the slowest way: prompts of one length at a time, so batches are small (with all "
+            f"lengths: {fault})",
             Notice,
             stacklevel=2,
         )
