@@ -5,8 +5,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -42,6 +44,10 @@ MODELS = {
     "gemma3-window-16": Gemma3TextConfig(
         **SMALL, head_dim=32, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
     ),
+    # What stands between the last hidden state and the logits is the model's own: a scale, a cap, a scale of the hidden states.
+    "granite": GraniteConfig(**SMALL, logits_scaling=4.0),
+    "cohere2": Cohere2Config(**SMALL, logit_scale=0.25, sliding_window=8),
+    "gemma3-cap": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=16, final_logit_softcapping=3.0),
     "mistral-window-8": MistralConfig(**SMALL, sliding_window=8),
     "mistral-window-3": MistralConfig(**SMALL, sliding_window=3),
     # The window of these is in their mask alone.
