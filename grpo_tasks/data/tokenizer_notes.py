@@ -100,8 +100,8 @@ def _ends(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, rollout: Rollo
     end = turn_end(tokenizer)
     if end is not None and tokenizer.convert_tokens_to_ids(end) not in named:
         return [
-            f"the chat template ends a turn with {end}, which is neither the tokenizer's EOS nor in the generation config: it ends "
-            "completions here, and the merged model's generation config names it"
+            f"the chat template ends a turn with {end}, which is neither the tokenizer's EOS nor in the generation config: it "
+            "ends completions here, and the merged model's generation config names it"
         ]
     if rollout.stop or rollout.stop_token_ids or end is not None:
         return []

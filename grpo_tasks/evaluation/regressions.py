@@ -1,10 +1,12 @@
-"""Checks that a better model did not get worse in format, truncation or length.
+"""Checks that a better model did not get worse in format, truncation or length, and that a base model ends what it writes.
 
-These are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
+The former are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
 promotion's test still holds.
 """
 
-from schemas.config.evaluation import PromotionConfig
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import ModelError
 from schemas.metrics import COMPLETION_LENGTH, FORMAT_RATE, TRUNCATED_RATE
 from schemas.results.evaluation import EvalReport, Regression
 
@@ -19,6 +21,24 @@ def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionC
         longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
         checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))
     return checks
+
+
+def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
+    """Stop before any training when nothing ends the completions of the base model.
+
+    Raises:
+        ModelError: a limit cut off a larger share of them than `evaluation.max_truncated`.
+    """
+    share = _value(base, TRUNCATED_RATE)
+    if share <= evaluation.max_truncated:
+        return
+    raise ModelError(
+        f"{share:.1%} of the base model's completions were cut off, evaluation.max_truncated allows {evaluation.max_truncated:.1%}: "
+        "neither the end token of the chat template nor anything else ended them",
+        place=str(base.directory / "report.md"),
+        fix=f"look at the completions in the report; raise rollout.max_completion_length ({rollout.max_completion_length}), or "
+        "name what ends a completion in rollout.stop or rollout.stop_token_ids; or set evaluation.max_truncated: 1 where completions have no end of their own",
+    )
 
 
 def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: float) -> Regression:

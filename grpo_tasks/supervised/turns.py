@@ -10,7 +10,6 @@ stop. Whatever the template writes behind the marker belongs to the next turn.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -81,7 +80,8 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
         if not before.startswith(written):
             raise UnusableError("template", "the chat template writes earlier turns differently once more follow")
         if not after.startswith(before):
-            raise UnusableError("template", _why_another_opening(before, after))
+            opening = before.removeprefix(_render(tokenizer, [*prompt, *turns[:index]], opened=False))
+            raise UnusableError("template", _otherwise_opened(opening))
         said = _until_end(tokenizer, after[len(before) :], turn, end)
         _check_complete(turn, said)
         parts += [(before[len(written) :], False), (said, True)]
@@ -109,16 +109,15 @@ def _check_complete(turn: Turn, said: str) -> None:
     what = f"what stands before {tag}" if keeps_answer else "a part"
     raise UnusableError(
         "cut_by_template",
-        f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that keeps "
-        "them, for example by rollout.chat_template_kwargs, or demonstrations without them",
+        f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that "
+        "keeps them, for example by rollout.chat_template_kwargs, or demonstrations without them",
     )
 
 
-def _why_another_opening(before: str, after: str) -> str:
-    """Why a turn does not begin as its prompt ends."""
-    common = len(commonprefix([before, after]))
+def _otherwise_opened(opening: str) -> str:
+    """Why a demonstration cannot follow its prompt."""
     return (
-        f"the chat template itself opens the turn with {_short(before[common:])}, and leaves that out of a finished turn: the "
+        f"the chat template itself opens the assistant's turn with {_short(opening)}, and begins a finished turn otherwise, so the "
         "demonstration would not follow its prompt; use a template that writes both alike"
     )
 

@@ -16,6 +16,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_tasks.content.chat import text_ids
 from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
+from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.chat import name_end_tokens
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
@@ -57,6 +58,8 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     )
     trainer.suite, trainer.rows = suite, rows
     trainer.add_callback(_Recorder(trainer, directory, spec, journal, events))
+    if note := uncovered(model, spec.model.lora):
+        events.report(0, "adapter_layers", note)
     off = kl_guard_off(spec.stage, measurable=False)
     if off is not None:
         events.report(0, "guard_off", off)
