@@ -175,7 +175,8 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         scoring=config.scoring(),
         seed=config.seed,
     )
-    if label == "base" and not config.supervised_first:
+    # Demonstrations can teach the end, and a conversation may run out of turns though each of them ends.
+    if label == "base" and not config.supervised_first and not config.interaction.active:
         require_endings(report, config.evaluation, config.rollout)
     if label == "base":
         # Before any training: an error when no held-out figure can decide about promotion.

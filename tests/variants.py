@@ -28,6 +28,7 @@ def variant(
     behind: tuple[str, ...] = (),
     template: str | None = TEMPLATE,
     eos: str | None = END,
+    bos: str | None = None,
     generation_eos: object = "eos",
 ) -> Path:
     """The embedded model in a folder of its own.
@@ -38,6 +39,7 @@ def variant(
         behind: and behind it.
         template: the chat template.
         eos: the tokenizer's EOS token.
+        bos: its BOS token, by name; `before` says whether it is written.
         generation_eos: end tokens of the generation config and of config.json, by id; "eos" takes the tokenizer's.
     """
     shutil.copytree(BASE, folder)
@@ -46,7 +48,7 @@ def variant(
     if before or behind:
         single = [*before, "$A", *behind]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[*ids.items()])
-    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template = eos, bos, template
     # As in a tokenizer whose EOS is another one, both markers stay special tokens.
     tokenizer.add_special_tokens({"extra_special_tokens": [START, END]}, replace_extra_special_tokens=False)
     (folder / "chat_template.jinja").unlink()

@@ -32,12 +32,13 @@ def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: Rol
     share = _value(base, TRUNCATED_RATE)
     if share <= evaluation.max_truncated:
         return
+    limit = rollout.max_completion_length
     raise ModelError(
-        f"{share:.1%} of the base model's completions were cut off, evaluation.max_truncated allows {evaluation.max_truncated:.1%}: "
-        "neither the end token of the chat template nor anything else ended them",
+        f"a limit cut off {share:.1%} of the base model's completions, evaluation.max_truncated allows "
+        f"{evaluation.max_truncated:.1%}: no end token and no stop string ended them",
         place=str(base.directory / "report.md"),
-        fix=f"look at the completions in the report; raise rollout.max_completion_length ({rollout.max_completion_length}), or "
-        "name what ends a completion in rollout.stop or rollout.stop_token_ids; or set evaluation.max_truncated: 1 where completions have no end of their own",
+        fix=f"look at them in the report, then raise rollout.max_completion_length ({limit}), or name what ends a completion in "
+        "rollout.stop_token_ids or rollout.stop; evaluation.max_truncated: 1 is for texts without an end of their own",
     )
 
 

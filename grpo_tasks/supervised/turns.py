@@ -82,21 +82,14 @@ def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Se
         if not after.startswith(before):
             opening = before.removeprefix(_render(tokenizer, [*prompt, *turns[:index]], opened=False))
             raise UnusableError("template", _otherwise_opened(opening))
-        said = _until_end(tokenizer, after[len(before) :], turn, end)
+        said = after[len(before) :]
+        marker = end if end is not None and end in said else end_marker(tokenizer, said)
+        if marker:
+            said = said[: said.index(marker) + len(marker)]
         _check_complete(turn, said)
         parts += [(before[len(written) :], False), (said, True)]
         written = before + said
     return parts
-
-
-def _until_end(tokenizer: PreTrainedTokenizerBase, text: str, turn: Turn, end: str | None) -> str:
-    """What the template writes for a turn, up to the token that ends it."""
-    if end is None or end not in text:
-        # A template may end a turn that others follow with another token, and may write special tokens before what is said.
-        behind = text.rpartition(str(turn.get("content") or ""))[2]
-        end = end_marker(tokenizer, behind)
-        return text if end is None else text[: len(text) - len(behind) + behind.index(end) + len(end)]
-    return text[: text.index(end) + len(end)]
 
 
 def _check_complete(turn: Turn, said: str) -> None:
@@ -117,7 +110,7 @@ def _check_complete(turn: Turn, said: str) -> None:
 def _otherwise_opened(opening: str) -> str:
     """Why a demonstration cannot follow its prompt."""
     return (
-        f"the chat template itself opens the assistant's turn with {_short(opening)}, and begins a finished turn otherwise, so the "
+        f"the chat template itself opens the turn with {_short(opening)}, and begins a finished turn otherwise, so the "
         "demonstration would not follow its prompt; use a template that writes both alike"
     )
 
