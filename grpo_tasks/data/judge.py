@@ -85,7 +85,8 @@ class Verdict:
 
     def prompts_that_begin_with(self, text: str) -> int:
         """Number of accepted rows whose first message begins with the text."""
-        return self.accepted["prompt"].list.first().struct.field("content").str.starts_with(text).sum()
+        first = pl.col("prompt").list.first().struct.field("content")
+        return self.accepted.filter(first.str.starts_with(text)).height
 
     def prompts_with(self, text: str) -> int:
         """Number of accepted rows with a message that contains the text."""

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import text_ids, turn_end
-from grpo_tasks.policy.folded_adapter import CausalLM
 from schemas.errors import ModelError
 from schemas.prompts import PLAIN
 
@@ -43,14 +42,6 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequ
     # A model that was tuned with this template ends with its token, whatever the other two name.
     ends = [tokenizer.eos_token_id, None if end is None else tokenizer.convert_tokens_to_ids(end), *_listed(generation_eos)]
     return frozenset(number for number in ends if number is not None)
-
-
-def name_end_tokens(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the model's generation config name every token that ends a turn, so that transformers' generate stops where we do."""
-    named = model.generation_config.eos_token_id
-    ends = end_token_ids(tokenizer, named)
-    if not ends <= {*_listed(named)}:
-        model.generation_config.eos_token_id = sorted(ends)
 
 
 def _listed(eos: int | Sequence[int] | None) -> list[int]:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.adapter_targets import add_adapter
+from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.last_layer import predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
@@ -279,6 +280,14 @@ def save_trained(
     else:
         model.save_pretrained(str(directory), state_dict=weights)
         tokenizer.save_pretrained(str(directory))
+
+
+def name_end_tokens(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the model's generation config name every token that ends a turn, so that transformers' generate stops where we do."""
+    named = model.generation_config.eos_token_id
+    ends = end_token_ids(tokenizer, named)
+    if not ends <= {*(named if isinstance(named, list) else [named])}:
+        model.generation_config.eos_token_id = sorted(ends)
 
 
 def order_modules(file: Path) -> None:

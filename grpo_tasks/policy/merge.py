@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
-from grpo_tasks.policy.chat import Message, completion_text, end_token_ids, name_end_tokens, prompt_ids
+from grpo_tasks.policy.chat import Message, completion_text, end_token_ids, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import load_policy, load_tokenizer
+from grpo_tasks.policy.load import load_policy, load_tokenizer, name_end_tokens
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
 from schemas.results.model import GreedyAnswer, MergeFigures, MergeSpec, ModelRef

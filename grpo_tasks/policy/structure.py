@@ -68,7 +68,7 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
     reach = f"prompts and completions of up to {longest:,} tokens together"
     if has_position_table(model, limit):
         raise ConfigError(
-            f"{reach}, and the model has {limit:,} positions",
+            f"{reach}, and the model has a table of {limit:,} positions",
             place="validation.max_prompt_length, rollout.max_completion_length",
             fix=f"lower them to {limit:,} tokens together",
         )

@@ -17,8 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from grpo_tasks.content.chat import text_ids
 from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
 from grpo_tasks.policy.adapter_targets import uncovered
-from grpo_tasks.policy.chat import name_end_tokens
-from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.policy.load import load_tokenizer, name_end_tokens, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed

@@ -78,7 +78,9 @@ def run_with(place: Place, fault: Fault, number: int) -> Outcome:
     journals = place.root.glob(f"runs/{name}/train_stage/*/metrics.jsonl")
     updates = sum(len(journal.read_text().splitlines()) for journal in journals)
     process.terminate()
-    process.communicate(timeout=120)
+    # The rest of its output, so that it does not wait for a reader.
+    process.stdout.read()
+    process.wait(timeout=120)
     return Outcome(fault, said, updates)
 
 

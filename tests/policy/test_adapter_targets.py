@@ -163,7 +163,7 @@ def test_lengths_beyond_a_table_of_positions_are_refused_with_the_limit(name, tm
     CONFIGS[name].save_pretrained(tmp_path)
     spec = StructureSpec(path=str(tmp_path), lora=None, longest=128)
     assert check_structure(spec) == []
-    with pytest.raises(ConfigError, match="up to 129 tokens together, and the model has 128 positions") as caught:
+    with pytest.raises(ConfigError, match="up to 129 tokens together, and the model has a table of 128 positions") as caught:
         check_structure(spec.model_copy(update={"longest": 129}))
     assert caught.value.place == "validation.max_prompt_length, rollout.max_completion_length"
     assert "128 tokens together" in caught.value.fix
