@@ -5,8 +5,9 @@ single.py makes flows of them, which need Prefect. Here nothing imports it, so t
 
 from pathlib import Path
 
-from flows.flow_run import open_flow_run
+from flows.flow_run import open_flow_run, warn
 from flows.model_names import adapter_model, copy_model, named_model, with_local_model
+from flows.preflight import check_structure
 from flows.steps import (
     base_model,
     checked_guards,
@@ -86,6 +87,8 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
         raise ConfigError(f"no stage {stage} in this config", place="stage", fix=f"one of {known}")
     config = with_local_model(config)
     with open_flow_run(config, flow="train", fresh=fresh) as run:
+        for note in check_structure(config, hub=True):
+            warn(note)
         ref = named_model(start, config) if start else base_model(config)
         data = validated_data(run)
         return trained_stage(run, config.stage(stage), ref, data, measured_difficulty(run, ref, data))

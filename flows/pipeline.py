@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
-from flows.flow_run import FlowRun, open_flow_run
+from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
+from flows.preflight import check_structure
 from flows.steps import (
     base_model,
     checked_guards,
@@ -67,6 +68,8 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
 def train_and_evaluate(run: FlowRun) -> Trained:
     """Every step before the decision, in order."""
     config = run.config
+    for note in check_structure(config, hub=True):
+        warn(note)
     data = validated_data(run)
     guards = checked_guards(run)
     lab = probed_rewards(run, data)

@@ -3,16 +3,19 @@ are installed.
 """
 
 import importlib.util
+import json
 import os
 import re
 import tempfile
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
+from grpo_tasks.processes.entry import RESULT, SPEC
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
+from schemas.results.model import StructureNotes, StructureSpec
 
 _HUB_ID = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}")
 _RELATIVE = "paths are relative to the folder where grpo is called"
@@ -121,6 +124,49 @@ def check_model(name: str, place: str) -> None:
         raise ConfigError(f"no such folder: {path}", place=place, fix=f"{_RELATIVE}; a hub id is OWNER/NAME")
     elif not _HUB_ID.fullmatch(name):
         raise ConfigError(f"no such model: {name}", place=place, fix="name a folder, a registered model or a hub id (OWNER/NAME)")
+
+
+def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
+    """Compare the names of `target_modules` and the longest completion with the model, in a child process without its weights.
+
+    A child is started only where there is something to compare: named layers, or more tokens than config.json allows.
+
+    Args:
+        config: the configuration.
+        hub: also where config.json must be downloaded.
+
+    Returns:
+        What is worth saying, in sentences.
+
+    Raises:
+        ConfigError: a name matches no layer, or the model has too few positions.
+    """
+    model, file = config.model, Path(resolve(config.model.path)) / "config.json"
+    longest = config.interaction.longest_prompt(config.validation.max_prompt_length) + config.interaction.longest(config.rollout)
+    named = model.lora is not None and model.lora.target_modules != "all-linear"
+    if not file.is_file() and not hub:
+        return []
+    if file.is_file() and not named and longest <= _positions(file):
+        return []
+    from grpo_tasks.processes.child import prepare_child, run_module
+
+    # Its server serves later steps too, so its log must not be in a folder that goes away.
+    prepare_child()
+    spec = StructureSpec(path=model.path, revision=model.revision, lora=model.lora, longest=longest)
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(Path(folder) / SPEC)
+        run_module("grpo_tasks.policy.structure", Path(folder))
+        return StructureNotes.load(Path(folder) / RESULT).notes
+
+
+def _positions(file: Path) -> int:
+    """The most tokens that config.json speaks of; 0 where it says nothing, so that somebody looks closer."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return 0
+    text = settings.get("text_config", settings)
+    return next((int(text[name]) for name in ("max_position_embeddings", "n_positions") if isinstance(text.get(name), int)), 0)
 
 
 def check_output(config: RunConfig) -> None:

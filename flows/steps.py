@@ -8,6 +8,7 @@ from grpo_tasks.data.table import read_table
 from grpo_tasks.evaluate_model import evaluate_model
 from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard, guard_data, guard_scoring
 from grpo_tasks.evaluation.paired import deciding_metric
+from grpo_tasks.evaluation.regressions import require_endings
 from grpo_tasks.measure_difficulty import measure_difficulty
 from grpo_tasks.merge_adapter import merge_adapter
 from grpo_tasks.prepare_data import prepare_data
@@ -17,7 +18,7 @@ from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.tracking.models import Champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
-from schemas.config.evaluation import GUARD, PromotionGuard
+from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionGuard
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.run import JudgeInputs, LabInputs, RunConfig
@@ -169,10 +170,14 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         completion=config.completion,
         rollout=rollout,
         interaction=config.interaction,
-        evaluation=config.evaluation,
+        # A limit that is checked here is no reason to sample again.
+        evaluation=config.evaluation.model_copy(update={"max_truncated": EvaluationConfig().max_truncated}),
         scoring=config.scoring(),
         seed=config.seed,
     )
+    # Demonstrations can teach the end, and a conversation may run out of turns though each of them ends.
+    if label == "base" and not config.supervised_first and not config.interaction.active:
+        require_endings(report, config.evaluation, config.rollout)
     if label == "base":
         # Before any training: an error when no held-out figure can decide about promotion.
         deciding_metric(config.promotion, report)

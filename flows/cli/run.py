@@ -27,8 +27,10 @@ def run(
         command.folder = settings.resources.output_dir / settings.name
         if dry_run:
             from flows.cli.show import show_plan
+            from flows.preflight import check_structure
 
-            show_plan(out, settings)
+            notes = check_structure(settings, hub=False)
+            show_plan(out, settings, notes)
             return
         first_line(settings, "starting Prefect and MLflow")
         prepare_flow()

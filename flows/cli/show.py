@@ -34,8 +34,8 @@ out = Console()
 GIB = 2**30
 
 
-def show_plan(console: Console, config: RunConfig) -> None:
-    """Print what a run would do."""
+def show_plan(console: Console, config: RunConfig, notes: Sequence[str] = ()) -> None:
+    """Print what a run would do, and what is worth saying about its model."""
     table = Table(title=f"Plan of {config.name} (nothing was run)", title_justify="left")
     for heading in ("step", "details"):
         table.add_column(heading, overflow="fold")
@@ -61,6 +61,8 @@ def show_plan(console: Console, config: RunConfig) -> None:
     decides = config.promotion.metric or "accuracy; by the reward if the rows have no ground truths"
     table.add_row("publish_model", f"{config.registered_model}, decided by {decides}{person}")
     console.print(table)
+    for note in notes:
+        console.print(f"note: {note}")
 
 
 def describe_difficulty(config: RunConfig) -> str:

@@ -7,8 +7,8 @@ Most data sets have one shape of chat (a system message that all rows share, the
 content unchanged. Where a template provably does, the text before and after it is rendered once and joined to the whole column;
 all other chats are rendered one by one. Both ways give the same text.
 
-A prompt in TRL's standard format (schemas/prompts.py PLAIN) has no template: the tokenizer encodes it as it stands and adds the
-special tokens that it adds to any text.
+A prompt in TRL's standard format (schemas/prompts.py PLAIN) has no template: the tokenizer encodes it as it stands
+(content/chat.py text_ids).
 """
 
 import json
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import polars as pl
 import transformers
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
+from grpo_tasks.content.chat import RefusedError, rendered, surroundings, text_ids
 from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
 from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
@@ -55,11 +55,18 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str | None:
         """The text of one chat; None when the template refuses it (an unknown role, a turn out of order)."""
-        chat = [dict(message) for message in messages]
         try:
-            return str(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-        except TemplateError:
+            return rendered(self._tokenizer, messages, opened=True)
+        except RefusedError:
             return None
+
+    def refusal(self, messages: Sequence[Message]) -> str:
+        """The template's own message about a chat that it refuses; empty where it does not."""
+        try:
+            rendered(self._tokenizer, messages, opened=True)
+        except RefusedError as error:
+            return str(error)
+        return ""
 
     def render_column(self, messages: pl.Series) -> pl.Series:
         """Texts of a column of chats (schemas/tables.py MESSAGES); null where the template refuses or the chat is null."""
@@ -111,7 +118,7 @@ class TokenCounter:
     def count(self, chats: Sequence[Sequence[Message]]) -> list[int]:
         """Tokens of each chat with the opening of the assistant's turn; raises `ModelError` when the template refuses a chat.
 
-        A plain prompt has those of its text, and what the tokenizer adds to any text.
+        A plain prompt has those of its text, and what the tokenizer writes before any text.
         """
         if chats and all(_is_plain(chat) for chat in chats):
             return self._count_texts([chat[0]["content"] for chat in chats], plain=True)
@@ -189,9 +196,11 @@ class TokenCounter:
     def _count_texts(self, texts: Sequence[str], *, plain: bool = False) -> list[int]:
         counts: list[int] = []
         for start in range(0, len(texts), _BATCH):
+            batch = list(texts[start : start + _BATCH])
             # The chat template writes the special tokens itself.
-            batch = self.tokenizer(list(texts[start : start + _BATCH]), add_special_tokens=plain, return_attention_mask=False)
-            counts.extend(len(ids) for ids in batch["input_ids"])
+            bare = {"add_special_tokens": False, "return_attention_mask": False}
+            encoded = text_ids(self.tokenizer, batch) if plain else self.tokenizer(batch, **bare)["input_ids"]
+            counts.extend(len(ids) for ids in encoded)
         return counts
 
     def _upper_bounds(self, texts: pl.Series, *, plain: bool) -> pl.Series:
@@ -201,7 +210,7 @@ class TokenCounter:
         # half of the bytes that are not ASCII, hence the factor 20.
         # The prefix that all texts share is tokenised once, up to a special token: tokenizers never merge across one.
         num_bytes = texts.str.len_bytes().cast(pl.Int64)
-        extra = self.tokenizer.num_special_tokens_to_add() if plain else -self._prefix_saving(texts)
+        extra = len(surroundings(self.tokenizer)[0]) if plain else -self._prefix_saving(texts)
         bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) + extra
         # The bound is used only if it holds for a sample: the tokenizer may be of another kind.
         sample = texts.is_not_null().arg_true().head(_BOUND_SAMPLE)

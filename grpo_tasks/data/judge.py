@@ -6,7 +6,7 @@ Rows are processed in slices, so that the intermediate columns of the rules stay
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from grpo_tasks.data.checks import (
 from grpo_tasks.data.normalise import add_prompts, check_patterns, prompt_format, prompt_id_column
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import assign_splits
+from grpo_tasks.data.table import Message
 from schemas.config.data import PromptFormat
 from schemas.config.run import JudgeInputs, RunConfig
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
@@ -82,19 +83,32 @@ class Verdict:
         """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""
         return self.accepted.filter(split=name).drop("split")
 
+    def prompts_that_begin_with(self, text: str) -> int:
+        """Number of accepted rows whose first message begins with the text."""
+        first = pl.col("prompt").list.first().struct.field("content")
+        return self.accepted.filter(first.str.starts_with(text)).height
+
     def prompts_with(self, text: str) -> int:
         """Number of accepted rows with a message that contains the text."""
         contents = pl.element().struct.field("content").str.contains(text, literal=True)
         return self.accepted.select(pl.col("prompt").list.eval(contents).list.any().sum()).item()
 
 
-def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: CountTokens, markers: Sequence[str]) -> Verdict:
+def judge(
+    rows: pl.DataFrame,
+    *,
+    config: JudgeInputs | RunConfig,
+    count_tokens: CountTokens,
+    refusal: Callable[[Sequence[Message]], str],
+    markers: Sequence[str],
+) -> Verdict:
     """Apply every rule to `rows` (schemas/tables.py Raw).
 
     Args:
         rows: as read, in reading order.
         config: its data, validation and completion.tags sections, and the seed of the split.
         count_tokens: prompt lengths after the chat template.
+        refusal: the template's own message about a chat that it refuses.
         markers: the tokenizer's own special tokens.
 
     Raises:
@@ -104,7 +118,7 @@ def judge(rows: pl.DataFrame, *, config: JudgeInputs | RunConfig, count_tokens: 
     check_patterns(config.data)
     ignored = check_ignored(config.validation.ignore_rules)
     limit = config.validation.max_prompt_length
-    lengths = _Lengths(count_tokens, limit=limit, exact=rows.height <= EXACT_ROWS)
+    lengths = _Lengths(count_tokens, refusal, limit=limit, exact=rows.height <= EXACT_ROWS)
     form = prompt_format(rows, config.data)
     rules = row_rules(config.completion.tags, markers, form)
     rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
@@ -175,6 +189,7 @@ def _short_switch_interval() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Lengths:
     count_tokens: CountTokens
+    refusal: Callable[[Sequence[Message]], str]
     limit: int
     exact: bool
 
@@ -223,7 +238,7 @@ def _judge_slice(
     return _Slice(
         prepared.drop(*views, "needs_answer"),
         hashes,
-        pl.concat([structure, broken.cast(_BROKEN), _length_faults(prepared, broken, lengths.limit)]),
+        pl.concat([structure, broken.cast(_BROKEN), _length_faults(prepared, broken, lengths)]),
     )
 
 
@@ -232,19 +247,20 @@ def _structure_faults(rows: pl.DataFrame) -> pl.DataFrame:
     return faults.select("row", "rule", "value").cast(_BROKEN)
 
 
-def _length_faults(prepared: pl.DataFrame, broken: pl.DataFrame, limit: int) -> pl.DataFrame:
+def _length_faults(prepared: pl.DataFrame, broken: pl.DataFrame, lengths: _Lengths) -> pl.DataFrame:
     # For a row whose turns are out of order, a template that refuses them adds no information.
     turn_rules = ["unknown_role", "system_position", "turn_order", "last_not_user"]
     turns_in_order = prepared.join(broken.filter(pl.col("rule").is_in(turn_rules)), on="row", how="anti")
     refused = turns_in_order.filter(pl.col("prompt").is_not_null() & pl.col("prompt_tokens").is_null())
-    long = prepared.filter(pl.col("prompt_tokens") > limit)
+    reasons = [lengths.refusal(chat) for chat in refused["prompt"].to_list()]
+    long = prepared.filter(pl.col("prompt_tokens") > lengths.limit)
     return pl.concat(
         [
-            refused.select("row", rule=pl.lit("template_refused"), value="roles"),
+            refused.select("row", rule=pl.lit("template_refused"), value=pl.Series(reasons, dtype=pl.String)),
             long.select(
                 "row",
                 rule=pl.lit("prompt_too_long"),
-                value=pl.format("{} tokens, the limit is {}", "prompt_tokens", pl.lit(limit)),
+                value=pl.format("{} tokens, the limit is {}", "prompt_tokens", pl.lit(lengths.limit)),
             ),
         ]
     ).cast(_BROKEN)

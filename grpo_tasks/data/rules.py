@@ -139,7 +139,10 @@ RULES: tuple[Rule, ...] = (
         "remove the block, or use another example in the instructions",
     ),
     _required(
-        "template_refused", "prompt", "the tokenizer's chat template refuses the messages", "see the template for what it accepts"
+        "template_refused",
+        "prompt",
+        "the tokenizer's chat template refuses the messages",
+        "write them as its message says: where it knows no system role, move the instruction into the question",
     ),
     Rule(
         "prompt_too_long",

@@ -61,11 +61,13 @@ def validate_rows(
         warn: called with each warning of the report.
 
     Raises:
+        ConfigError: the chat template refuses the system prompt of the config.
         DataError: a source has no answers and needs them, or the prompts are not as configured. And after the files are written:
             too many rows are bad, too few are left, no row has a configured task, or no ground truth can be matched.
     """
     # Imports transformers, which a run that skips validation does not need.
     from grpo_tasks.data.chat_tokens import load_counter
+    from grpo_tasks.data.tokenizer_notes import check_system_prompt, tokenizer_notes
 
     began = time.perf_counter()
     check_answer_columns(origin.sources, inputs)
@@ -75,9 +77,11 @@ def validate_rows(
     markers = counter.special_tokens
     prepare(counter.tokenizer, model, rollout)
     counter.check_stops(rollout)
-    verdict = judge(table, config=inputs, count_tokens=counter.count_column, markers=markers)
+    check_system_prompt(counter.tokenizer, inputs.data.system_prompt)
+    verdict = judge(table, config=inputs, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers)
     truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
-    warnings = [*stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
+    notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
+    warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)

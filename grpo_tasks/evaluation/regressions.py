@@ -1,10 +1,12 @@
-"""Checks that a better model did not get worse in format, truncation or length.
+"""Checks that a better model did not get worse in format, truncation or length, and that a base model ends what it writes.
 
-These are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
+The former are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
 promotion's test still holds.
 """
 
-from schemas.config.evaluation import PromotionConfig
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import ModelError
 from schemas.metrics import COMPLETION_LENGTH, FORMAT_RATE, TRUNCATED_RATE
 from schemas.results.evaluation import EvalReport, Regression
 
@@ -19,6 +21,25 @@ def find_regressions(ours: EvalReport, theirs: EvalReport, promotion: PromotionC
         longest = _value(theirs, COMPLETION_LENGTH) * (1 + promotion.max_length_growth)
         checks.append(_check(COMPLETION_LENGTH, ours, theirs, limit=longest))
     return checks
+
+
+def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
+    """Stop before any training when nothing ends the completions of the base model.
+
+    Raises:
+        ModelError: a limit cut off a larger share of them than `evaluation.max_truncated`.
+    """
+    share = _value(base, TRUNCATED_RATE)
+    if share <= evaluation.max_truncated:
+        return
+    limit = rollout.max_completion_length
+    raise ModelError(
+        f"a limit cut off {share:.1%} of the base model's completions, evaluation.max_truncated allows "
+        f"{evaluation.max_truncated:.1%}: no end token and no stop string ended them",
+        place=str(base.directory / "report.md"),
+        fix=f"look at them in the report, then raise rollout.max_completion_length ({limit}), or name what ends a completion in "
+        "rollout.stop_token_ids or rollout.stop; evaluation.max_truncated: 1 is for texts without an end of their own",
+    )
 
 
 def _check(metric: str, ours: EvalReport, theirs: EvalReport, *, limit: float) -> Regression:

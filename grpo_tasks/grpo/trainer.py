@@ -21,6 +21,7 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.grpo.rounds import Collector, Round, Rounds
 from grpo_tasks.grpo.schedule import Mixture, PromptSchedule, num_updates, prompts_per_rollout
 from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
+from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rewards.totals import stage_weights
@@ -79,6 +80,8 @@ class Trainer:
         self.learner = self._learner(policies, stage)
         self.journal = Journal(directory.journal, writes=writes)
         self.events = Events(directory.events, writes=writes)
+        if note := uncovered(model, spec.model.lora):
+            self.events.report(0, "adapter_layers", note)
         self.guards = Guards(stage.guards, kl_every=self._kl_every)
         self.counters, self.meter = Counters(), GpuMeter(self.device)
         state = TrainingState(model, self.tokenizer, self.learner.optimizer, self.learner.scheduler, self.learner.scaler)

@@ -1,55 +1,27 @@
 """Chat messages to token ids, and completions back to text. The text of a completion is never tokenised again."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.tokenizer import special_tokens
+from grpo_tasks.content.chat import text_ids, turn_end
 from schemas.errors import ModelError
 from schemas.prompts import PLAIN
 
 Message = Mapping[str, str]
 
 
-class RefusedError(Exception):
-    """The chat template cannot render these messages."""
-
-
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
-    """Text of a chat by the tokenizer's template; with `opened` up to the beginning of the assistant's turn.
-
-    Raises:
-        RefusedError: the template refuses the messages.
-    """
-    try:
-        chat = [dict(message) for message in messages]
-        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False))
-    # A template is a program: what it does not expect in a message can fail in many ways.
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise RefusedError(f"the chat template refuses the messages: {error}"[:300]) from error
-
-
-def end_marker(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
-    """The special token that ends a turn in its text: the end-of-text token, or else the first one."""
-    if tokenizer.eos_token and tokenizer.eos_token in text:
-        return str(tokenizer.eos_token)
-    found = [token for token in special_tokens(tokenizer).values() if token in text]
-    return min(found, key=text.index) if found else None
-
-
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of a prompt.
 
     A chat is rendered by the tokenizer's template up to the beginning of the assistant's turn. A plain prompt is tokenised as it
-    stands, with the special tokens that the tokenizer adds to any text, such as BOS.
+    stands, and begins with the special tokens that the tokenizer writes before any text, such as BOS (content/chat.py).
 
     Raises:
         ModelError: the prompt is a chat and the tokenizer has no chat template.
     """
     if messages[0]["role"] == PLAIN:
-        return tokenizer(messages[0]["content"])["input_ids"]
+        return text_ids(tokenizer, [messages[0]["content"]])[0]
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template", place=str(tokenizer.name_or_path), fix="use an instruct model, or plain prompts"
@@ -65,8 +37,12 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None) -> frozenset[int]:
-    """Token ids that end a turn: the tokenizer's and those of the model's generation config."""
-    eos = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
-    if tokenizer.eos_token_id is not None:
-        eos.append(tokenizer.eos_token_id)
-    return frozenset(eos)
+    """Token ids that end a turn: the tokenizer's, those of the model's generation config, and the one of the chat template."""
+    end = turn_end(tokenizer)
+    # A model that was tuned with this template ends with its token, whatever the other two name.
+    ends = [tokenizer.eos_token_id, None if end is None else tokenizer.convert_tokens_to_ids(end), *_listed(generation_eos)]
+    return frozenset(number for number in ends if number is not None)
+
+
+def _listed(eos: int | Sequence[int] | None) -> list[int]:
+    return [eos] if isinstance(eos, int) else list(eos or [])

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
+from grpo_tasks.policy.adapter_targets import add_adapter
+from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.last_layer import predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
@@ -246,7 +248,7 @@ def new_policy(base: PreTrainedModel, config: ModelConfig, trained_ids: Sequence
     """
     if config.lora is None:
         return _for_training(base.float().requires_grad_(True), config)
-    return _for_training(get_peft_model(base, _peft_config(config, base, list(trained_ids))), config)
+    return _for_training(_with_adapter(config, base, list(trained_ids)), config)
 
 
 def _for_training(model: CausalLM, config: ModelConfig) -> CausalLM:
@@ -302,14 +304,23 @@ def save_trained(
         tokenizer.save_pretrained(str(directory))
 
 
+def name_end_tokens(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the model's generation config name every token that ends a turn, so that transformers' generate stops where we do."""
+    named = model.generation_config.eos_token_id
+    ends = end_token_ids(tokenizer, named)
+    if not ends <= {*(named if isinstance(named, list) else [named])}:
+        model.generation_config.eos_token_id = sorted(ends)
+
+
 def order_modules(file: Path) -> None:
     """Sort the layer names in adapter_config.json.
 
     peft writes them in the order of a set, which differs between processes, so the same adapter would have different bytes.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(config["target_modules"], list):
-        config["target_modules"].sort()
+    for name in ("target_modules", "target_parameters", "exclude_modules"):
+        if isinstance(config.get(name), list):
+            config[name].sort()
     file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -327,7 +338,7 @@ def _trained_ids(ref: ModelRef, config: ModelConfig) -> list[int]:
     return [token_id(tokenizer, token.token) for token in added_tokens(config)]
 
 
-def _peft_config(config: ModelConfig, base: PreTrainedModel, trained_ids: list[int]) -> LoraConfig:
+def _with_adapter(config: ModelConfig, base: PreTrainedModel, trained_ids: list[int]) -> PeftModel:
     lora = config.lora
     assert lora is not None
     rows = row_targets(base, trained_ids)
@@ -338,15 +349,7 @@ def _peft_config(config: ModelConfig, base: PreTrainedModel, trained_ids: list[i
             place="model.lora.target_modules",
             fix="leave it out, or remove model.added_tokens",
         )
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=lora.target_modules,
-        use_rslora=lora.use_rslora,
-        trainable_token_indices=rows,
-    )
+    return add_adapter(base, lora, rows)
 
 
 def save_for_server(model: PreTrainedModel, directory: Path, *, untie: bool) -> None:

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
 from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
-from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
+from grpo_tasks.policy.chat import Message, completion_text, end_token_ids, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import load_policy, load_tokenizer
+from grpo_tasks.policy.load import load_policy, load_tokenizer, name_end_tokens
 from grpo_tasks.policy.logprobs import completion_logprobs
 from schemas.errors import MergeError
 from schemas.results.model import GreedyAnswer, MergeFigures, MergeSpec, ModelRef
@@ -119,6 +119,7 @@ def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, ta
 
 
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
+    name_end_tokens(model, tokenizer)
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
 
@@ -129,6 +130,7 @@ def greedy_completions(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec
     prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
     # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(prompts, left=True)
+    ends = end_token_ids(tokenizer, model.generation_config.eos_token_id)
     out = model.generate(
         input_ids=ids.to(model.device),
         attention_mask=mask.long().to(model.device),
@@ -139,10 +141,11 @@ def greedy_completions(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec
         top_k=None,
         # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
         repetition_penalty=1.0,
+        eos_token_id=sorted(ends) or None,
         pad_token_id=tokenizer.pad_token_id,
     )
     # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
-    completions = [_until_end(row, tokenizer) for row in out[:, ids.shape[1] :].tolist()]
+    completions = [_until_end(row, ends | {tokenizer.pad_token_id}) for row in out[:, ids.shape[1] :].tolist()]
     batch = token_batch(prompts, completions, range(len(prompts)), device=model.device)
     return GreedyCompletions(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
 
@@ -151,8 +154,7 @@ def _chat(chat: list[dict[str, str]]) -> list[Message]:
     return list(chat)
 
 
-def _until_end(row: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:
     for index, token in enumerate(row):
         if token in ends:
             return row[: index + 1]

@@ -8,7 +8,7 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-from grpo_tasks.policy.chat import prompt_ids
+from grpo_tasks.policy.chat import end_token_ids, prompt_ids
 from grpo_tasks.policy.load import load_errors
 from schemas.prompts import PLAIN
 
@@ -45,7 +45,9 @@ class ChatSession:
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
         mode = {"do_sample": False} if settings.greedy else sampling
-        options = {**prompt, **mode, "max_new_tokens": settings.max_new_tokens, "streamer": streamer}
+        ends = sorted(end_token_ids(self._tokenizer, self._model.generation_config.eos_token_id))
+        limits = {"max_new_tokens": settings.max_new_tokens, "eos_token_id": ends or None}
+        options = {**prompt, **mode, **limits, "streamer": streamer}
         # generate() blocks until the answer is complete, so it runs beside this generator, which reads the streamer.
         worker = Thread(target=self._model.generate, kwargs=options)
         worker.start()

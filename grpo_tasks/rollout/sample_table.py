@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.chat import generation_eos
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, pick_device, save_plain
@@ -80,10 +81,7 @@ def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pa
 
 @contextmanager
 def _sampler(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequence[VllmServer]) -> Iterator[RolloutEngine]:
-    try:
-        eos = GenerationConfig.from_pretrained(resolve(spec.ref.path), revision=spec.ref.revision).eos_token_id
-    except OSError:
-        eos = None  # the model has no generation config
+    eos = generation_eos(resolve(spec.ref.path), spec.ref.revision)
     config = spec.rollout.vllm.model_copy(update={"sleep": False})
     sampler = VllmSampler(tokenizer, eos, config, servers, spec.ref.adapter)
     sampler.sync()

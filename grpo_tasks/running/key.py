@@ -37,6 +37,8 @@ from schemas.results.data import PromptTable
 from schemas.results.model import ModelRef
 
 _ROOT = Path(__file__).resolve().parent.parent
+EVERYWHERE = ("schemas", "content/chat", "content/tokenizer")
+"""Code that counts in every key: what the inputs mean, and how texts become tokens."""
 
 
 def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> str:
@@ -45,7 +47,7 @@ def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> s
     Raises:
         DamagedError: the files of a model are not the ones that its step wrote.
     """
-    parts = [step, *(f"{room}={source_digest(room)}" for room in sorted({*rooms, "schemas"}))]
+    parts = [step, *(f"{room}={source_digest(room)}" for room in sorted({*rooms, *EVERYWHERE}))]
     parts += [f"{name}={_canonical_json(value)}" for name, value in sorted(inputs.items())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -14,9 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.policy.chat import RefusedError, end_marker, prompt_ids, rendered
+from grpo_tasks.content.chat import RefusedError, end_marker, rendered, turn_end
+from grpo_tasks.policy.chat import prompt_ids
 from schemas.prompts import PLAIN
 
+_SHOWN = 80
+"""Characters of a text that an error shows."""
 Turn = Mapping[str, Any]
 """A chat message: role and content, and what else a template knows, such as tool_calls."""
 
@@ -67,22 +70,57 @@ def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], tur
 
 def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> list[tuple[str, bool]]:
     """Texts after the prompt in order, each with whether the assistant wrote it; nothing after its last turn."""
-    written = _render(tokenizer, prompt, opened=True)
+    written, end = _render(tokenizer, prompt, opened=True), turn_end(tokenizer)
     parts: list[tuple[str, bool]] = []
     for index, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
         before = _render(tokenizer, [*prompt, *turns[:index]], opened=True)
         after = _render(tokenizer, [*prompt, *turns[: index + 1]], opened=False)
-        if not before.startswith(written) or not after.startswith(before):
+        if not before.startswith(written):
             raise UnusableError("template", "the chat template writes earlier turns differently once more follow")
+        if not after.startswith(before):
+            opening = before.removeprefix(_render(tokenizer, [*prompt, *turns[:index]], opened=False))
+            raise UnusableError("template", _otherwise_opened(opening))
         said = after[len(before) :]
-        marker = end_marker(tokenizer, said)
+        marker = end if end is not None and end in said else end_marker(tokenizer, said)
         if marker:
             said = said[: said.index(marker) + len(marker)]
+        _check_complete(turn, said)
         parts += [(before[len(written) :], False), (said, True)]
         written = before + said
     return parts
+
+
+def _check_complete(turn: Turn, said: str) -> None:
+    """Refuse a turn whose text the template does not write in full; only whitespace may differ."""
+    content = str(turn.get("content") or "")
+    if _compact(content) in _compact(said):
+        return
+    thought, tag, answer = content.rpartition("</think>")
+    keeps_answer = bool(tag and thought) and _compact(answer) in _compact(said)
+    what = f"what stands before {tag}" if keeps_answer else "a part"
+    raise UnusableError(
+        "cut_by_template",
+        f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that "
+        "keeps them, for example by rollout.chat_template_kwargs, or demonstrations without them",
+    )
+
+
+def _otherwise_opened(opening: str) -> str:
+    """Why a demonstration cannot follow its prompt."""
+    return (
+        f"the chat template itself opens the turn with {_short(opening)}, and begins a finished turn otherwise, so the "
+        "demonstration would not follow its prompt; use a template that writes both alike"
+    )
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…")
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Turn], *, opened: bool) -> str:

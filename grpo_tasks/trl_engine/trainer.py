@@ -14,8 +14,10 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from grpo_tasks.content.chat import text_ids
 from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
-from grpo_tasks.policy.load import load_tokenizer, pick_device, trainable_policy
+from grpo_tasks.policy.adapter_targets import uncovered
+from grpo_tasks.policy.load import load_tokenizer, name_end_tokens, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed
@@ -42,6 +44,8 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     rows = read_prompts(spec.train)
     seed = completion_seed(spec.seed, spec.stage.name)
     model = trainable_policy(spec.start, spec.model, device=device, seed=seed, token_seed=spec.seed)
+    # TRL reads there what ends a completion.
+    name_end_tokens(model, tokenizer)
     last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
     journal, events = Journal(directory.journal), Events(directory.events)
     trainer = _SuiteTrainer(
@@ -53,6 +57,8 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     )
     trainer.suite, trainer.rows = suite, rows
     trainer.add_callback(_Recorder(trainer, directory, spec, journal, events))
+    if note := uncovered(model, spec.model.lora):
+        events.report(0, "adapter_layers", note)
     off = kl_guard_off(spec.stage, measurable=False)
     if off is not None:
         events.report(0, "guard_off", off)
@@ -76,6 +82,12 @@ class _SuiteTrainer(GRPOTrainer):
     rows: list[PromptRow]
     scored: tuple[Scores, list[PromptRow], list[list[int]], list[str]]
     """The last rollout."""
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        if isinstance(prompts[0], str):
+            # TRL takes BOS twice where the text has one, and an EOS that the tokenizer writes behind any text.
+            return text_ids(self.processing_class, prompts), None, {}
+        return super()._tokenize_prompts(prompts)
 
     def _calculate_rewards(
         self,
@@ -129,8 +141,8 @@ class _Recorder(TrainerCallback):
     def _table(self, step: int) -> pl.DataFrame:
         scores, rows, ids, texts = self.trainer.scored
         limit, size = self.spec.rollout.max_completion_length, self.spec.stage.num_generations
-        # TRL keeps no finish reason; a completion of full length that does not end in EOS was cut off.
-        ends = {self.trainer.processing_class.eos_token_id}
+        # TRL keeps no finish reason; a completion of full length that does not end in an end token was cut off.
+        ends = self.trainer.eos_token_ids
         return pl.DataFrame(
             {
                 "stage": [self.spec.stage.name] * len(rows),

@@ -36,6 +36,7 @@ class EvaluationConfig(Section):
             "greedy",
             "stages",
             "confidence",
+            "max_truncated",
             "rewards",
             "evaluators",
         ),
@@ -55,6 +56,10 @@ class EvaluationConfig(Section):
     """Also evaluate after each stage, not only the base and the merged model."""
     confidence: float = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
+    max_truncated: Fraction = 0.95
+    """Largest share of the base model's completions that a limit may cut off. Above it the run stops before any training, because
+    nothing seems to end a completion. 1: it never stops, for texts without an end of their own. Neither does it where the first
+    stage trains on demonstrations, which can teach the end, nor for conversations with tools or an environment."""
     rewards: list[Name] | None = None
     """Reward functions whose weighted sum and single means are measured on the held-out completions. Empty: those of the last
     stage. []: none. Adaptive weights count as configured."""

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from schemas.config.model import ModelConfig
+from schemas.config.model import LoraConfig, ModelConfig
 from schemas.metrics import REWARD
 from schemas.results.base import Result, StepResult
 
@@ -86,6 +86,23 @@ class StageResult(StepResult):
         """How the stage ended, and the reward at its end."""
         reward = f", reward {self.metrics[REWARD]:.3f}" if REWARD in self.metrics else ""
         return f"{self.stage}: {self.steps} updates, stopped by {self.stopped}{reward}"
+
+
+class StructureSpec(Result):
+    """What a model is compared with before it is loaded. A check writes it as spec.json."""
+
+    path: str
+    revision: str | None = None
+    lora: LoraConfig | None
+    """The adapter that it is to get; None: none."""
+    longest: int
+    """Tokens of the longest prompt with the longest completion."""
+
+
+class StructureNotes(Result):
+    """What the check found that is worth saying."""
+
+    notes: list[str]
 
 
 PROOF_TOKENS = 64

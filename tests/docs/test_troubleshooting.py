@@ -24,8 +24,8 @@ def literals():
     return [re.sub(r"\s+", " ", text) for text in found]
 
 
-def test_there_are_twenty_messages():
-    assert len(HEADINGS) == len(set(HEADINGS)) == 20
+def test_there_are_twenty_messages_and_more_each_once():
+    assert len(HEADINGS) == len(set(HEADINGS)) >= 20
 
 
 @pytest.mark.parametrize("heading", HEADINGS)

@@ -54,6 +54,7 @@ def test_help_dry_run_and_a_refused_config_run_nothing(place):
         ("rollout.temperature=0", "greater than 0"),
         ("stages.0.delta=1.1", "must be above 1 + epsilon"),
         ("stages.1.name=format", "taken"),
+        ("model.lora.target_modules=[q_proj, gate_projj]", "gate_projj: no layer of the model has this name"),
     ],
 )
 def test_an_impossible_setting_is_refused_with_its_field(here, override, says):

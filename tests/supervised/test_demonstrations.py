@@ -1,11 +1,13 @@
 """Rows without a usable demonstration: each is counted and named with its line."""
 
+import copy
 import json
 
 import pytest
 
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.supervised.demonstrations import REFUSED, read_demonstrations
+from grpo_tasks.supervised.turns import encode_turns
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
 from tests.grpo.conftest import journal
@@ -99,3 +101,72 @@ def test_a_column_of_complete_conversations_may_repeat_the_prompt(sums, tokenize
 
     sums.rewrite(whole)
     assert read(sums, tokenizer, column="solution").tokens == wanted
+
+
+STRIPS = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Leaves the reasoning out of a finished turn."""
+OPENS = STRIPS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+"""Opens the reasoning of a new turn itself, as DeepSeek-R1's does."""
+SPACES = STRIPS.replace("m.content.split('</think>')[-1]", "m.content.replace('</think>', '\n</think>\n\n') | trim")
+"""Writes every word, with other whitespace, as Qwen3's does."""
+CHANNELS = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}<|im_start|>final<|im_start|>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+"""Writes special tokens between the opening of a turn and what is said, as gpt-oss' does."""
+TURNS = [
+    {"role": "assistant", "content": "<think>I add 15 and 27.</think>It is 42."},
+    {"role": "user", "content": "And 1 + 1?"},
+    {"role": "assistant", "content": "<think>Easily.</think>It is 2."},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (STRIPS, "leaves out what stands before </think>: of 40 characters it writes 'It is 42.<|im_end|>'"),
+        (STRIPS.replace("m.content.split('</think>')[-1]", "m.content[:20]"), "leaves out a part"),
+        (OPENS, "itself opens the turn with '<|im_start|>assistant\\n<think>\\n'"),
+        (STRIPS.replace("{%- for", "{{ messages[3].x.y }}{%- for"), "refuses the messages: list object has no element 3"),
+    ],
+)
+def test_a_template_that_cuts_a_demonstration_is_named_and_nothing_of_it_is_trained(sums, tokenizer, template, says):
+    sums.rewrite(lambda *_: {"solution": TURNS[0]["content"]})
+    cutting = copy.deepcopy(tokenizer)
+    cutting.chat_template = template
+    found = read(sums, cutting, column="solution")
+    assert found.tokens == []
+    assert {refusal.detail for refusal in found.refused} == {found.refused[0].detail}
+    assert says in found.refused[0].detail
+
+
+def test_demonstrations_that_such_a_template_does_not_cut_are_kept(sums, tokenizer):
+    sums.rewrite(lambda number, _: {"solution": TURNS[0]["content"] if number % 2 else "It is 42."})
+    cutting = copy.deepcopy(tokenizer)
+    cutting.chat_template = STRIPS
+    found = read(sums, cutting, column="solution")
+    assert [len(found.tokens), len(found.refused)] == [15, 15]
+    assert "cut_by_template 15" in found.summary()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("template", [SPACES, CHANNELS])
+def test_a_template_that_writes_all_is_trained_on_to_the_end_of_each_turn(tokenizer, template, named):
+    writing = copy.deepcopy(tokenizer)
+    writing.chat_template = template
+    if not named:
+        writing.eos_token = "<|endoftext|>"
+        writing.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}, replace_extra_special_tokens=False)
+    prompt = [{"role": "user", "content": "What is 15 + 27?"}]
+    made = encode_turns(writing, prompt, TURNS)
+    whole = writing.apply_chat_template([*prompt, *TURNS], tokenize=False).rstrip("\n")
+    assert writing.decode(made.prompt + made.token_ids) == whole
+    said = writing.decode([token for token, mine in zip(made.token_ids, made.trained, strict=True) if mine])
+    for turn in (TURNS[0], TURNS[2]):
+        assert "".join(turn["content"].split()) + "<|im_end|>" in "".join(said.split())
+    assert said.count("<|im_end|>") == 2
+    assert "1 + 1" not in said

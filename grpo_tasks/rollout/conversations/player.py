@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.chat import QUESTION, RefusedError, rendered
 from grpo_tasks.environments.offered import open_environments, with_tools
-from grpo_tasks.policy.chat import RefusedError, rendered
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.play import Player
 from schemas.config.completion import CompletionConfig
@@ -68,9 +68,8 @@ def opened_reasoning(tokenizer: PreTrainedTokenizerBase, tags: Sequence[str]) ->
     """
     if not tokenizer.chat_template:
         return None
-    chat = [{"role": "user", "content": "Hi"}]
     try:
-        whole, before = (rendered(tokenizer, chat, opened=opened) for opened in (True, False))
+        whole, before = (rendered(tokenizer, [QUESTION], opened=opened) for opened in (True, False))
     except RefusedError:
         return None
     # Only what the template adds for the turn: a system prompt may speak of the tags.

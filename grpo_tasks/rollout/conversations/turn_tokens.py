@@ -13,15 +13,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.chat import PLACEHOLDER, RefusedError, rendered, turn_end
 from grpo_tasks.content.tokenizer import special_tokens
 from grpo_tasks.environments.calls import END_MARKS
-from grpo_tasks.policy.chat import RefusedError, end_marker, rendered
 from grpo_tasks.rollout.conversations.record import Message
 from schemas.errors import ModelError
 
-PLACEHOLDER = "\ufdd0\ufdd1"
-"""Unicode reserves these code points for use inside a program. They are taken out of every message."""
 _STAND_IN, _FIRST = "\ufdd2", 0xE000
+"""As PLACEHOLDER, taken out of every message."""
 
 
 class TurnTokens:
@@ -40,8 +39,7 @@ class TurnTokens:
         self._special_ids = frozenset(special)
         # The longest first: a marker may begin with another one.
         self._markers = sorted(special.values(), key=len, reverse=True)
-        alone = self._render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER}], opened=False)
-        self._end = end_marker(tokenizer, alone.rpartition(PLACEHOLDER)[2]) or ""
+        self._end = turn_end(tokenizer) or ""
         # The limit of its length may cut a turn behind any other special token, such as the opening of a turn.
         ends = {*END_MARKS, self._end, tokenizer.eos_token}
         self._end_ids = frozenset(number for number, marker in special.items() if marker in ends)

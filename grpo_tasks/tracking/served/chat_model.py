@@ -95,8 +95,18 @@ class _Answers:
             # The template writes special tokens such as BOS itself.
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if isinstance(prompt, str):
-            return list(self._tokenizer(prompt)["input_ids"])
+            return self._text_ids(prompt)
         raise _refused('a request has `messages`, a list of {"role": ..., "content": ...}, or `prompt`, a text')
+
+    def _text_ids(self, text: str) -> list[int]:
+        """As content/chat.py text_ids, which this file cannot import: BOS once, and nothing behind the text."""
+        bare, ids = (list(self._tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
+        before = ids[: next(at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)]
+        tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokens[:1] == before[:1]:
+            return tokens
+        brought = next((count for count in range(len(before), 0, -1) if tokens[:count] == before[-count:]), 0)
+        return before[: len(before) - brought] + tokens
 
     @torch.no_grad()
     def _complete(self, ids: list[int], settings: Mapping[str, Any]) -> tuple[str, str, int]:

@@ -1,0 +1,117 @@
+"""What a run does about a tokenizer or chat template that is not as most are, said once: in the log and in the validation report.
+
+BOS and EOS around plain prompts, the token that ends a turn, a turn that the template does not open. Where nothing can be done,
+the sentence says what the user can do.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_tasks.content.chat import QUESTION, RefusedError, answered, generation_eos, rendered, surroundings, turn_end
+from grpo_tasks.data.judge import Verdict
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import ConfigError
+from schemas.paths import resolve
+
+
+def check_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+    """Refuse a system prompt that the chat template does not take, instead of every row that it would stand in.
+
+    Raises:
+        ConfigError: with the template's own message.
+    """
+    if system_prompt is None or not tokenizer.chat_template:
+        return
+    try:
+        rendered(tokenizer, [QUESTION], opened=True)
+    except RefusedError:
+        return  # Whatever this template wants, it is not about the system prompt.
+    try:
+        rendered(tokenizer, [{"role": "system", "content": system_prompt}, QUESTION], opened=True)
+    except RefusedError as error:
+        raise ConfigError(
+            f"{error}",
+            place="data.system_prompt",
+            fix="remove data.system_prompt and write it into the question: data.question: 'INSTRUCTION {question}'",
+        ) from error
+
+
+def tokenizer_notes(
+    tokenizer: PreTrainedTokenizerBase, verdict: Verdict, model: ModelConfig, rollout: RolloutConfig
+) -> list[str]:
+    """The sentences about the tokenizer of a run.
+
+    Args:
+        tokenizer: prepared with the settings of the run.
+        verdict: the accepted rows.
+        model: names the generation config.
+        rollout: what else ends a completion.
+    """
+    plain = verdict.format == "standard"
+    notes = _added_to_texts(tokenizer, verdict) if plain else [*_without_bos(tokenizer), *_unopened(tokenizer)]
+    return [*notes, *_ends(tokenizer, model, rollout, plain=plain)]
+
+
+def _added_to_texts(tokenizer: PreTrainedTokenizerBase, verdict: Verdict) -> list[str]:
+    before, behind = (tokenizer.decode(ids) for ids in surroundings(tokenizer))
+    notes = []
+    twice = verdict.prompts_that_begin_with(before) if before else 0
+    if twice:
+        notes.append(f"{twice:,} prompts begin with {before}, which the tokenizer writes before any text: they have it once")
+    if behind:
+        notes.append(
+            f"the tokenizer writes {behind} behind any text; prompts have none: a model that has read it begins another text"
+        )
+    return notes
+
+
+def _without_bos(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    before, _ = surroundings(tokenizer)
+    around = answered(tokenizer)
+    if not before or around is None:
+        return []
+    first = tokenizer(around[0], add_special_tokens=False)["input_ids"][: len(before)]
+    if first == before:
+        return []
+    return [
+        f"the tokenizer begins a text with {tokenizer.decode(before)}, the chat template does not: chats go without it, as "
+        "transformers' apply_chat_template encodes them"
+    ]
+
+
+def _unopened(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Where the template writes an opening before the assistant's words, and writes none when it is asked for one."""
+    around = answered(tokenizer)
+    if around is None:
+        return []
+    opened, ended = (rendered(tokenizer, [QUESTION], opened=opened) for opened in (True, False))
+    missing = around[0].removeprefix(ended)
+    if opened != ended or not missing.strip():
+        return []
+    return [
+        f"the chat template has no generation prompt: a prompt ends before {missing.strip()!r}, which the model has to write "
+        "itself; fix: add {% if add_generation_prompt %} to the template"
+    ]
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, rollout: RolloutConfig, *, plain: bool) -> list[str]:
+    eos = generation_eos(resolve(model.path), model.revision)
+    named = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    end = turn_end(tokenizer)
+    if end is not None and tokenizer.convert_tokens_to_ids(end) not in named:
+        return [
+            f"the chat template ends a turn with {end}, which is neither the tokenizer's EOS nor in the generation config: it "
+            "ends completions here, and the merged model's generation config names it"
+        ]
+    if rollout.stop or rollout.stop_token_ids or end is not None:
+        return []
+    fix = "fix: rollout.stop or rollout.stop_token_ids"
+    if not named:
+        return [f"nothing ends a completion but its length: there is no EOS token, and no template that ends a turn; {fix}"]
+    around = answered(tokenizer)
+    if plain or around is None:
+        return []
+    return [
+        f"the chat template ends a turn with {around[1]!r} and no end token: completions end at {tokenizer.eos_token or named}, "
+        f"which this template never writes; {fix}"
+    ]

@@ -1,0 +1,92 @@
+"""`python -m grpo_tasks.policy.structure DIRECTORY`: what a base model takes, known from its config alone.
+
+    StructureSpec -> spec.json -> config.json of the model -> the model on the meta device, without weights -> StructureNotes
+
+Names that `target_modules` cannot mean, and prompts with completions beyond the positions that the model has, are found here in a
+second, instead of in the first update.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from grpo_tasks.policy.adapter_targets import add_adapter, uncovered
+from grpo_tasks.processes.entry import RESULT, SPEC, run_child
+from schemas.errors import ConfigError
+from schemas.paths import resolve
+from schemas.results.model import StructureNotes, StructureSpec
+
+OFFSET = 8
+"""Rows that a table of positions may have beyond max_position_embeddings; OPT's has 2."""
+
+
+def check_structure(spec: StructureSpec) -> list[str]:
+    """What to say about the model; empty where there is nothing.
+
+    Raises:
+        ConfigError: the adapter or the lengths do not fit the model.
+    """
+    model = empty_model(spec.path, spec.revision)
+    if model is None:
+        return []
+    positions = check_positions(model, spec.longest)
+    layers = "" if spec.lora is None else uncovered(add_adapter(model, spec.lora), spec.lora)
+    return [note for note in (positions, layers) if note]
+
+
+def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
+    """The model on the meta device; None where its class cannot be built so, which says nothing about the model."""
+    try:
+        config = AutoConfig.from_pretrained(resolve(path), revision=revision)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except Exception:  # some classes compute with values of their weights while they are built
+        return None
+    return model
+
+
+def check_positions(model: PreTrainedModel, longest: int) -> str:
+    """Compare the longest prompt and completion with the positions of the model.
+
+    Args:
+        model: with or without weights.
+        longest: tokens of the longest prompt with the longest completion.
+
+    Returns:
+        A warning where the model computes positions that it was not trained on; empty where all fit.
+
+    Raises:
+        ConfigError: the model has a table of positions, and it is shorter.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or longest <= limit:
+        return ""
+    reach = f"prompts and completions of up to {longest:,} tokens together"
+    if has_position_table(model, limit):
+        raise ConfigError(
+            f"{reach}, and the model has a table of {limit:,} positions",
+            place="validation.max_prompt_length, rollout.max_completion_length",
+            fix=f"lower them to {limit:,} tokens together",
+        )
+    return f"{reach}, and the model was made for {limit:,} (max_position_embeddings): beyond them its answers may be worse"
+
+
+def has_position_table(model: PreTrainedModel, limit: int) -> bool:
+    """True if the model looks positions up in a table, learned (GPT-2, OPT) or computed once (GPT-J); rotary ones have none."""
+    tokens = model.get_input_embeddings()
+    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    computed = [len(buffer) for name, buffer in model.named_buffers() if "pos" in name and buffer.ndim == 2]
+    return any(limit <= rows <= limit + OFFSET for rows in [*learned, *computed])
+
+
+def main(directory: Path) -> None:
+    """Check what the spec names and write the notes."""
+    StructureNotes(notes=check_structure(StructureSpec.load(directory / SPEC))).save(directory / RESULT)
+
+
+if __name__ == "__main__":
+    run_child(main)
