@@ -207,8 +207,8 @@ def decide(
         return decided(False, obstacle, obstacle)
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]
-    if better and worse:
-        return decided(False, f"{reason}; but {'; '.join(str(check) for check in worse)}")
+    if worse:
+        return decided(False, f"{reason}; {'but ' if better else ''}{'; '.join(str(check) for check in worse)}")
     return decided(better, reason)
 
 
