@@ -11,7 +11,7 @@ from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.data import DataReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, percent
 
 
 @step(rooms=("policy", "attention", "data", "environments"), retries=1, device=True)
@@ -58,8 +58,8 @@ def _markdown(proof: MergeProof) -> str:
         ],
         ["identical greedy tokens", f"{proof.base_greedy_agreement:.1%}", f"{proof.greedy_agreement:.1%}"],
     ]
-    tried = [[one.dtype, f"{one.kept_weights:.1%}", one.reason] for one in proof.refused]
-    tried.append([proof.dtype, f"{proof.kept_weights:.1%}", f"taken: it keeps {proof.kept:.1%} of what the policy changed"])
+    tried = [[one.dtype, percent(one.kept_weights), one.reason] for one in proof.refused]
+    tried.append([proof.dtype, percent(proof.kept_weights), f"taken: it keeps {percent(proof.kept)} of what the policy changed"])
     sections = [
         "# Merge",
         f"Saved in {proof.choice()}.",

@@ -30,7 +30,7 @@ from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer
 from schemas.errors import MergeError
-from schemas.results.model import GreedyAnswer, MergedDtype, MergeFigures, MergeSpec, ModelRef, RefusedPrecision
+from schemas.results.model import GreedyAnswer, MergedDtype, MergeFigures, MergeSpec, ModelRef, RefusedPrecision, percent
 
 MERGE_TOLERANCE = 2e-3
 """Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
@@ -40,7 +40,7 @@ PRECISIONS: tuple[MergedDtype, ...] = ("bfloat16", "float16", "float32")
 """What `merged_dtype: auto` tries, in this order."""
 FLOAT16_LARGEST = 65504.0
 """Largest number of float16. A weight or an activation beyond it becomes infinite."""
-HEADROOM = 4.0
+HEADROOM = 2.0
 """How many times as large activations may become as those of the proof's texts."""
 
 RECORDED_ANSWERS = 4
@@ -58,7 +58,7 @@ class _Evidence:
     record: Record
     base: Distance
     """How far the base is from the policy: what training changed."""
-    shares: Mapping[str, Shares]
+    shares: Mapping[MergedDtype, Shares]
     """What each precision keeps of the change of the weights."""
     merge_difference: float
 
@@ -141,7 +141,7 @@ def _unfit(dtype: MergedDtype, evidence: _Evidence) -> RefusedPrecision | None:
     if dtype == "float16" and not largest <= FLOAT16_LARGEST:
         reason = f"layers reach values of {evidence.record.largest:.3g}, and float16 ends at {FLOAT16_LARGEST:.0f}"
     elif not share >= KEPT:
-        reason = f"it keeps {share:.1%} of the change of the weights"
+        reason = f"it keeps {percent(share)} of the change of the weights"
     else:
         return None
     return RefusedPrecision(dtype=dtype, kept_weights=share, reason=reason)
@@ -179,12 +179,12 @@ def _compared(
         wrong = _differing(norms, _norms(reloaded))
         if wrong:
             raise MergeError(
-                f"the saved model differs from base + adapter by {found.mean:.2g} nats per token on average; its files hold other "
-                f"weights than the merged model: {wrong}",
+                f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
                 place=str(target),
                 fix="run the same command again; if the error stays, the disk or a library damages the files",
             )
-        reason = far if not close else f"it keeps {share:.1%} of what the policy changed"
+        lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
+        reason = far if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
     prompts = [text.prompt for text in evidence.record.texts if text.greedy]
     answers = complete(reloaded, tokenizer, prompts[:RECORDED_ANSWERS], spec.max_new_tokens, greedy=True)
@@ -215,10 +215,12 @@ def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[Refuse
     [*_, last] = refused
     asked = spec.model.merged_dtype
     said = "; ".join(f"{one.dtype}: {one.reason}" for one in refused)
-    others = [f"{name} {evidence.shares[name].total:.1%}" for name in PRECISIONS if name not in {one.dtype for one in refused}]
+    others = [
+        f"{name} {percent(evidence.shares[name].total)}" for name in PRECISIONS if name not in {one.dtype for one in refused}
+    ]
     would = f"; of the change of the weights, others would keep: {', '.join(others)}" if others else ""
     return MergeError(
-        f"merged and rounded, the model is no longer what was trained ({said}; limit {KEPT:.0%}). Least is left in "
+        f"merged and rounded, the model is no longer what was trained ({said}; limit {percent(KEPT)}). Least is left in "
         f"{_least_kept(evidence.shares[last.dtype])}{would}",
         place="model.merged_dtype" if asked != "auto" else str(spec.ref.adapter or spec.ref.path),
         fix="check that the adapter belongs to this base model" if asked == "auto" else "model.merged_dtype: auto",
@@ -227,7 +229,7 @@ def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[Refuse
 
 def _least_kept(shares: Shares) -> str:
     worst = sorted(shares.each.items(), key=lambda item: item[1])[:_NAMED]
-    return ", ".join(f"{name} ({share:.1%})" for name, share in worst) or "no weight, for none was changed"
+    return ", ".join(f"{name} ({percent(share)})" for name, share in worst) or "no weight, for none was changed"
 
 
 def _differing(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:

@@ -347,6 +347,8 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             model_id=made.model_id,
             path=Path(proof.model.path),
             sha256=proof.sha256,
+            adapter=proof.policy.adapter,
+            adapter_sha256=proof.policy.sha256,
             requirements=pinned(packages, _REQUIREMENTS),
             settings=default_settings(run.config),
             example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],

@@ -115,6 +115,11 @@ class GreedyAnswer(Result):
     """Without special tokens; at most as long as the proof's completions."""
 
 
+def percent(share: float) -> str:
+    """Rounded down, so that 99.96 % is not called all of it."""
+    return f"{math.floor(share * 1000) / 10:g} %"
+
+
 MergedDtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -169,13 +174,8 @@ class MergeFigures(Result):
 
     def choice(self) -> str:
         """The precision, what it keeps, and why no shorter one was taken."""
-        learned = f"keeps {_percent(self.kept)} of what training changed" if self.base_kl > 0 else "training changed nothing"
+        learned = f"keeps {percent(self.kept)} of what training changed" if self.base_kl > 0 else "training changed nothing"
         return "; ".join([f"{self.dtype}: {learned}", *(f"not {one.dtype}: {one.reason}" for one in self.refused)])
-
-
-def _percent(share: float) -> str:
-    """Rounded down, so that 99.96 % is not called all of it."""
-    return f"{math.floor(share * 1000) / 10:g} %"
 
 
 class MergeProof(StepResult, MergeFigures):
