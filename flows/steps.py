@@ -42,9 +42,7 @@ def validated_data(run: FlowRun) -> DataReport:
     config = run.config
     rows = prepare_data(run, config.data)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
-    return validate_data(
-        run, rows, inputs, model=_unmerged_model(config.model), rollout=config.rollout, interaction=config.interaction
-    )
+    return validate_data(run, rows, inputs, model=config.model.unmerged(), rollout=config.rollout, interaction=config.interaction)
 
 
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
@@ -65,7 +63,7 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
         run,
         data,
         inputs,
-        model=_unmerged_model(config.model),
+        model=config.model.unmerged(),
         rollout=config.rollout,
         interaction=config.interaction,
         seed=config.seed,
@@ -116,13 +114,7 @@ def _sampled_model(model: ModelConfig, start: ModelRef) -> ModelConfig:
     # A server needs the rank of an adapter.
     lora = neutral.lora if start.adapter is None and model.lora is not None else model.lora
     update = {"gradient_checkpointing": neutral.gradient_checkpointing, "lora": lora}
-    return _unmerged_model(model).model_copy(update=update)
-
-
-def _unmerged_model(model: ModelConfig) -> ModelConfig:
-    """The settings of the model without those of the merge: whoever merges in another precision need not train again."""
-    neutral = ModelConfig()
-    return model.model_copy(update={name: getattr(neutral, name) for name in ("merged_dtype", "merged_system_prompt")})
+    return model.unmerged().model_copy(update=update)
 
 
 def trained_stage(
@@ -146,7 +138,7 @@ def trained_stage(
         start,
         data,
         None if stage.kind == "sft" else difficulty,
-        model=_unmerged_model(config.model),
+        model=config.model.unmerged(),
         completion=config.completion,
         rewards=config.rewards,
         rollout=config.rollout,
@@ -179,7 +171,7 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         label,
         ref,
         data,
-        model=_unmerged_model(config.model),
+        model=config.model.unmerged(),
         completion=config.completion,
         rollout=rollout,
         interaction=config.interaction,
@@ -216,7 +208,7 @@ def checked_guards(run: FlowRun) -> list[GuardData]:
         inputs = JudgeInputs(
             data=guard_data(config, guard), validation=validation, completion=config.completion, seed=config.seed
         )
-        found.append(check_guard(run, guard.name, inputs, model=_unmerged_model(config.model), rollout=config.rollout))
+        found.append(check_guard(run, guard.name, inputs, model=config.model.unmerged(), rollout=config.rollout))
     return found
 
 
@@ -233,7 +225,7 @@ def _guard_evaluation(run: FlowRun, guard: PromotionGuard, label: str, ref: Mode
         f"{GUARD}{guard.name}-{label}",
         ref,
         data,
-        model=_unmerged_model(config.model),
+        model=config.model.unmerged(),
         completion=config.completion,
         rollout=config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine}),
         # An environment begins with rows of its own kind, which the prompts of a guard are not.

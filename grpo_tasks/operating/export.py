@@ -81,8 +81,9 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
         made.replace(into)
     return (
         f"{links[-1].version}: {into}, rank {rank}, adapters stacked: {len(adapters)}\n"
-        f"{proof.prompts} held-out prompts: base + adapter has {percent(proof.kept)} of what training changed. From the policy it "
-        f"is {proof.stack.mean:.2g} nats per token, the merged model {proof.merged.mean:.2g}, the base {proof.base.mean:.2g}\n"
+        f"{proof.prompts} held-out prompts: base + adapter has {percent(proof.kept)} of what training changed\n"
+        f"nats per token from the policy: base + adapter {proof.stack.mean:.2g}, merged model {proof.merged.mean:.2g}, "
+        f"base {proof.base.mean:.2g}\n"
         f"vllm serve {resolve(base.path)} --enable-lora --max-lora-rank {vllm_rank(rank)} "
         f"--lora-modules {links[-1].lineage.name}={into}"
     )

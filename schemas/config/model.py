@@ -91,6 +91,11 @@ class ModelConfig(Section):
     """Tokens that the tokenizer gets in addition to its own: strings, or {token: <search>, special: true}. Their embeddings start
     near the mean of the others and are trained, with an adapter as well. The merged model is published with them."""
 
+    def unmerged(self) -> Self:
+        """These settings without those of the merge: to merge in another precision is no reason to train or evaluate again."""
+        neutral = type(self)()
+        return self.model_copy(update={name: getattr(neutral, name) for name in ("merged_dtype", "merged_system_prompt")})
+
     @model_validator(mode="after")
     def _check_added_tokens(self) -> Self:
         texts = [given if isinstance(given, str) else given.token for given in self.added_tokens]
