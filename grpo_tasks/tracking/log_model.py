@@ -67,7 +67,7 @@ def log_model(spec: LogSpec) -> None:
     store = open_store(spec.tracking)
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     if spec.adapter is not None and spec.adapter_sha256 is not None:
-        require_proved(folder_sha256(spec.adapter), spec.adapter_sha256, spec.adapter)
+        require_proved(folder_sha256(spec.adapter), spec.adapter_sha256, spec.adapter, what="adapter")
     try:
         with store.as_default():
             # Model.log calls `save_model` of its flavor, with an MLmodel that already names run and model id.
@@ -151,11 +151,11 @@ def pinned(packages: dict[str, str], names: Sequence[str]) -> list[str]:
     return [f"{name}=={re.split('[+]', packages[name])[0]}" for name in names if name in packages]
 
 
-def require_proved(sha256: str, proved: str, folder: Path) -> None:
+def require_proved(sha256: str, proved: str, folder: Path, *, what: str = "merged model") -> None:
     """Raise `DamagedError` unless a folder's SHA-256 is the one that the merge proof covers."""
     if sha256 != proved:
         raise DamagedError(
-            "the files differ from those that the merge proof covers (other SHA-256)",
+            f"the {what} differs from the one that the merge proof covers (other SHA-256)",
             place=str(folder),
             fix="run the same command again: the merge runs again; nothing was published",
         )

@@ -117,7 +117,7 @@ class GreedyAnswer(Result):
 
 def percent(share: float) -> str:
     """Rounded down, so that 99.96 % is not called all of it."""
-    return f"{math.floor(share * 1000) / 10:g} %"
+    return f"{math.floor(max(0.0, share) * 1000) / 10:g} %"
 
 
 MergedDtype = Literal["bfloat16", "float16", "float32"]

@@ -1,4 +1,4 @@
-"""What each precision keeps of a training, and what `merged_dtype: auto` takes: ten runs, from one small update to fifty large ones.
+"""What each precision keeps of a training, and what `merged_dtype: auto` takes, after ten trainings.
 
     python -m tests.benchmarks.merging                    the demo's model in bfloat16 (about four minutes on one core)
     python -m tests.benchmarks.merging CONFIG.yaml        the model and the data of a config; `--only 1e-4x3` for one run
