@@ -17,9 +17,10 @@ from pathlib import Path
 from flows.preflight import REGISTERED, check_model, check_working_directory
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
+from grpo_tasks.content.precision import rounds
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ModelError
+from schemas.errors import ConfigError, ModelError
 from schemas.paths import EMBEDDED, is_local, resolve
 from schemas.results.model import ModelRef
 
@@ -139,13 +140,39 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_local_model(config: RunConfig) -> RunConfig:
-    """The config with `model.path` set to the downloaded folder of the registered model that it names, if it names one."""
+    """The config with `model.path` set to the downloaded folder of the registered model that it names, if it names one.
+
+    Raises:
+        ConfigError: the model was published in a precision that model.dtype would round.
+    """
     # Here too, because a download is the first thing that a flow may write.
     check_working_directory()
-    found = registered_model(config.model.path, config.tracking, config.resources.output_dir / "models")
+    name = config.model.path
+    found = registered_model(name, config.tracking, config.resources.output_dir / "models")
+    _refuse_rounding(config, Path(found.path if found is not None else resolve(name)), registered=found is not None)
     if found is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": found.path, "revision": None})})
+
+
+def _refuse_rounding(config: RunConfig, folder: Path, *, registered: bool) -> None:
+    """Refuse to start from a published model in a shorter precision than it needs: what it learned would be rounded away."""
+    saved = rounds(config.model.dtype, folder)
+    if saved is None:
+        return
+    if not registered:
+        # Imported here: it takes seconds, and hardly any model is saved in a longer precision than it is used in.
+        from grpo_tasks.tracking.models import ORIGIN
+
+        # Of a model from elsewhere nobody knows whether the precision of its files matters; a downloaded one has this file.
+        registered = (folder / ORIGIN).is_file()
+    if registered:
+        raise ConfigError(
+            f"{config.model.path} was published in {saved}, because a shorter precision would lose what it learned; with "
+            f"model.dtype: {config.model.dtype} a run would start from another model",
+            place="model.dtype",
+            fix=f"model.dtype: {saved}",
+        )
 
 
 def with_pinned_model(config: RunConfig) -> RunConfig:

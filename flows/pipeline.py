@@ -82,7 +82,8 @@ def train_and_evaluate(run: FlowRun) -> Trained:
     for stage in config.stages:
         stages.append(trained_stage(run, stage, model, data, difficulty))
         model = stages[-1].model
-        if config.evaluation.stages:
+        # The last one always: the merged model is held against it.
+        if config.evaluation.stages or stage is config.stages[-1]:
             evaluations.append(evaluation_of(run, stage.name, model, data))
     merged = merged_model(run, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
@@ -98,11 +99,13 @@ def _published_again(asked: Asked) -> PipelineResult:
 
 def _published(run: FlowRun, asked: Asked) -> PipelineResult:
     config, trained = run.config, asked.trained
-    base, final = trained.evaluations[0], trained.evaluations[-1]
+    base, *_, policy, final = trained.evaluations
     assert trained.lab is not None, "the pipeline has probed its rewards"
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     guards = guard_checks(run, final, rivals[-1], trained.guards)
-    publication = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=config.promotion, guards=guards)
+    publication = publish_model(
+        run, trained.merged, final, rivals, policy=policy, champion=champion, promotion=config.promotion, guards=guards
+    )
     tag_version(publication.model_name, publication.model_version, asked.tags, run.tracked.store)
     report = write_report(
         run,

@@ -107,9 +107,10 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
         with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
             data, guards = validated_data(run), checked_guards(run)
             base = evaluation_of(run, "base", base_model(config), data)
+            policy = evaluation_of(run, "adapter", ref, data)
             merged = merged_model(run, ref, data)
             final = evaluation_of(run, "merged", merged.model, data)
-            trained = Trained(data=data, merged=merged, evaluations=[base, final], guards=guards)
+            trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
             asked = Asked(config=config, run_key=run.tracked.key, trained=trained)
             made = _published(run, asked)
     else:
@@ -126,10 +127,11 @@ def _published_again(asked: Asked) -> Publication:
 
 def _published(run: FlowRun, asked: Asked) -> Publication:
     trained = asked.trained
-    base, final = trained.evaluations
+    base, policy, final = trained.evaluations
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     checks = guard_checks(run, final, rivals[-1], trained.guards)
-    made = publish_model(run, trained.merged, final, rivals, champion=champion, promotion=run.config.promotion, guards=checks)
+    promotion = run.config.promotion
+    made = publish_model(run, trained.merged, final, rivals, policy=policy, champion=champion, promotion=promotion, guards=checks)
     run.show_links(made)
     run.announce(made, champion)
     return made

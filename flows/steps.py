@@ -43,7 +43,7 @@ def validated_data(run: FlowRun) -> DataReport:
     config = run.config
     rows = prepare_data(run, config.data)
     inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
-    return validate_data(run, rows, inputs, model=config.model, rollout=config.rollout, interaction=config.interaction)
+    return validate_data(run, rows, inputs, model=config.model.unmerged(), rollout=config.rollout, interaction=config.interaction)
 
 
 def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
@@ -61,7 +61,13 @@ def probed_rewards(run: FlowRun, data: DataReport) -> LabReport:
         tasks=tasks,
     )
     return probe_rewards(
-        run, data, inputs, model=config.model, rollout=config.rollout, interaction=config.interaction, seed=config.seed
+        run,
+        data,
+        inputs,
+        model=config.model.unmerged(),
+        rollout=config.rollout,
+        interaction=config.interaction,
+        seed=config.seed,
     )
 
 
@@ -108,8 +114,8 @@ def _sampled_model(model: ModelConfig, start: ModelRef) -> ModelConfig:
     neutral = ModelConfig()
     # A server needs the rank of an adapter.
     lora = neutral.lora if start.adapter is None and model.lora is not None else model.lora
-    names = ("gradient_checkpointing", "merged_dtype", "merged_system_prompt")
-    return model.model_copy(update={name: getattr(neutral, name) for name in names} | {"lora": lora})
+    update = {"gradient_checkpointing": neutral.gradient_checkpointing, "lora": lora}
+    return model.unmerged().model_copy(update=update)
 
 
 def trained_stage(
@@ -133,7 +139,7 @@ def trained_stage(
         start,
         data,
         None if stage.kind == "sft" else difficulty,
-        model=config.model,
+        model=config.model.unmerged(),
         completion=config.completion,
         rewards=config.rewards,
         rollout=config.rollout,
@@ -166,7 +172,7 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
         label,
         ref,
         data,
-        model=config.model,
+        model=config.model.unmerged(),
         completion=config.completion,
         rollout=rollout,
         interaction=config.interaction,
@@ -207,7 +213,7 @@ def checked_guards(run: FlowRun) -> list[GuardData]:
         inputs = JudgeInputs(
             data=guard_data(config, guard), validation=validation, completion=config.completion, seed=config.seed
         )
-        found.append(check_guard(run, guard.name, inputs, model=config.model, rollout=config.rollout))
+        found.append(check_guard(run, guard.name, inputs, model=config.model.unmerged(), rollout=config.rollout))
     return found
 
 
@@ -224,7 +230,7 @@ def _guard_evaluation(run: FlowRun, guard: PromotionGuard, label: str, ref: Mode
         f"{GUARD}{guard.name}-{label}",
         ref,
         data,
-        model=config.model,
+        model=config.model.unmerged(),
         completion=config.completion,
         rollout=config.rollout.model_copy(update={"engine": config.evaluation.engine or config.rollout.engine}),
         # An environment begins with rows of its own kind, which the prompts of a guard are not.

@@ -11,7 +11,7 @@ from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.data import DataReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, percent
 
 
 @step(rooms=("policy", "attention", "data", "environments"), retries=1, device=True)
@@ -25,7 +25,8 @@ def merge_adapter(
     interaction: InteractionConfig,
     system_prompt: str | None,
 ) -> MergeProof:
-    """Merge in float32, save, reload and compare. A merged model that differs raises an error and is never published."""
+    """Merge in float32, save, reload and compare. A merged model that keeps too little of what training changed raises an error
+    and is never published."""
     if interaction.active:
         # Imports transformers, which this process does without otherwise.
         from grpo_tasks.data.chat_tokens import load_counter
@@ -49,15 +50,24 @@ def merge_adapter(
 
 def _markdown(proof: MergeProof) -> str:
     rows = [
-        ["held-out prompts", str(proof.prompts)],
-        ["largest difference of a token's log-probability, merged in float32", f"{proof.merge_difference:.2g} nats"],
+        ["KL divergence, nats per token", f"{proof.base_kl:.3g}", f"{proof.merged_kl:.3g}"],
         [
-            "mean difference per token, saved and reloaded",
-            f"{proof.mean_logprob_difference:.2g} nats (limit {proof.tolerance})",
+            f"difference of a token's log-probability, nats (limit {proof.tolerance:g})",
+            f"{proof.base_logprob_difference:.2g}",
+            f"{proof.mean_logprob_difference:.2g}",
         ],
-        ["identical greedy tokens", f"{proof.greedy_agreement:.1%}"],
-        ["size", f"{proof.size_bytes / 2**20:.1f} MiB"],
-        ["SHA-256", code(proof.sha256)],
+        ["identical greedy tokens", f"{proof.base_greedy_agreement:.1%}", f"{proof.greedy_agreement:.1%}"],
     ]
-    intro = "The merged model is compared with base + adapter on greedy completions of held-out prompts."
-    return f"# Merge\n\n{intro}\n\n" + table(["proof", "value"], rows, right=["value"]) + "\n"
+    tried = [[one.dtype, percent(one.kept_weights), one.reason] for one in proof.refused]
+    tried.append([proof.dtype, percent(proof.kept_weights), f"taken: it keeps {percent(proof.kept)} of what the policy changed"])
+    sections = [
+        "# Merge",
+        f"Saved in {proof.choice()}.",
+        f"Base and merged model are compared with base + adapter, on a likeliest and a sampled completion of {proof.prompts} "
+        "held-out prompts.",
+        table(["distance from base + adapter", "base", "merged model"], rows, right=["base", "merged model"]),
+        table(["precision", "change of the weights kept", "result"], tried, right=["change of the weights kept"]),
+        f"Before rounding, a token's log-probability differs by at most {proof.merge_difference:.2g} nats. Size "
+        f"{proof.size_bytes / 2**20:.1f} MiB, SHA-256 {code(proof.sha256)}.",
+    ]
+    return "\n\n".join(sections) + "\n"

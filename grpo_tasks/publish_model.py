@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.paired import compare, deciding_metric
-from grpo_tasks.evaluation.regressions import find_regressions
+from grpo_tasks.evaluation.regressions import find_merge_loss, find_regressions
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.running.step import Work, step
@@ -31,18 +31,19 @@ def publish_model(
     final: EvalReport,
     rivals: Sequence[EvalReport],
     *,
+    policy: EvalReport,
     champion: Champion | None,
     promotion: PromotionConfig,
     guards: Sequence[GuardCheck] = (),
 ) -> Publication:
-    """Register the version (once for the same bytes), test it against `rivals`, and decide about the alias."""
+    """Register the version (once for the same bytes), test it against `rivals` and `policy`, and decide about the alias."""
     began = time.perf_counter()
     prepare_publishing()
     metric = deciding_metric(promotion, final)
     tests = [compare(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
-    regressions = find_regressions(final, standard, promotion)
+    regressions = [*find_regressions(final, standard, promotion), find_merge_loss(final, policy, metric)]
     # `publish` reads the current champion and then moves the alias. The lock keeps another run from moving it in between.
     with work.run.tracked.store.lock(publish_lock(name), who=f"the run {work.run.config.name}"):
         decision = publish(
@@ -104,7 +105,7 @@ def _markdown(
             f"{check.metric} against {check.against}",
             f"{check.ours:.4g}",
             f"{check.theirs:.4g}",
-            f"{check.limit:.4g}",
+            f"{check.limit:.4g}" if check.p_value is None else f"p = {check.p_value:.2g}",
             _yes(check.passed),
         ]
         for check in regressions

@@ -48,7 +48,9 @@ def show_plan(console: Console, config: RunConfig, notes: Sequence[str] = ()) ->
     table.add_row("evaluate_model", f"base: {config.model.path}")
     for stage in config.stages:
         table.add_row(f"train_stage {stage.name}", describe_stage(stage))
-    table.add_row("merge_adapter", f"saved as {config.model.merged_dtype}")
+    asked = config.model.merged_dtype
+    precision = "the shortest precision that keeps 95 % of what training changed" if asked == "auto" else asked
+    table.add_row("merge_adapter", f"saved in {precision}")
     prompts = config.evaluation.max_prompts or "all"
     table.add_row("evaluate_model", f"{config.evaluation.num_samples} samples for each of {prompts} prompts")
     for guard in config.promotion.guards:
@@ -169,9 +171,12 @@ def show_stage(console: Console, config: str, result: StageResult) -> None:
 def show_merge(console: Console, proof: MergeProof) -> None:
     """Print where the merged model is, and how it compares with base + adapter."""
     console.print(f"merged model: {proof.model.path}", soft_wrap=True)
+    console.print(f"saved in {proof.choice()}", soft_wrap=True, highlight=False)
     console.print(
-        f"differs from base + adapter by {proof.merge_difference:.2g} nats (float32), "
-        f"{proof.mean_logprob_difference:.2g} on average after saving; {proof.greedy_agreement:.1%} of greedy tokens agree"
+        f"from base + adapter: {proof.mean_logprob_difference:.2g} nats per token (base {proof.base_logprob_difference:.2g}); "
+        f"{proof.greedy_agreement:.1%} of greedy tokens agree (base {proof.base_greedy_agreement:.1%})",
+        soft_wrap=True,
+        highlight=False,
     )
 
 

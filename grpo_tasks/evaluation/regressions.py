@@ -1,9 +1,11 @@
-"""Checks that a better model did not get worse in format, truncation or length, and that a base model ends what it writes.
+"""Checks that a better model did not get worse in format, truncation or length, that the merge lost nothing, and that a base
+model ends what it writes.
 
-The former are fixed limits and not tests of significance. They can only prevent a promotion, so the significance level of the
-promotion's test still holds.
+The first are fixed limits and not tests of significance. All but the last can only prevent a promotion, so the significance level
+of the promotion's test still holds.
 """
 
+from grpo_tasks.evaluation.paired import compare
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ModelError
@@ -39,6 +41,31 @@ def require_endings(base: EvalReport, evaluation: EvaluationConfig, rollout: Rol
         place=str(base.directory / "report.md"),
         fix=f"look at them in the report, then raise rollout.max_completion_length ({limit}), or name what ends a completion in "
         "rollout.stop_token_ids or rollout.stop; evaluation.max_truncated: 1 is for texts without an end of their own",
+    )
+
+
+def find_merge_loss(merged: EvalReport, policy: EvalReport, metric: str) -> Regression:
+    """Whether the merged model is worse than base + adapter on the same prompts with the same seeds, beyond the interval.
+
+    The merge proof compares distributions at a few positions; this compares what is reported, on all prompts. A paired test asks
+    whether base + adapter is better, at the level of one side of the evaluation's interval (0.025 at a confidence of 0.95). This
+    is the largest share of correct merges that it stops. In fact it stops fewer: most completions of the two are the same.
+
+    Args:
+        merged: evaluation of the merged model.
+        policy: evaluation of the last stage, by base + adapter.
+        metric: the metric that decides about the promotion.
+    """
+    test = compare(policy, merged, metric=metric, alpha=(1.0 - merged.confidence) / 2)
+    theirs = _value(policy, metric)
+    return Regression(
+        metric=metric,
+        against=policy.label,
+        ours=_value(merged, metric),
+        theirs=theirs,
+        limit=theirs,
+        passed=not test.better,
+        p_value=test.p_value,
     )
 
 

@@ -183,7 +183,7 @@ def train_stage(
         key="",
         stage=settings.model_copy(update={"rewards": names}),
         seed=config.seed,
-        model=config.model,
+        model=config.model.unmerged(),
         start=start,
         completion=config.completion,
         rewards=section,

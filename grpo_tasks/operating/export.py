@@ -1,7 +1,7 @@
 """A registered model as one adapter of its original base (`grpo export`).
 
     version -> its base was a version too -> ... -> original base        every adapter downloaded and verified
-    adapters -> one stack in DIR.part -> compared with the merged model -> DIR
+    adapters -> one stack in DIR.part -> compared with the policy that was trained last -> DIR
 
 The stages of one run train one adapter, each from where the stage before ended. A run that starts from a registered model trains
 a new one on the merged weights, so such a chain has several.
@@ -25,7 +25,7 @@ from schemas.config.operations import TrackingConfig
 from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ModelError
 from schemas.paths import resolve
-from schemas.results.model import ModelRef
+from schemas.results.model import ModelRef, percent
 from schemas.results.publication import Lineage
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -50,11 +50,11 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
     """Write the adapter to the new folder `into`, whole or not at all.
 
     Returns:
-        What is there now, how well it agrees with the merged model, and how vLLM serves it.
+        What is there now, how much of what training changed it has, and how vLLM serves it.
 
     Raises:
         ModelError: there is no such version, a version was not trained by low-rank matrices alone, or `into` holds files.
-        MergeError: base + adapter differs from the merged model.
+        MergeError: base + adapter has less than 95 % of what training changed.
         TrackingError: the store cannot be reached.
     """
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
@@ -62,7 +62,7 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
     links = chain_of(reference, tracking)
     with _scratch(into) as scratch:
         adapters = [download_adapter(link.version, tracking, scratch / "adapters") for link in links]
-        merged = fetch_version(find_version(links[-1].version, tracking), tracking, scratch / "merged")
+        merged = _fetched(links[-1], tracking, scratch / "merged")
         held_out = fetch_held_out(links[-1].lineage.run_id, tracking, scratch)
         if held_out is None:
             raise ModelError(f"the run of {links[-1].version} has no held-out prompts to compare on", place=reference)
@@ -71,7 +71,9 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
         base, made = ModelRef(path=links[0].model.path, revision=links[0].model.revision), scratch / "adapter"
         rank = stack_adapters(adapters, base, made)
         prompts = read_chats(held_out, limit=PROOF_PROMPTS)
-        proof = prove_stack(made, base, merged, prompts, dtype=_coarsest(links), merges=len(links))
+        start = base if len(links) == 1 else ModelRef(path=str(_fetched(links[-2], tracking, scratch / "start")))
+        policy = start.model_copy(update={"adapter": adapters[-1]})
+        proof = prove_stack(made, base, policy, merged, prompts)
         if (merged / CHAT_TEMPLATE).is_file():
             shutil.copy(merged / CHAT_TEMPLATE, made)
         if into.exists():
@@ -79,8 +81,9 @@ def export_adapter(reference: str, into: Path, tracking: TrackingConfig) -> str:
         made.replace(into)
     return (
         f"{links[-1].version}: {into}, rank {rank}, adapters stacked: {len(adapters)}\n"
-        f"{proof.prompts} held-out prompts: base + adapter differs from the merged model by {proof.mean_difference:.2g} nats per "
-        f"token (limit {proof.tolerance:.2g}), the base alone by {proof.base_difference:.2g}\n"
+        f"{proof.prompts} held-out prompts: base + adapter has {percent(proof.kept)} of what training changed\n"
+        f"nats per token from the policy: base + adapter {proof.stack.mean:.2g}, merged model {proof.merged.mean:.2g}, "
+        f"base {proof.base.mean:.2g}\n"
         f"vllm serve {resolve(base.path)} --enable-lora --max-lora-rank {vllm_rank(rank)} "
         f"--lora-modules {links[-1].lineage.name}={into}"
     )
@@ -134,9 +137,8 @@ def _parent(path: str, tracking: TrackingConfig) -> str:
     return reference if (version.run_id or "").startswith(found["run"]) else ""
 
 
-def _coarsest(links: list[Link]) -> str:
-    order = ("float32", "float16", "bfloat16")
-    return max((link.model.merged_dtype for link in links), key=order.index)
+def _fetched(link: Link, tracking: TrackingConfig, folder: Path) -> Path:
+    return fetch_version(find_version(link.version, tracking), tracking, folder)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_tasks.content.precision import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
 from grpo_tasks.policy.adapter_targets import add_adapter
 from grpo_tasks.policy.chat import end_token_ids
@@ -121,6 +122,16 @@ def adds_tokens(ref: ModelRef, config: ModelConfig) -> bool:
     return bool(config.added_tokens) and ref.path == config.path
 
 
+def loading_dtype(ref: ModelRef, config: ModelConfig) -> str:
+    """The precision that base weights are loaded in: model.dtype.
+
+    What a stage trained in full, a merged model and the champion hold what was learned in their weights. Where model.dtype would
+    round it away they are loaded as they were saved.
+    """
+    learned = ref.sha256 is not None and ref.adapter is None
+    return (rounds(config.dtype, Path(resolve(ref.path))) if learned else None) or config.dtype
+
+
 def load_base(
     ref: ModelRef,
     config: ModelConfig,
@@ -136,7 +147,7 @@ def load_base(
         ref: names the weights; its adapter is ignored.
         config: precision, attention and quantization.
         device: where the model is placed.
-        dtype: overrides the config's dtype.
+        dtype: overrides `loading_dtype`.
         quantize: apply the config's quantization.
         token_seed: of the initial embeddings of added tokens; the seed of the run. An adapter brings its own, so it has no
             influence on base + adapter.
@@ -148,7 +159,7 @@ def load_base(
         AutoModelForCausalLM.from_pretrained,
         resolve(ref.path),
         revision=ref.revision,
-        dtype=getattr(torch, dtype or config.dtype),
+        dtype=getattr(torch, dtype or loading_dtype(ref, config)),
         use_safetensors=True,
         **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
     )

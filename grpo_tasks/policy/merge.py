@@ -1,108 +1,262 @@
-"""Merge base and adapter into one model, and prove that it is the same policy.
+"""Merge base and adapter into one model, and prove that what was learned is what is saved.
 
-    base + adapter --merge in float32--> merged --round to the saved dtype--> files --reload--> compare
+    base + adapter --merge in float32--> merged --round to a precision--> files --reload--> compare
+          |                                          ^                                        |
+          |                                          +---- the next precision <---- keeps less than 95 %
+          +---- the base: how much did training change?                                       |
+                                                                                         keeps 95 %: done
 
-The proof samples greedy completions from base + adapter and compares the log-probabilities of their tokens: first with the merged
-model in float32, then with the model reloaded from its files. So errors of the arithmetic, of tied embeddings or of the files are
-found before anybody downloads the model.
+The proof compares at every position of the policy's completions of held-out prompts (change.py): first the merged model in
+float32, then the model reloaded from its files. So errors of the arithmetic, of tied embeddings or of the files are found before
+anybody downloads the model, and so is a change that is too small for the precision. bfloat16 keeps 8 bits of a weight, float16
+11, float32 24: a short or careful training changes weights by less than the last bit of the first two.
 """
 
 import gc
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
 from peft import PeftModel
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
-from grpo_tasks.policy.batch import TokenBatch, pad, token_batch
-from grpo_tasks.policy.chat import Message, completion_text, end_token_ids, prompt_ids
+from grpo_tasks.policy.change import KEPT, Distance, Record, Shares, changes, complete, distance, kept, record, weight_shares
+from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import load_policy, load_tokenizer, name_end_tokens
-from grpo_tasks.policy.logprobs import completion_logprobs
+from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, name_end_tokens
 from schemas.errors import MergeError
-from schemas.results.model import GreedyAnswer, MergeFigures, MergeSpec, ModelRef
+from schemas.results.model import GreedyAnswer, MergedDtype, MergeFigures, MergeSpec, ModelRef, RefusedPrecision, percent
 
 MERGE_TOLERANCE = 2e-3
 """Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
 MEAN_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest allowed mean difference (nats per token) after rounding to the saved dtype (24, 8 and 11 bits of significand)."""
+PRECISIONS: tuple[MergedDtype, ...] = ("bfloat16", "float16", "float32")
+"""What `merged_dtype: auto` tries, in this order."""
+FLOAT16_LARGEST = 65504.0
+"""Largest number of float16. A weight or an activation beyond it becomes infinite."""
+HEADROOM = 2.0
+"""How many times as large activations may become as those of the proof's texts."""
 
 RECORDED_ANSWERS = 4
 """Prompts whose greedy answers are recorded. A published model must repeat them."""
+_NAMED = 3
+"""Weights that a message names."""
+_SAME_NORM = 1e-5
+"""Relative difference of two norms of the same weights, by the order of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyCompletions:
-    """Greedy completions of base + adapter, and their log-probabilities."""
+class _Evidence:
+    """What is known about a policy before anything is saved."""
 
-    ids: list[list[int]]
-    logps: Float[Tensor, "N T"]
-    batch: TokenBatch
+    record: Record
+    base: Distance
+    """How far the base is from the policy: what training changed."""
+    shares: Mapping[MergedDtype, Shares]
+    """What each precision keeps of the change of the weights."""
+    merge_difference: float
 
 
 def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFigures:
     """Merge, save to `directory`/model, reload and compare; returns the figures of the proof.
 
     Raises:
-        MergeError: the merged or the reloaded model differs from base + adapter.
+        MergeError: the merged or the reloaded model differs from base + adapter, or the precision that the config names keeps too
+            little of what training changed.
     """
     tokenizer = load_tokenizer(spec.ref, spec.model, spec.chat_template_kwargs)
-    policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
-    before = greedy_completions(policy, tokenizer, spec)
-    merged = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
-    merge_difference = logprob_difference(merged, before).max().item()
-    if not merge_difference <= MERGE_TOLERANCE:
-        raise MergeError(
-            f"the merged model and base + adapter differ by {merge_difference:.2g} nats in a token's log-probability, "
-            f"the limit is {MERGE_TOLERANCE}",
-            place=str(spec.ref.adapter),
-            fix="check that the adapter belongs to this base model",
-        )
+    evidence, merged = _measured_merge(spec, tokenizer, device)
     if spec.system_prompt is not None:
         set_system_prompt(tokenizer, spec.system_prompt)
-    target = directory / "model"
-    _save(merged, tokenizer, target, dtype=spec.model.merged_dtype)
-    # Two copies of the weights in float32 would be the largest need for memory of a whole run.
-    del policy, merged
-    gc.collect()  # modules refer to each other in cycles
-    return _compare_reloaded(spec, target, before, merge_difference=merge_difference, device=device)
+    target, refused = directory / "model", list[RefusedPrecision]()
+    asked = spec.model.merged_dtype
+    for dtype in PRECISIONS if asked == "auto" else (asked,):
+        reason = _unfit(dtype, evidence)
+        if reason is None:
+            model = merged if merged is not None else _merged(load_policy(spec.ref, spec.model, device=device, dtype="float32"))
+            merged = None
+            shutil.rmtree(target, ignore_errors=True)
+            norms = _save(model, tokenizer, target, dtype=dtype)
+            # Two copies of the weights in float32 would be the largest need for memory of a whole run.
+            del model
+            gc.collect()  # modules refer to each other in cycles
+            found = _compared(spec, target, evidence, norms, dtype=dtype, device=device)
+            if isinstance(found, MergeFigures):
+                return found.model_copy(update={"refused": refused})
+            reason = found
+        refused.append(reason)
+    shutil.rmtree(target, ignore_errors=True)
+    raise _no_precision(spec, evidence, refused)
 
 
-def _compare_reloaded(
-    spec: MergeSpec, target: Path, before: GreedyCompletions, *, merge_difference: float, device: torch.device
-) -> MergeFigures:
+def _measured_merge(
+    spec: MergeSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[_Evidence, CausalLM | None]:
+    """The evidence, and the policy merged in float32."""
+    policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
+    prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
+    texts = [
+        text for greedy in (True, False) for text in complete(policy, tokenizer, prompts, spec.max_new_tokens, greedy=greedy)
+    ]
+    said, dtypes = record(policy, texts), [getattr(torch, name) for name in PRECISIONS]
+    if isinstance(policy, PeftModel):
+        with policy.disable_adapter():
+            base = distance(policy, said)
+        found = weight_shares(policy, None, dtypes)
+    else:
+        # Trained in full, which took several copies of the weights in float32; two are less. In model.dtype first: so it started.
+        started = load_base(ModelRef(path=spec.model.path, revision=spec.model.revision), spec.model, device=device).float()
+        base, found = distance(started, said), weight_shares(policy, started, dtypes)
+        del started
+    expected = _expected_norms(policy)
+    merged = _merged(policy)
+    exact = distance(merged, said)
+    shares = {name: found[getattr(torch, name)] for name in PRECISIONS}
+    if not exact.max <= MERGE_TOLERANCE:
+        wrong = _differing(expected, _norms(merged)) or _least_kept(shares["float32"])
+        raise MergeError(
+            f"the merged model and base + adapter differ by {exact.max:.2g} nats in a token's log-probability, "
+            f"the limit is {MERGE_TOLERANCE}; most in {wrong}",
+            place=str(spec.ref.adapter or spec.ref.path),
+            fix="check that the adapter belongs to this base model",
+        )
+    return _Evidence(said, base, shares, exact.max), merged
+
+
+def _merged(policy: CausalLM) -> CausalLM:
+    merged: CausalLM = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
+    return merged
+
+
+def _unfit(dtype: MergedDtype, evidence: _Evidence) -> RefusedPrecision | None:
+    """Why a precision cannot hold the policy, by its weights and activations alone; None when they allow it."""
+    share = evidence.shares[dtype].total
+    largest = evidence.record.largest * HEADROOM
+    if dtype == "float16" and not largest <= FLOAT16_LARGEST:
+        reason = f"layers reach values of {evidence.record.largest:.3g}, and float16 ends at {FLOAT16_LARGEST:.0f}"
+    elif not share >= KEPT:
+        reason = f"it keeps {percent(share)} of the change of the weights"
+    else:
+        return None
+    return RefusedPrecision(dtype=dtype, kept_weights=share, reason=reason)
+
+
+def _compared(
+    spec: MergeSpec,
+    target: Path,
+    evidence: _Evidence,
+    norms: Mapping[str, float],
+    *,
+    dtype: MergedDtype,
+    device: torch.device,
+) -> MergeFigures | RefusedPrecision:
+    """The figures of the saved model, or why its precision is refused.
+
+    Args:
+        spec: the merge.
+        target: folder of the saved model.
+        evidence: what is known about the policy.
+        norms: norm of each weight as it was saved.
+        dtype: the precision.
+        device: where the model is placed.
+    """
     tokenizer = load_tokenizer(ModelRef(path=str(target)))
     _check_system_prompt(tokenizer, spec, target)
     reloaded = load_policy(ModelRef(path=str(target)), spec.model, device=device, dtype="float32")
-    difference = logprob_difference(reloaded, before)
-    tolerance = MEAN_TOLERANCE[spec.model.merged_dtype]
-    if not difference.mean().item() <= tolerance:
-        raise MergeError(
-            f"the saved model differs from base + adapter by {difference.mean().item():.2g} nats per token on average, "
-            f"rounding to {spec.model.merged_dtype} explains at most {tolerance}",
-            place=str(target),
-            fix="model.merged_dtype: float32",
-        )
-    after = greedy_completions(reloaded, tokenizer, spec)
+    found, tolerance = distance(reloaded, evidence.record), MEAN_TOLERANCE[dtype]
+    share, weights = kept(found, evidence.base), evidence.shares[dtype].total
+    close = found.mean <= tolerance
+    # float32 is the end of the line, and its arithmetic alone is a large part of a change of a few millionths of a nat.
+    enough = share >= KEPT or (dtype == "float32" and close)
+    if not (close and enough):
+        far = f"it differs from base + adapter by {found.mean:.2g} nats per token on average (limit {tolerance:g})"
+        wrong = _differing(norms, _norms(reloaded))
+        if wrong:
+            raise MergeError(
+                f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
+                place=str(target),
+                fix="run the same command again; if the error stays, the disk or a library damages the files",
+            )
+        lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
+        reason = far if not close else lost
+        return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
+    prompts = [text.prompt for text in evidence.record.texts if text.greedy]
+    answers = complete(reloaded, tokenizer, prompts[:RECORDED_ANSWERS], spec.max_new_tokens, greedy=True)
     return MergeFigures(
         sha256=folder_sha256(target),
+        dtype=dtype,
         prompts=len(spec.prompts),
-        merge_difference=merge_difference,
-        max_logprob_difference=difference.max().item(),
-        mean_logprob_difference=difference.mean().item(),
+        kept=share,
+        kept_weights=weights,
+        base_kl=evidence.base.kl,
+        merged_kl=found.kl,
+        merge_difference=evidence.merge_difference,
+        max_logprob_difference=found.max,
+        mean_logprob_difference=found.mean,
+        base_logprob_difference=evidence.base.mean,
         tolerance=tolerance,
-        greedy_agreement=_agreement(before.ids, after.ids),
+        greedy_agreement=found.agreement,
+        base_greedy_agreement=evidence.base.agreement,
         size_bytes=sum(path.stat().st_size for path in target.iterdir()),
         answers=[
-            GreedyAnswer(messages=chat, text=completion_text(tokenizer, ids))
-            for chat, ids in zip(spec.prompts[:RECORDED_ANSWERS], after.ids, strict=False)
+            GreedyAnswer(messages=chat, text=completion_text(tokenizer, answer.completion))
+            for chat, answer in zip(spec.prompts, answers, strict=False)
         ],
     )
+
+
+def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
+    [*_, last] = refused
+    asked = spec.model.merged_dtype
+    said = "; ".join(f"{one.dtype}: {one.reason}" for one in refused)
+    others = [
+        f"{name} {percent(evidence.shares[name].total)}" for name in PRECISIONS if name not in {one.dtype for one in refused}
+    ]
+    would = f"; of the change of the weights, others would keep: {', '.join(others)}" if others else ""
+    return MergeError(
+        f"merged and rounded, the model is no longer what was trained ({said}; limit {percent(KEPT)}). Least is left in "
+        f"{_least_kept(evidence.shares[last.dtype])}{would}",
+        place="model.merged_dtype" if asked != "auto" else str(spec.ref.adapter or spec.ref.path),
+        fix="check that the adapter belongs to this base model" if asked == "auto" else "model.merged_dtype: auto",
+    )
+
+
+def _least_kept(shares: Shares) -> str:
+    worst = sorted(shares.each.items(), key=lambda item: item[1])[:_NAMED]
+    return ", ".join(f"{name} ({percent(share)})" for name, share in worst) or "no weight, for none was changed"
+
+
+def _differing(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+    """The weights of `ours` whose norm is another one in `theirs`, those that differ most first; empty when there are none."""
+    by_size = {name: abs(theirs.get(name, 0.0) - norm) / max(norm, 1e-12) for name, norm in ours.items()}
+    worst = sorted((name for name in by_size if not by_size[name] <= _SAME_NORM), key=lambda name: -by_size[name])
+    named = [
+        f"{name} (norm {theirs[name]:.4g} instead of {ours[name]:.4g})" if name in theirs else f"{name} (missing)"
+        for name in worst
+    ]
+    return ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
+
+
+def _expected_norms(policy: CausalLM) -> dict[str, float]:
+    """Norm of each adapted weight as it must be after the merge; empty for a model that was trained in full."""
+    if not isinstance(policy, PeftModel):
+        return {}
+    return {name: _norm(weight + change) for name, weight, change in changes(policy, None) if name.endswith(".weight")}
+
+
+def _norms(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """Norm of each weight after rounding to a precision. Tied weights have both names, as in their files."""
+    return {name: _norm(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def _norm(weight: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).item()
 
 
 def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
@@ -118,63 +272,14 @@ def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, ta
             )
 
 
-def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> None:
+def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, float]:
+    """Write the model in a precision; the norm of each weight as it must be in the files."""
+    norms = _norms(model, getattr(torch, dtype))
     name_end_tokens(model, tokenizer)
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
-
-
-@torch.no_grad()
-def greedy_completions(model: CausalLM, tokenizer: PreTrainedTokenizerBase, spec: MergeSpec) -> GreedyCompletions:
-    """Greedy completions of a spec's prompts, with the log-probabilities of their tokens."""
-    prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
-    # [N, S], padded on the left: generate() continues every row at the last column.
-    ids, mask = pad(prompts, left=True)
-    ends = end_token_ids(tokenizer, model.generation_config.eos_token_id)
-    out = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.long().to(model.device),
-        max_new_tokens=spec.max_new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
-        repetition_penalty=1.0,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
-    completions = [_until_end(row, ends | {tokenizer.pad_token_id}) for row in out[:, ids.shape[1] :].tolist()]
-    batch = token_batch(prompts, completions, range(len(prompts)), device=model.device)
-    return GreedyCompletions(completions, completion_logprobs(model, batch, temperature=1.0, layout="plain").logps, batch)
+    return norms
 
 
 def _chat(chat: list[dict[str, str]]) -> list[Message]:
     return list(chat)
-
-
-def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1]
-    return row
-
-
-@torch.no_grad()
-def logprob_difference(model: CausalLM, before: GreedyCompletions) -> Float[Tensor, " tokens"]:
-    """Absolute differences (nats) between a model's log-probabilities of the tokens of `before` and the recorded ones."""
-    now = completion_logprobs(model, before.batch, temperature=1.0, layout="plain")
-    return (now.logps - before.logps)[before.batch.completion_mask].abs()  # [N, T] -> [real tokens]
-
-
-def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens before the first difference: after it the two continue different texts and cannot be compared."""
-    same = total = 0
-    for one, other in zip(ours, theirs, strict=True):
-        total += max(len(one), len(other))
-        for left, right in zip(one, other, strict=False):
-            if left != right:
-                break
-            same += 1
-    return same / max(1, total)

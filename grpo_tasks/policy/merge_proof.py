@@ -25,7 +25,8 @@ def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof
         key: content key of the result.
 
     Raises:
-        MergeError: the merged or the saved model differs from base + adapter.
+        MergeError: the merged or the saved model differs from base + adapter, or the precision of the config keeps too little of
+            what training changed.
     """
     began = time.perf_counter()
     spec.save(directory / SPEC)
@@ -36,5 +37,6 @@ def merge_and_prove(spec: MergeSpec, directory: Path, *, key: str) -> MergeProof
         directory=directory,
         seconds=time.perf_counter() - began,
         model=ModelRef(path=str(directory / "model"), sha256=figures.sha256),
+        policy=spec.ref,
         **figures.model_dump(),
     )

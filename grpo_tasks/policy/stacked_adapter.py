@@ -2,8 +2,9 @@
 
     W + s1 B1 A1 + s2 B2 A2  =  W + [s1 B1, s2 B2] [A1; A2]          the rank is the sum of the ranks
 
-The scales are folded into B, so the stack has scale 1. The proof loads the stack with peft over the base and compares it with the
-merged model.
+The scales are folded into B, so the stack has scale 1. The proof loads the stack with peft over the first base and compares it
+with the policy that was trained last: the last adapter over the model that it was trained on. With several adapters the two
+differ by the rounding of the merges in between.
 """
 
 import gc
@@ -17,33 +18,36 @@ from peft.config import PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_tasks.content.precision import saved_dtype
+from grpo_tasks.policy.change import KEPT, Distance, complete, distance, kept, record
+from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_errors, load_policy, load_tokenizer, order_modules
-from grpo_tasks.policy.merge import MEAN_TOLERANCE, greedy_completions, logprob_difference
+from grpo_tasks.policy.merge import MEAN_TOLERANCE
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError, ModelError
 from schemas.paths import resolve
-from schemas.results.model import PROOF_TOKENS, MergeSpec, ModelRef
+from schemas.results.model import PROOF_TOKENS, ModelRef, percent
 
 WEIGHTS = "adapter_model.safetensors"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for `--max-lora-rank`."""
-NOISE = 1.1
-"""How many times as far from the merged model as the base alone the adapter may be where rounding hides what it learned."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class StackProof:
-    """How well base + stack agrees with the merged model on greedy completions of held-out prompts."""
+    """How well base + stack agrees with the policy on completions of held-out prompts."""
 
     prompts: int
-    mean_difference: float
-    """Mean absolute difference (nats) of a token's log-probability."""
-    base_difference: float
-    """The same of the base without the adapter, for comparison."""
-    tolerance: float
-    """Largest mean difference (nats) that is allowed: the merged model is rounded once for each adapter."""
+    kept: float
+    """Share of what all trainings together changed that base + stack has."""
+    stack: Distance
+    """Of base + stack from the policy."""
+    base: Distance
+    """Of the base alone from the policy."""
+    merged: Distance
+    """Of the merged model that was published from the policy."""
 
 
 def stack_adapters(adapters: Sequence[Path], base: ModelRef, directory: Path) -> int:
@@ -113,48 +117,50 @@ def _scale(config: LoraConfig) -> float:
     return float(config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r))
 
 
-def prove_stack(
-    adapter: Path, base: ModelRef, merged: Path, prompts: list[list[dict[str, str]]], *, dtype: str, merges: int
-) -> StackProof:
-    """Compare base + adapter, loaded by peft, with the merged model in float32 on a CPU.
+def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, prompts: list[list[dict[str, str]]]) -> StackProof:
+    """Compare base + stack, loaded by peft, with the policy, in float32 on a CPU.
 
     Args:
         adapter: folder of the stack.
-        base: the original base weights.
-        merged: folder of the merged model.
+        base: the first base.
+        policy: the last adapter on the model that it was trained on.
+        merged: folder of the merged model, whose chat template is the one of the training.
         prompts: held-out chats.
-        dtype: precision that the merged model was saved in.
-        merges: how many adapters were merged one after the other, each with one rounding to `dtype`.
 
     Raises:
-        MergeError: the two differ by more than rounding explains.
-        ModelError: the base or the merged model cannot be loaded.
+        MergeError: base + stack has less than 95 % of what training changed, or is not what was published.
+        ModelError: one of the models cannot be loaded.
     """
-    ref, config = ModelRef(path=str(merged)), ModelConfig(path=base.path, revision=base.revision)
-    spec = MergeSpec(model=config, ref=ref, prompts=prompts, max_new_tokens=PROOF_TOKENS)
-    model = load_policy(ref, config, device=_CPU, dtype="float32")
-    reference = greedy_completions(model, load_tokenizer(ref), spec)
+    config = ModelConfig(path=base.path, revision=base.revision)
+    tokenizer = load_tokenizer(ModelRef(path=str(merged)))
+    ids = [prompt_ids(tokenizer, list(chat)) for chat in prompts]
+    model = load_policy(policy, config, device=_CPU, dtype="float32")
+    texts = [text for greedy in (True, False) for text in complete(model, tokenizer, ids, PROOF_TOKENS, greedy=greedy)]
+    said = record(model, texts)
     del model
-    gc.collect()  # two models in float32 may be more than the memory holds
-    means = []
-    for weights in (base.model_copy(update={"adapter": adapter}), base.model_copy(update={"adapter": None})):
-        means.append(logprob_difference(load_policy(weights, config, device=_CPU, dtype="float32"), reference).mean().item())
-        gc.collect()
-    proof = StackProof(len(prompts), means[0], means[1], MEAN_TOLERANCE[dtype] * merges)
-    if not proof.mean_difference <= proof.tolerance:
+    found = []
+    for other in (base.model_copy(update={"adapter": adapter}), base, ModelRef(path=str(merged))):
+        gc.collect()  # two models in float32 may be more than the memory holds
+        found.append(distance(load_policy(other, config, device=_CPU, dtype="float32"), said))
+    stack, alone, published = found
+    proof = StackProof(len(prompts), kept(stack, alone), stack, alone, published)
+    fix = "check that the base model is the one of the training, with the same revision"
+    # float32 arithmetic alone is a large part of a change of a few millionths of a nat.
+    if not (proof.kept >= KEPT or stack.mean <= min(MEAN_TOLERANCE["float32"], alone.mean / 2)):
         raise MergeError(
-            f"base + adapter differs from the merged model by {proof.mean_difference:.2g} nats per token on average, "
-            f"rounding explains at most {proof.tolerance:.2g}; nothing was written",
+            f"base + adapter has {percent(proof.kept)} of what training changed (limit {percent(KEPT)}): it differs from the "
+            f"policy by {stack.mean:.2g} nats per token on average, the base alone by {alone.mean:.2g}; nothing was written",
             place=base.path,
-            fix="check that the base model is the one of the training, with the same revision",
+            fix=f"{fix}; if an earlier merge was rounded to bfloat16, use the complete model: grpo download MODEL DIR",
         )
-    # After a short training the base alone is within the tolerance. Rounding never makes the right adapter worse than none.
-    if proof.mean_difference > max(MEAN_TOLERANCE["float32"], NOISE * proof.base_difference):
+    # Both stand on the same base. The merged model tells whether it is the base of the training.
+    tolerance = MEAN_TOLERANCE[saved_dtype(merged) or "bfloat16"]
+    if not published.mean <= tolerance:
         raise MergeError(
-            f"base + adapter differs from the merged model by {proof.mean_difference:.2g} nats per token on average, and the "
-            f"base alone by {proof.base_difference:.2g}; nothing was written",
+            f"base + adapter differs from the merged model by {published.mean:.2g} nats per token on average, rounding explains "
+            f"at most {tolerance:g}; nothing was written",
             place=base.path,
-            fix="check that the base model is the one of the training, with the same revision",
+            fix=fix,
         )
     return proof
 

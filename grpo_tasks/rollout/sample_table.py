@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_tasks.content.chat import generation_eos
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, pick_device, save_plain
+from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, loading_dtype, pick_device, save_plain
 from grpo_tasks.rollout.conversations.play import Player, Start
 from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampling, completion_seed, conversation_column
@@ -60,7 +60,7 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
             yield sampler
     else:
         rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
-        served = ServedModel(Path(resolve(spec.ref.path)), spec.model.dtype, rank, device.type == "cuda")
+        served = ServedModel(Path(resolve(spec.ref.path)), loading_dtype(spec.ref, spec.model), rank, device.type == "cuda")
         with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
             yield sampler
 
@@ -70,7 +70,7 @@ def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pa
     """A server for a model with added tokens, whose rows no adapter on vLLM can carry: it gets all weights, merged."""
     folder, cuda = directory / "served", pick_device(spec.resources).type == "cuda"
     save_plain(spec.ref, spec.model, tokenizer, folder, token_seed=spec.seed)
-    served = ServedModel(folder, spec.model.dtype, None, cuda)
+    served = ServedModel(folder, loading_dtype(spec.ref, spec.model), None, cuda)
     merged = spec.model_copy(update={"ref": ModelRef(path=str(folder))})
     try:
         with serving(spec.rollout.vllm, served, directory) as servers, _sampler(merged, tokenizer, servers) as sampler:

@@ -2,6 +2,7 @@
 
     merged folder -> MLmodel           flavors python_function (chat_model.py) and transformers, signature of llm/v1/chat
                      model/            the merged folder as it is: both flavors load it
+                     adapter/          the adapter that was merged, in float32, whatever the precision of the model
                      chat_model.py     how it answers, as code (nothing is pickled)
                      input_example.json, serving_input_example.json, requirements.txt, ...
 
@@ -12,7 +13,7 @@ import re
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, copytree
 from typing import Any
 
 import mlflow.pyfunc
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.processes.entry import SPEC, run_child
-from grpo_tasks.tracking.models import FOLDER
+from grpo_tasks.tracking.models import ADAPTER, FOLDER
 from grpo_tasks.tracking.store import FAULTS, open_store
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
@@ -44,6 +45,10 @@ class LogSpec(Result):
     path: Path
     sha256: str
     """Expected SHA-256 over all files of the folder. A folder that differs is not logged."""
+    adapter: Path | None = None
+    """Folder of the adapter that was merged; None after full fine-tuning."""
+    adapter_sha256: str | None = None
+    """Expected SHA-256 over all files of the adapter's folder; None for an adapter from elsewhere."""
     requirements: list[str]
     settings: dict[str, Any] = Field(default_factory=dict)
     """How the model generates where a request says nothing (served/chat_model.py lists the settings)."""
@@ -61,6 +66,8 @@ def log_model(spec: LogSpec) -> None:
     """
     store = open_store(spec.tracking)
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
+    if spec.adapter is not None and spec.adapter_sha256 is not None:
+        require_proved(folder_sha256(spec.adapter), spec.adapter_sha256, spec.adapter, what="adapter")
     try:
         with store.as_default():
             # Model.log calls `save_model` of its flavor, with an MLmodel that already names run and model id.
@@ -104,6 +111,8 @@ class _Flavor:
             model_code_path=CODE,
             artifacts={FOLDER: {"path": FOLDER, "uri": FOLDER}},
         )
+        if spec.adapter is not None:
+            copytree(spec.adapter, Path(path) / ADAPTER)
         # It says that no licence was found, with the path on this machine. The model card names the licence of the base.
         (Path(path) / "LICENSE.txt").unlink(missing_ok=True)
         # Where the model lay on this machine concerns nobody else.
@@ -142,11 +151,11 @@ def pinned(packages: dict[str, str], names: Sequence[str]) -> list[str]:
     return [f"{name}=={re.split('[+]', packages[name])[0]}" for name in names if name in packages]
 
 
-def require_proved(sha256: str, proved: str, folder: Path) -> None:
+def require_proved(sha256: str, proved: str, folder: Path, *, what: str = "merged model") -> None:
     """Raise `DamagedError` unless a folder's SHA-256 is the one that the merge proof covers."""
     if sha256 != proved:
         raise DamagedError(
-            "the merged model differs from the one that the merge proof covers (other SHA-256)",
+            f"the {what} differs from the one that the merge proof covers (other SHA-256)",
             place=str(folder),
             fix="run the same command again: the merge runs again; nothing was published",
         )

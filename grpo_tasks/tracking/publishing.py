@@ -207,8 +207,8 @@ def decide(
         return decided(False, obstacle, obstacle)
     better, reason = _beats_all(tests, current)
     worse = [check for check in regressions if not check.passed]
-    if better and worse:
-        return decided(False, f"{reason}; but {'; '.join(str(check) for check in worse)}")
+    if worse:
+        return decided(False, f"{reason}; {'but ' if better else ''}{'; '.join(str(check) for check in worse)}")
     return decided(better, reason)
 
 
@@ -347,6 +347,8 @@ def _log_folder(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], Non
             model_id=made.model_id,
             path=Path(proof.model.path),
             sha256=proof.sha256,
+            adapter=proof.policy.adapter,
+            adapter_sha256=proof.policy.sha256,
             requirements=pinned(packages, _REQUIREMENTS),
             settings=default_settings(run.config),
             example=_as_a_client_asks(run, proof.answers[0].messages) if proof.answers else [],

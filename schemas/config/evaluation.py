@@ -53,7 +53,8 @@ class EvaluationConfig(Section):
     greedy: bool = True
     """Also sample one greedy completion per prompt."""
     stages: bool = True
-    """Also evaluate after each stage, not only the base and the merged model."""
+    """Also evaluate after each stage, not only the base, the last stage and the merged model. A version whose merged model is
+    worse than its last stage is not promoted."""
     confidence: float = Field(0.95, gt=0.0, lt=1.0)
     """Confidence level of the intervals (bootstrap over prompts)."""
     max_truncated: Fraction = 0.95

@@ -71,8 +71,9 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the base weights and of the forward pass. Adapter weights are always trained in float32. float16 scales the
     loss so that small gradients do not underflow; bfloat16 needs no scaling."""
-    merged_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision in which the merged model is saved. The merge itself is computed in float32."""
+    merged_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision in which the merged model is saved. auto: the first of bfloat16, float16 and float32 that keeps at least 95 % of
+    what training changed. A precision that you name and that keeps less is refused. The merge itself is computed in float32."""
     merged_system_prompt: bool = True
     """Put data.system_prompt into the chat template of the merged model. Conversations without a system message then begin with
     it, as in training, wherever the model is served."""
@@ -89,6 +90,11 @@ class ModelConfig(Section):
     added_tokens: list[TokenText | AddedToken] = Field(default_factory=list)
     """Tokens that the tokenizer gets in addition to its own: strings, or {token: <search>, special: true}. Their embeddings start
     near the mean of the others and are trained, with an adapter as well. The merged model is published with them."""
+
+    def unmerged(self) -> Self:
+        """These settings without those of the merge: to merge in another precision is no reason to train or evaluate again."""
+        neutral = type(self)()
+        return self.model_copy(update={name: getattr(neutral, name) for name in ("merged_dtype", "merged_system_prompt")})
 
     @model_validator(mode="after")
     def _check_added_tokens(self) -> Self:

@@ -105,12 +105,20 @@ class Regression(Result):
 
     metric: str
     against: str
+    """base, champion, or the last stage."""
     ours: float
     theirs: float
     limit: float
-    """Largest value of ours that passes; the smallest one for format_rate."""
+    """Largest value of ours that passes; the smallest one for format_rate, and for the metric that the merge must not lose."""
     passed: bool
+    p_value: float | None = None
+    """Of the paired test whether the merge lost something; None for a check with a fixed limit."""
 
     def __str__(self) -> str:
         """The check in one line."""
+        if self.p_value is not None:
+            return (
+                f"the merge lost {self.metric}: {self.ours:.4g} against {self.theirs:.4g} of {self.against} before it, "
+                f"p = {self.p_value:.2g}"
+            )
         return f"{self.metric} {self.ours:.4g} against {self.theirs:.4g} of the {self.against}, limit {self.limit:.4g}"

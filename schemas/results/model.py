@@ -1,5 +1,6 @@
 """References to models, and the results of training and merging."""
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -131,27 +132,67 @@ class GreedyAnswer(Result):
     """Without special tokens; at most as long as the proof's completions."""
 
 
+def percent(share: float) -> str:
+    """Rounded down, so that 99.96 % is not called all of it."""
+    return f"{math.floor(max(0.0, share) * 1000) / 10:g} %"
+
+
+MergedDtype = Literal["bfloat16", "float16", "float32"]
+
+
+class RefusedPrecision(Result):
+    """A precision that the merged model was not saved in."""
+
+    dtype: MergedDtype
+    kept_weights: float
+    """As in `MergeFigures`."""
+    kept: float | None = None
+    """As in `MergeFigures`; None where the weights decided."""
+    reason: str
+
+
 class MergeFigures(Result):
     """Measurements of a merge, from which the step makes a `MergeProof`."""
 
     sha256: str
     """Hash of all files of the model folder, names and contents."""
+    dtype: MergedDtype
+    """Precision of the saved weights."""
     prompts: int
     """Number of held-out prompts in the comparison."""
+    kept: float
+    """Share of what the policy changed that the saved model kept: 1 - sqrt(merged_kl / base_kl); 1 where it changed nothing."""
+    kept_weights: float
+    """Share of the change of the weights that is left after rounding, in its direction."""
+    base_kl: float
+    """Mean KL divergence (nats) of the base from base + adapter, over the tokens of its completions: what training changed."""
+    merged_kl: float
+    """The same of the saved model: what was lost or added."""
     merge_difference: float
     """Largest absolute difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
     max_logprob_difference: float
-    """The same after the merged model is saved in model.merged_dtype and loaded again."""
+    """The same after the merged model is saved and loaded again."""
     mean_logprob_difference: float
     """Mean absolute difference (nats) after saving and loading."""
+    base_logprob_difference: float
+    """Mean absolute difference (nats) between base and base + adapter, for comparison."""
     tolerance: float
     """Largest mean difference (nats) that is allowed at the saved precision."""
     greedy_agreement: float
-    """Share of greedy tokens before the first difference."""
+    """Share of the greedy tokens of base + adapter before the first one that the saved model would choose otherwise."""
+    base_greedy_agreement: float
+    """The same of the base, for comparison."""
     size_bytes: int
     """Size of the model folder."""
+    refused: list[RefusedPrecision] = Field(default_factory=list)
+    """Shorter precisions that model.merged_dtype: auto tried before."""
     answers: list[GreedyAnswer] = Field(default_factory=list)
     """Answers to the first prompts. A published model must give the same (grpo_tasks/tracking/served/proof.py)."""
+
+    def choice(self) -> str:
+        """The precision, what it keeps, and why no shorter one was taken."""
+        learned = f"keeps {percent(self.kept)} of what training changed" if self.base_kl > 0 else "training changed nothing"
+        return "; ".join([f"{self.dtype}: {learned}", *(f"not {one.dtype}: {one.reason}" for one in self.refused)])
 
 
 class MergeProof(StepResult, MergeFigures):
@@ -160,7 +201,9 @@ class MergeProof(StepResult, MergeFigures):
     OUTPUTS: ClassVar[tuple[str, ...]] = ("model",)
 
     model: ModelRef
+    policy: ModelRef
+    """What was merged: the base and its adapter, or a model that was trained in full."""
 
     def headline(self) -> str:
-        """How well the merged model agrees with base and adapter."""
-        return f"merged: {self.greedy_agreement:.1%} of greedy tokens agree with base and adapter"
+        """In which precision the model was merged, how much of the training it keeps, and why."""
+        return f"merged in {self.choice()}"

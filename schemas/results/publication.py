@@ -152,7 +152,7 @@ class Trained(Result):
     data: DataReport
     merged: MergeProof
     evaluations: list[EvalReport]
-    """Base, each stage, merged model."""
+    """Base, stages, merged model. The one before the last is of the policy as it was trained."""
     guards: list[GuardData]
     """Prompts of the guards of the promotion."""
     lab: LabReport | None = None

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import polars as pl
 import pytest
 from pydantic import ValidationError
+from scipy import stats
 
 from grpo_tasks.evaluation.paired import compare, deciding_metric
-from grpo_tasks.evaluation.regressions import find_regressions
+from grpo_tasks.evaluation.regressions import find_merge_loss, find_regressions
 from grpo_tasks.evaluation.report import evaluate_samples
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig
@@ -86,6 +87,20 @@ def test_free_text_has_no_format_rate_and_no_regression_in_it(evaluated):
     ours, base = (evaluated([Row("a")], ["text"], label=label, completion=free) for label in ("merged", "base"))
     assert "format_rate" not in ours.metrics
     assert [check.metric for check in find_regressions(ours, base, PromotionConfig())] == ["truncated_rate"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "passed"), [(0, 0, True), (5, 0, True), (6, 0, False), (7, 2, True), (9, 1, False), (0, 9, True)]
+)
+def test_a_merge_may_lose_no_more_than_chance_explains(evaluated, lost, won, passed):
+    """The exact McNemar test by hand: 5 losses alone have p = 2^-5 = 0.031, 6 have 0.016; the level is 0.025."""
+    rows, wrong = [Row(f"{number:02}") for number in range(40)], "nothing"
+    policy = evaluated(rows, [RIGHT] * (40 - won) + [wrong] * won, label="correctness")
+    merged = evaluated(rows, [wrong] * lost + [RIGHT] * (40 - lost))
+    check = find_merge_loss(merged, policy, "accuracy")
+    assert check.passed is passed
+    assert check.p_value == pytest.approx(stats.binomtest(lost, max(1, lost + won), 0.5, alternative="greater").pvalue)
+    assert (check.ours, check.theirs, check.against) == ((40 - lost) / 40, (40 - won) / 40, "correctness")
 
 
 def test_rewards_have_means_and_intervals_and_leave_out_what_they_do_not_apply_to(evaluated):

@@ -1,5 +1,6 @@
 """What the command line answers to wrong arguments, bad data and bad rewards: a clear message before any training."""
 
+import json
 import logging
 import os
 import re
@@ -295,6 +296,11 @@ def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     assert "0 checks failed" in shown["rewards"]
     assert "held-out prompts" in shown["evaluate"]
     assert (place.root / "merged" / "model.safetensors").exists()
+    assert "saved in " in shown["merge"]
+    # The merged model was held against the last stage, which is evaluated with `evaluation.stages: false` too.
+    artifact = place.client.download_artifacts(place.parent("small").info.run_id, "publication/decision.json", str(place.root))
+    [check] = [one for one in json.loads(Path(artifact).read_text())["regressions"] if one["p_value"] is not None]
+    assert (check["metric"], check["against"], check["passed"]) == ("accuracy", "format", True)
 
 
 def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(worked):

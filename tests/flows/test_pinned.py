@@ -1,15 +1,18 @@
 """A base model that is named by an alias: another version behind it is a change, for a retraining and for a sweep."""
 
+import json
+
 import pytest
 import yaml
 from mlflow import MlflowClient
 
 from flows.flow_run import pipeline_key
-from flows.model_names import with_pinned_model
+from flows.model_names import with_local_model, with_pinned_model
 from flows.sweeps.flow import pinned
 from flows.sweeps.supervise import keys_of
 from grpo_tasks.sweeping.grid import make_grid
 from schemas.config.load import load_config
+from schemas.errors import ConfigError
 from tests.flows.place import SMALL
 
 
@@ -39,6 +42,30 @@ def test_a_new_champion_behind_the_base_of_a_config_makes_other_keys(champion, t
     assert found[0][0] != found[1][0]
     assert found[0][1].keys() == found[1][1].keys()
     assert not {*found[0][1].values()} & {*found[1][1].values()}
+
+
+@pytest.mark.parametrize(("saved", "asked", "refused"), [
+    ("float32", "bfloat16", True), ("float16", "bfloat16", True), ("float32", "float16", True),
+    ("bfloat16", "bfloat16", False), ("float16", "float32", False),
+])  # fmt: skip
+def test_a_published_model_is_not_started_from_in_a_shorter_precision(champion, tmp_path, saved, asked, refused):
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"dtype": saved}))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"model": {"path": str(folder), "dtype": asked}}))
+    config = load_config("small.yaml")
+    # A model from elsewhere is used as the user says.
+    assert with_local_model(config) == config
+    # This one was downloaded from the registry.
+    (folder / "grpo.json").write_text("{}")
+    if not refused:
+        assert with_local_model(config) == config
+        return
+    with pytest.raises(
+        ConfigError, match=f"published in {saved}, because a shorter precision would lose what it learned"
+    ) as error:
+        with_local_model(config)
+    assert (error.value.place, error.value.fix) == ("model.dtype", f"model.dtype: {saved}")
 
 
 def test_another_base_is_left_as_it_is(champion, tmp_path):

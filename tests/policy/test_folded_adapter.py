@@ -72,7 +72,7 @@ def logps(model, ids):
 @torch.no_grad()
 def test_a_small_update_reaches_a_16_bit_sampler(base_ref, updates, factor):
     ids = torch.randint(5, 300, (4, 48), generator=torch.Generator().manual_seed(1))
-    learner = logps(updated(base_ref, "float32", updates), ids)
+    learner, base = (logps(updated(base_ref, "float32", moved), ids) for moved in (updates, 0))
     half = updated(base_ref, "bfloat16", updates)
     difference = {}
     for fold in (False, True):
@@ -80,6 +80,8 @@ def test_a_small_update_reaches_a_16_bit_sampler(base_ref, updates, factor):
         sampler = copy.deepcopy(FoldedPolicy(half, fold=fold).model).float()
         difference[fold] = (logps(sampler, ids) - learner).abs().mean()
     assert difference[False] * factor < difference[True]
+    # The question of the merge proof: at least 95 % of what the policy changed is in the copy.
+    assert difference[False] < 0.05 * (base - learner).abs().mean()
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
+import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from grpo_tasks.policy.load import load_base, pick_device
+from grpo_tasks.policy.load import load_base, load_policy, pick_device, save_trained, trainable_policy
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.results.model import ModelRef
@@ -32,3 +34,40 @@ def test_deterministic_kernels_do_not_fill_new_memory():
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+
+
+@pytest.mark.parametrize("lora", [{}, None], ids=["adapter", "all weights"])
+def test_a_stage_in_16_bits_starts_from_the_weights_that_the_stage_before_ended_with(base_ref, tokenizer, tmp_path, lora):
+    config = ModelConfig(dtype="bfloat16", lora=lora)
+    first = trainable_policy(base_ref, config, device=torch.device("cpu"), seed=1)
+    torch.manual_seed(2)
+    trained = {name: parameter for name, parameter in first.named_parameters() if parameter.requires_grad}
+    for parameter in trained.values():
+        parameter.data.add_(torch.randn_like(parameter), alpha=1e-6)
+    save_trained(first, tokenizer, tmp_path / "final")
+    stored = load_file(tmp_path / "final" / ("model.safetensors" if lora is None else "adapter_model.safetensors"))
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    # As a stage names its result (grpo_tasks/stage/finish.py).
+    where = {"path": str(tmp_path / "final")} if lora is None else {"adapter": tmp_path / "final"}
+    ref = base_ref.model_copy(update={**where, "sha256": "0" * 64})
+    second = trainable_policy(ref, config, device=torch.device("cpu"), seed=5)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(second.eval()(ids).logits, first.eval()(ids).logits)
+    # Whoever samples from it has the same weights.
+    for model in (second, load_policy(ref, config, device=torch.device("cpu"))):
+        found = dict(model.named_parameters())
+        assert all(torch.equal(found[name], parameter) for name, parameter in trained.items())
+
+
+@pytest.mark.parametrize(("saved", "asked", "loaded"), [
+    ("float32", "bfloat16", "float32"), ("float16", "bfloat16", "float16"), ("bfloat16", "float16", "float16"),
+    ("bfloat16", "float32", "float32"), ("float16", "float32", "float32"),
+])  # fmt: skip
+def test_a_published_model_is_loaded_in_no_shorter_precision_than_it_is_saved_in(base_ref, tmp_path, saved, asked, loaded):
+    model = load_base(base_ref, ModelConfig(), device=torch.device("cpu"), dtype=saved)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(dtype=asked)
+    published, foreign = (ModelRef(path=str(tmp_path), sha256=sha256) for sha256 in ("0" * 64, None))
+    assert str(load_base(published, config, device=torch.device("cpu")).dtype) == f"torch.{loaded}"
+    # Of a model from elsewhere model.dtype decides.
+    assert str(load_base(foreign, config, device=torch.device("cpu")).dtype) == f"torch.{asked}"

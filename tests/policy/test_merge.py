@@ -1,17 +1,22 @@
+"""What was learned is what is saved. The references are peft's base + adapter and transformers' loader, in float64."""
+
+import re
 import weakref
 
 import pytest
 import torch
+from peft import PeftModel
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_tasks.policy import merge as merging
-from grpo_tasks.policy.load import save_trained
+from grpo_tasks.policy.load import save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError
-from schemas.results.model import MergeSpec
+from schemas.paths import resolve
+from schemas.results.model import MergeSpec, ModelRef
 
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60, 71)]
 
@@ -33,6 +38,7 @@ def test_the_merged_model_equals_base_and_adapter_and_loads_with_transformers_al
     figures = merged(spec, tmp_path)
     assert figures.merge_difference < 1e-3
     assert figures.mean_logprob_difference <= figures.tolerance
+    assert (figures.dtype, figures.refused) == (dtype, [])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = torch.tensor([tokenizer("What is 15 + 27?")["input_ids"]])
@@ -61,13 +67,31 @@ def test_a_saved_model_that_differs_is_refused(spec, tmp_path, monkeypatch):
     honest = merging._save
 
     def damaged(model, tokenizer, target, *, dtype):
-        honest(model, tokenizer, target, dtype=dtype)
+        norms = honest(model, tokenizer, target, dtype=dtype)
         weights = load_file(target / "model.safetensors")
-        name = next(name for name in weights if "down_proj" in name)
+        name = "model.layers.1.mlp.down_proj.weight"
         save_file({**weights, name: weights[name] * 3}, target / "model.safetensors", metadata={"format": "pt"})
+        return norms
 
     monkeypatch.setattr(merging, "_save", damaged)
-    with pytest.raises(MergeError, match="differs from base \\+ adapter"):
+    with pytest.raises(MergeError, match="differs from base \\+ adapter") as refused:
+        merged(spec, tmp_path)
+    # The weight that differs is named, with its figures, and no other.
+    found = re.search(r": model\.layers\.1\.mlp\.down_proj\.weight \(norm (\S+) instead of (\S+)\)$", refused.value.message)
+    assert found
+    assert float(found[1]) == pytest.approx(3 * float(found[2]), rel=1e-3)
+
+
+def test_a_merge_that_leaves_a_weight_out_names_it(spec, tmp_path, monkeypatch):
+    honest = merging._merged
+
+    def forgetful(policy):
+        layer = policy.get_base_model().get_submodule("model.layers.2.self_attn.o_proj")
+        torch.nn.init.zeros_(layer.lora_B["default"].weight)
+        return honest(policy)
+
+    monkeypatch.setattr(merging, "_merged", forgetful)
+    with pytest.raises(MergeError, match=r"most in model\.layers\.2\.self_attn\.o_proj\.weight \(norm \S+ instead of \S+\)\n"):
         merged(spec, tmp_path)
 
 
@@ -116,3 +140,93 @@ def test_merging_never_holds_two_models(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(merging, "load_policy", counting)
     merged(spec, tmp_path)
     assert len(loaded) == 2
+
+
+def careful(tmp_path, updates, rate=1e-5, **settings):
+    """The spec of a merge after a training in bfloat16 as Adam does it: each entry of B has moved by the rate at each update."""
+    config = ModelConfig(dtype="bfloat16", **settings)
+    policy = trainable_policy(ModelRef(path=config.path), config, device=torch.device("cpu"), seed=1)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator).sign() * rate * updates)
+    save_trained(policy, AutoTokenizer.from_pretrained(resolve(config.path)), tmp_path / "adapter")
+    ref = ModelRef(path=config.path, adapter=tmp_path / "adapter")
+    return MergeSpec(model=config, ref=ref, prompts=CHATS, max_new_tokens=24)
+
+
+@torch.no_grad()
+def distances(spec, model):
+    """Root of the mean KL divergence of the base, and of a merged model, from peft's base + adapter; all in float64."""
+    base = AutoModelForCausalLM.from_pretrained(resolve(spec.ref.path), dtype=torch.float64)
+    ids = torch.randint(5, 300, (4, 64), generator=torch.Generator().manual_seed(3))
+    found = [base(ids).logits.log_softmax(-1)]
+    policy = PeftModel.from_pretrained(base, spec.ref.adapter, autocast_adapter_dtype=False).double()(ids).logits.log_softmax(-1)
+    found.append(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)(ids).logits.log_softmax(-1))
+    return [(policy.exp() * (policy - other)).sum(-1).mean().item() ** 0.5 for other in found]
+
+
+@pytest.mark.parametrize(("updates", "dtype"), [(3, "float32"), (300, "float16"), (3000, "bfloat16")])
+def test_what_a_careful_training_learned_is_in_the_merged_model(tmp_path, updates, dtype):
+    spec = careful(tmp_path, updates)
+    figures = merged(spec, tmp_path)
+    base, model = distances(spec, tmp_path / "model")
+    assert model < 0.05 * base
+    assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {f"torch.{dtype}"}
+    assert figures.dtype == dtype
+    assert figures.kept >= 0.95 <= figures.kept_weights
+    assert figures.merged_kl < 0.0025 * figures.base_kl
+    # Which and why, in one sentence.
+    shorter = ["bfloat16", "float16", "float32"]
+    assert [one.dtype for one in figures.refused] == shorter[: shorter.index(dtype)]
+    assert all(f"not {one.dtype}: it keeps " in figures.choice() for one in figures.refused)
+
+
+def test_a_precision_that_loses_what_was_learned_is_refused_with_figures_and_weights(tmp_path):
+    spec = careful(tmp_path, 3, merged_dtype="bfloat16")
+    with pytest.raises(MergeError) as refused:
+        merged(spec, tmp_path)
+    error = refused.value
+    assert (error.place, error.fix) == ("model.merged_dtype", "model.merged_dtype: auto")
+    assert re.search(r"bfloat16: it keeps \d+(\.\d)? % of the change of the weights; limit 95 %", error.message)
+    assert len(re.findall(r"model\.layers\.\d\.\S+_proj\.weight \(\d+(\.\d)? %\)", error.message)) == 3
+    assert re.search(r"others would keep: float16 \S+ %, float32 (100|99.9) %", error.message)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_policy_that_learned_nothing_is_saved_in_the_shortest_precision(tmp_path):
+    figures = merged(careful(tmp_path, 0), tmp_path)
+    assert (figures.dtype, figures.kept, figures.base_kl, figures.base_greedy_agreement) == ("bfloat16", 1.0, 0.0, 1.0)
+    assert "training changed nothing" in figures.choice()
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(1e-5, "float32"), (1e-2, "bfloat16")])
+def test_a_small_full_training_is_kept_as_well(tmp_path, tokenizer, rate, dtype):
+    config = ModelConfig(dtype="bfloat16", lora=None)
+    policy = trainable_policy(ModelRef(path=config.path), config, device=torch.device("cpu"), seed=1)
+    torch.manual_seed(0)
+    for parameter in policy.parameters():
+        parameter.data.add_(torch.randn_like(parameter).sign(), alpha=rate)
+    save_trained(policy, tokenizer, tmp_path / "full")
+    ref = ModelRef(path=str(tmp_path / "full"))
+    figures = merged(MergeSpec(model=config, ref=ref, prompts=CHATS, max_new_tokens=24), tmp_path)
+    assert figures.dtype == dtype
+    assert figures.kept >= 0.95
+    assert figures.base_kl > 0
+
+
+def test_float16_is_refused_where_activations_leave_its_range(tmp_path):
+    # down(act(gate) * up) is the same when up is 2^14 times as large, and down as much smaller.
+    large = AutoModelForCausalLM.from_pretrained(resolve("embedded:base"), dtype=torch.float32)
+    for layer in large.model.layers:
+        layer.mlp.up_proj.weight.data *= 2.0**14
+        layer.mlp.down_proj.weight.data /= 2.0**14
+    large.save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(resolve("embedded:base")).save_pretrained(tmp_path / "large")
+    path = str(tmp_path / "large")
+    spec = careful(tmp_path, 50, path=path, lora={"target_modules": ["q_proj", "v_proj"]})
+    half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16)
+    assert not half(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    figures = merged(spec, tmp_path)
+    assert figures.dtype == "float32"
+    assert "float16 ends at 65504" in figures.choice()

@@ -1,6 +1,7 @@
 """Two adapters, one trained on the merged model of the other, as one adapter of the first base; peft is the reference."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from grpo_tasks.content.precision import saved_dtype
 from grpo_tasks.policy.load import load_tokenizer, save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
 from grpo_tasks.policy.stacked_adapter import prove_stack, stack_adapters, vllm_rank
@@ -21,13 +23,18 @@ FIRST = ModelConfig(merged_dtype="float32", lora=LoraConfig(r=4, lora_alpha=12, 
 SECOND = ModelConfig(merged_dtype="float32", lora=LoraConfig(r=6, lora_alpha=9, target_modules=["q_proj", "down_proj"]))
 
 
-def trained(ref, config, folder, seed):
+def last_policy(folder):
+    """The second adapter on the model that the first one was merged into."""
+    return ModelRef(path=str(folder / "1" / "model"), adapter=folder / "2" / "adapter")
+
+
+def trained(ref, config, folder, seed, std=0.02):
     """An adapter whose effect is large, and the model that it was merged into."""
     policy = trainable_policy(ref, config, device=torch.device("cpu"), seed=seed)
     torch.manual_seed(seed)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
+            torch.nn.init.normal_(parameter, std=std)
     save_trained(policy, load_tokenizer(ref), folder / "adapter")
     spec = MergeSpec(model=config, ref=ref.model_copy(update={"adapter": folder / "adapter"}), prompts=CHATS, max_new_tokens=16)
     merge(spec, folder, device=torch.device("cpu"))
@@ -56,19 +63,47 @@ def test_the_stack_over_the_first_base_has_the_logits_of_the_last_model(chain, b
     wanted = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), prompts)
     torch.testing.assert_close(stacked, wanted, rtol=1e-3, atol=1e-3)
     assert (alone - wanted).abs().max() > 0.5
-    proof = prove_stack(tmp_path / "stack", base_ref, tmp_path / "2" / "model", CHATS, dtype="float32", merges=2)
-    assert proof.mean_difference < 1e-4 < proof.base_difference
+    proof = prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
+    assert proof.kept > 0.99
+    assert proof.stack.mean < 1e-4 < proof.base.mean
+    assert proof.merged.mean < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path, dtype):
+def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path):
     adapters, _ = chain
     stack_adapters(adapters, base_ref, tmp_path / "stack")
     file = tmp_path / "stack" / "adapter_model.safetensors"
     save_file({name: -tensor if "lora_B" in name else tensor for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(MergeError, match="differs from the merged model") as refused:
-        prove_stack(tmp_path / "stack", base_ref, tmp_path / "2" / "model", CHATS, dtype=dtype, merges=2)
+    with pytest.raises(MergeError, match="of what training changed") as refused:
+        prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
     assert refused.value.fix
+
+
+def test_an_adapter_of_a_chain_whose_first_merge_lost_what_was_learned_is_refused(base_ref, tmp_path):
+    """As versions were published that were always rounded to bfloat16: the second run started from a rounded model."""
+    config = FIRST.model_copy(update={"merged_dtype": "auto"})
+    start = trained(base_ref, config, tmp_path / "1", 3, std=1e-4)
+    assert saved_dtype(Path(start.path)) == "float32"
+    AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.bfloat16).save_pretrained(start.path)
+    trained(start, SECOND.model_copy(update={"path": start.path}), tmp_path / "2", 4, std=1e-4)
+    stack_adapters([tmp_path / "1" / "adapter", tmp_path / "2" / "adapter"], base_ref, tmp_path / "stack")
+    with pytest.raises(MergeError, match=r"(?s)has 0 % of what training changed .* an earlier merge was rounded"):
+        prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
+
+
+def test_an_adapter_over_another_base_than_that_of_the_training_is_refused(chain, base_ref, tmp_path):
+    adapters, _ = chain
+    base = AutoModelForCausalLM.from_pretrained(resolve(base_ref.path), dtype=torch.float32)
+    torch.manual_seed(1)
+    for parameter in base.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
+    base.save_pretrained(tmp_path / "other")
+    load_tokenizer(base_ref).save_pretrained(tmp_path / "other")
+    other = ModelRef(path=str(tmp_path / "other"))
+    stack_adapters(adapters[:1], other, tmp_path / "stack")
+    policy = other.model_copy(update={"adapter": adapters[0]})
+    with pytest.raises(MergeError, match="differs from the merged model"):
+        prove_stack(tmp_path / "stack", other, policy, tmp_path / "1" / "model", CHATS)
 
 
 def test_an_adapter_with_more_than_low_rank_matrices_is_refused(chain, base_ref, tmp_path):

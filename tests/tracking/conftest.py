@@ -30,7 +30,7 @@ from schemas.config.run import RunConfig
 from schemas.results.data import DataReport, RuleCount, TokenLengths
 from schemas.results.evaluation import EvalReport, Interval, PairedTest
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
-from schemas.results.model import GreedyAnswer, MergeProof, ModelRef, StageResult
+from schemas.results.model import GreedyAnswer, MergeProof, ModelRef, RefusedPrecision, StageResult
 
 BASE = Path(__file__).resolve().parents[2] / "grpo_tasks" / "demo" / "base"
 STARTED_MS = 1_789_000_000_000
@@ -281,18 +281,31 @@ def make_merge(tmp_path, base_answers):
         directory = tmp_path / f"merge-{letter}"
         shutil.copytree(base, directory / "model", dirs_exist_ok=True)
         (directory / "model" / "letter.txt").write_text(letter)
+        (directory / "adapter").mkdir(exist_ok=True)
+        for name, text in (("adapter_config.json", "{}"), ("adapter_model.safetensors", f"weights {letter}")):
+            (directory / "adapter" / name).write_text(text)
+        policy = ModelRef(path=str(BASE), adapter=directory / "adapter", sha256=folder_sha256(directory / "adapter"))
         return MergeProof(
             key=key,
             directory=directory,
             seconds=1.0,
             model=ModelRef(path=str(directory / "model")),
+            policy=policy,
             sha256=folder_sha256(directory / "model"),
+            dtype="float16",
             prompts=8,
+            kept=0.9876,
+            kept_weights=0.998,
+            base_kl=1e-4,
+            merged_kl=1e-8,
             merge_difference=1e-6,
             max_logprob_difference=1e-6,
             mean_logprob_difference=1e-7,
+            base_logprob_difference=1e-3,
             tolerance=1e-3,
             greedy_agreement=1.0,
+            base_greedy_agreement=0.5,
+            refused=[RefusedPrecision(dtype="bfloat16", kept_weights=0.24, reason="it keeps 24 % of the change of the weights")],
             size_bytes=1_300_000,
             answers=base_answers,
         )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlflow
 import pytest
 from mlflow import MlflowClient
 
@@ -16,6 +17,7 @@ from grpo_tasks.tracking.publishing import decide, publish
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
+from grpo_tasks.tracking.store import open_store
 from schemas.errors import DamagedError, TrackingError
 from schemas.results.evaluation import PairedTest
 
@@ -114,6 +116,26 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     assert float(tags["accuracy"]) == 0.9
     assert "better than the champion, version 1" in tags["grpo.decision"]
     assert "there was no champion" in client.get_model_version(name, "1").tags["grpo.decision"]
+
+
+def test_the_adapter_is_published_beside_the_merged_model(any_store, make_config, make_merge, make_evaluation, tmp_path):
+    config, proof = make_config(any_store), make_merge("1")
+    published(config, make_evaluation, proof)
+    version = find_version(f"{config.registered_model}/1", config.tracking)
+    with open_store(config.tracking).as_default():
+        found = Path(mlflow.artifacts.download_artifacts(f"models:/{version.name}/1/adapter", dst_path=str(tmp_path)))
+    assert folder_sha256(found) == proof.policy.sha256
+    # The model is what it was: the same files, for whoever downloads it.
+    model = fetch_version(version, config.tracking, tmp_path / "model")
+    assert folder_sha256(model) == proof.sha256
+
+
+def test_an_adapter_that_is_not_the_one_of_the_merge_is_not_published(database, make_config, make_merge, make_evaluation):
+    config, proof = make_config(database), make_merge("1")
+    flip_byte(proof.policy.adapter / "adapter_model.safetensors")
+    with pytest.raises(DamagedError, match="merge proof"):
+        published(config, make_evaluation, proof)
+    assert MlflowClient(database).search_model_versions(f"name = '{config.registered_model}'") == []
 
 
 def test_killed_between_logging_and_registering_stores_the_model_once(

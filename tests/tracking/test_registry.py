@@ -13,6 +13,7 @@ from grpo_tasks.tracking.publishing import decide
 from grpo_tasks.tracking.registry import find_tagged, find_version, lineage_of, parse_reference, recorded_config, rollback
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ModelError
+from schemas.results.evaluation import Regression
 
 from .conftest import verdict
 
@@ -89,6 +90,14 @@ def test_a_model_with_a_regression_is_not_promoted(make_evaluation, figure, valu
     decision = decide("2", "new", tests=tests, compared=old, current=old, regressions=worse)
     assert not decision.champion
     assert fails in decision.reason
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_model_that_the_merge_made_worse_is_not_promoted_and_the_reason_says_so(better):
+    lost = Regression(metric="accuracy", against="correctness", ours=0.5, theirs=0.97, limit=0.97, passed=False, p_value=0.001)
+    decision = decide("1", "new", tests=[verdict("base", better)], compared=None, current=None, regressions=[lost])
+    assert not decision.champion
+    assert "the merge lost accuracy: 0.5 against 0.97 of correctness before it, p = 0.001" in decision.reason
 
 
 def test_longer_completions_than_the_base_are_no_regression(make_evaluation):

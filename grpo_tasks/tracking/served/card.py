@@ -55,7 +55,7 @@ def model_card(
         "## Figures\n\n" + _figures(evaluation, tests),
         "## Limits\n\n" + _limits(config, proof, evaluation),
         f"## Licence of the base\n\n{licence(config.model.path)}",
-        "## Use\n\n" + _use(config),
+        "## Use\n\n" + _use(config, proof),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -152,11 +152,20 @@ def _limits(config: RunConfig, proof: MergeProof, evaluation: EvalReport) -> str
             "Other abilities of the base may have changed.",
             f"- Trained with prompts of up to {config.validation.max_prompt_length:,} tokens and completions of up to "
             f"{config.rollout.max_completion_length:,}.",
-            f"- Saved in {config.model.merged_dtype}. Merging and rounding change the log-probability of a token by "
-            f"{proof.mean_logprob_difference:.2g} nats on average.",
+            f"- Saved in {proof.choice()}. Merging and rounding change the log-probability of a token by "
+            f"{proof.mean_logprob_difference:.2g} nats on average, training changed it by {proof.base_logprob_difference:.2g}.",
+            *_served_as(proof),
             "- Rewards are a proxy: a model can learn to please them instead of doing the task.",
         ]
     )
+
+
+def _served_as(proof: MergeProof) -> list[str]:
+    """What a server must know that would round the weights once more."""
+    if proof.dtype == "bfloat16":
+        return []
+    flag = "" if proof.dtype == "float16" else " vLLM serves such a model in 16 bits unless it is told `--dtype float32`."
+    return [f"- A server that loads it in bfloat16 loses part of what it learned.{flag}"]
 
 
 def licence(path: str) -> str:
@@ -185,15 +194,25 @@ def _front_matter(readme: Path) -> dict[str, str]:
     return {name: value.strip() for name, _, value in pairs if value.strip()}
 
 
-def _use(config: RunConfig) -> str:
-    uri = f"models:/{config.registered_model}@champion"
+def _use(config: RunConfig, proof: MergeProof) -> str:
+    name, uri = config.registered_model, f"models:/{config.registered_model}@champion"
+    adapter = (
+        [
+            f"grpo export {name}@champion DIR    # the adapter alone, in float32, for peft and vLLM over the base",
+            "```",
+            "",
+            "The adapter that was merged is in `adapter/`, beside `model/` in the artifacts.",
+        ]
+        if proof.policy.adapter is not None
+        else ["```"]
+    )
     return "\n".join(
         [
             "```",
             f"mlflow models serve -m {uri} --env-manager local",
             "curl http://127.0.0.1:5000/invocations -H 'Content-Type: application/json' \\",
             """  -d '{"messages": [{"role": "user", "content": "..."}]}'""",
-            f"grpo download {config.registered_model}@champion DIR    # a folder for transformers and vLLM",
-            "```",
+            f"grpo download {name}@champion DIR    # a folder for transformers and vLLM",
+            *adapter,
         ]
     )

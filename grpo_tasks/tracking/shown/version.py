@@ -22,7 +22,8 @@ def decision_tags(
         if isinstance(check, GuardCheck):
             tags[member(GUARD_CHANGE, check.name)] = str(check)
         else:
-            tags[f"{_AGAINST}{check.against}.{check.metric}"] = f"{check.theirs:.6g} (limit {check.limit:.6g})"
+            bound = f"limit {check.limit:.6g}" if check.p_value is None else f"p = {check.p_value:.3g}"
+            tags[f"{_AGAINST}{check.against}.{check.metric}"] = f"{check.theirs:.6g} ({bound})"
     for test in tests:
         tags[f"{_AGAINST}{test.against}.metric"] = test.metric
         tags[f"{_AGAINST}{test.against}.difference"] = f"{test.difference:.6g}"

@@ -1,0 +1,261 @@
+"""How much of what training changed is left in another form of the policy: merged, rounded, loaded again, exported.
+
+    base ---- what training changed ----> policy        distance = sqrt(mean KL(policy || other)) over the positions of its texts
+                         form --- lost --->             kept = 1 - distance(form) / distance(base)
+
+A fixed tolerance cannot tell: a careful training moves a token's log-probability by less than rounding a large model does, so a
+form that lost all of it would pass. Relative to the change, it does not pass. The KL divergence sees both ways to lose: a change
+that rounding removed, and noise that rounding added. For small differences it is the square of a length (the Fisher metric; see
+Amari 1998, doi:10.1162/089976698300017746), hence the root: a form that has 90 % of the change and nothing else keeps 0.9, and
+so does one that has all of it and noise of a tenth of its size. A form that is further from the policy than the base is keeps
+less than 0.
+
+The distance is measured where a user will be: after held-out prompts, at every token of a likeliest and of a sampled completion
+of the policy, by the model's own forward pass, one unpadded row at a time. `weight_shares` asks the same of each weight, also of
+those that the prompts did not reach.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import TrainableTokensWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_tasks.policy.batch import pad
+from grpo_tasks.policy.chat import end_token_ids
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+
+KEPT = 0.95
+"""Smallest share of what training changed that a published form must keep."""
+UNMEASURABLE = 1e-12
+"""KL divergence (nats) up to which base and policy count as equal: float32 arithmetic alone makes a tenth of it."""
+TOP = 256
+"""Likeliest tokens at a position whose probabilities are compared one by one; all others are compared as one."""
+SEED = 0
+"""Of the sampled completions: the same proof has the same figures each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and a completion of the policy."""
+
+    prompt: list[int]
+    completion: list[int]
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a model says at every position of a completion, in float64."""
+
+    logps: Float[Tensor, "T K"]
+    """Log-probabilities of the policy's likeliest tokens, the last column of all others together."""
+    token_logps: Float[Tensor, " T"]
+    best: Int[Tensor, " T"]
+    """The likeliest token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The policy at every position of its texts; other models are compared with it."""
+
+    texts: list[Text]
+    top: list[Tensor]
+    """Its likeliest tokens [T, K] at each position."""
+    said: list[Position]
+    largest: float
+    """Largest absolute value that went into or came out of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a model is from the policy, over all positions."""
+
+    kl: float
+    """Mean KL(policy || model), nats."""
+    mean: float
+    """Mean absolute difference (nats) of the log-probability of a token of the completions."""
+    max: float
+    agreement: float
+    """Share of the tokens of greedy completions before the first one that is not the model's likeliest."""
+
+
+def kept(form: Distance, base: Distance) -> float:
+    """Share of the distance between base and policy that a form has gone; 1 where training changed nothing measurable."""
+    if base.kl <= UNMEASURABLE:
+        return 1.0
+    return 1.0 - (max(0.0, form.kl) / base.kl) ** 0.5
+
+
+@torch.no_grad()
+def complete(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int, *, greedy: bool
+) -> list[Text]:
+    """One completion of each prompt: the likeliest, or one sampled at temperature 1."""
+    # [N, S], padded on the left: generate() continues every row at the last column.
+    ids, mask = pad(list(prompts), left=True)
+    ends = end_token_ids(tokenizer, model.generation_config.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.long().to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=not greedy,
+            temperature=None if greedy else 1.0,
+            top_p=None if greedy else 1.0,
+            top_k=None if greedy else 0,
+            # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
+            repetition_penalty=1.0,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
+    rows = out[:, ids.shape[1] :].tolist()
+    return [
+        Text(prompt, _until_end(row, ends | {tokenizer.pad_token_id}), greedy) for prompt, row in zip(prompts, rows, strict=True)
+    ]
+
+
+def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:
+    return row[: next((index + 1 for index, token in enumerate(row) if token in ends), len(row))]
+
+
+def record(policy: CausalLM, texts: Sequence[Text]) -> Record:
+    """What the policy says at every position of the texts."""
+    top, said = [], []
+    with _largest_value(policy) as largest:
+        for text in texts:
+            logps = _logps(policy, text)
+            # One token less than there are, so that "all others" is never empty.
+            top.append(logps.topk(min(TOP, logps.shape[1] - 1)).indices)
+            said.append(_position(logps, text, top[-1]))
+    return Record(list(texts), top, said, largest[0])
+
+
+def distance(model: CausalLM, of: Record) -> Distance:
+    """How far a model is from the policy of the record."""
+    found = [_position(_logps(model, text), text, top) for text, top in zip(of.texts, of.top, strict=True)]
+    pairs = list(zip(of.said, found, strict=True))
+    kl = torch.cat([(ours.logps.exp() * (ours.logps - theirs.logps)).sum(1) for ours, theirs in pairs])
+    moved = torch.cat([(ours.token_logps - theirs.token_logps).abs() for ours, theirs in pairs])
+    same = total = 0
+    for text, (ours, theirs) in zip(of.texts, pairs, strict=True):
+        if text.greedy:
+            # After the first other token a model continues another text.
+            same += int((ours.best == theirs.best).long().cumprod(0).sum())
+            total += len(text.completion)
+    return Distance(kl.mean().item(), moved.mean().item(), moved.max().item(), same / max(1, total))
+
+
+@torch.no_grad()
+def _logps(model: CausalLM, text: Text) -> Float[Tensor, "T V"]:
+    """Log-probabilities at every position of the completion, by the model's own forward pass."""
+    ids = torch.tensor([text.prompt + text.completion], device=model.device)
+    length = len(text.completion)
+    # Of a long prompt the logits would be the largest tensor of the merge.
+    fits = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
+    logits: Tensor = model(input_ids=ids, **({"logits_to_keep": length + 1} if fits else {})).logits
+    # float64: differences of a careful training are as small as the rounding of a softmax in float32.
+    return logits[0, -length - 1 : -1].double().log_softmax(-1)
+
+
+def _position(logps: Float[Tensor, "T V"], text: Text, top: Int[Tensor, "T K"]) -> Position:
+    tokens = torch.tensor(text.completion, device=logps.device)
+    others = logps.scatter(1, top, -torch.inf).logsumexp(1, keepdim=True)
+    return Position(torch.cat([logps.gather(1, top), others], dim=1), logps.gather(1, tokens[:, None])[:, 0], logps.argmax(1))
+
+
+@contextmanager
+def _largest_value(model: nn.Module) -> Iterator[list[float]]:
+    """A list of one number: the largest absolute value among the inputs and outputs of all layers inside the block."""
+    largest = [0.0]
+
+    def look(_: nn.Module, given: object, out: object) -> None:
+        for values in (given, out):
+            for value in values if isinstance(values, tuple) else (values,):
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                    largest[0] = max(largest[0], value.abs().max().item())
+
+    hooks = [module.register_forward_hook(look) for module in model.modules()]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Share of the change of the weights that a precision keeps."""
+
+    total: float
+    """Of all weights together."""
+    each: dict[str, float]
+    """By the name of the weight."""
+
+
+@torch.no_grad()
+def weight_shares(policy: CausalLM, base: nn.Module | None, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, Shares]:
+    """Share of the change of the weights that is left after rounding: in all of them together, and in each.
+
+    A weight W was to become W + D, and becomes W + E. Its share is the part of E in the direction of D, <E, D> / <D, D>: rounding
+    noise, which has no direction, does not count for it. (The norm of E would count it: rounding a change to half and adding
+    noise can leave the norm as it was.) A share above 1 is as wrong as one below, so 1.1 counts as 0.9.
+
+    Args:
+        policy: base + adapter, or a model that was trained in full, in float32.
+        base: what a model trained in full started from, in float32; None for base + adapter.
+        dtypes: the precisions to round to.
+    """
+    sums = {dtype: dict[str, tuple[float, float]]() for dtype in dtypes}
+    for name, weight, change in changes(policy, base):
+        wanted = _dot(change, change)
+        for dtype in dtypes if wanted else ():
+            became = (weight + change).to(dtype).float() - weight
+            sums[dtype][name] = (_dot(became, change), wanted)
+    return {
+        dtype: Shares(_share(list(found.values())), {name: _share([pair]) for name, pair in found.items()})
+        for dtype, found in sums.items()
+    }
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return (one * other).sum(dtype=torch.float64).item()
+
+
+def _share(pairs: Sequence[tuple[float, float]]) -> float:
+    wanted = sum(pair[1] for pair in pairs)
+    return 1.0 - abs(1.0 - sum(pair[0] for pair in pairs) / wanted) if wanted else 1.0
+
+
+@torch.no_grad()
+def changes(policy: CausalLM, base: nn.Module | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, weight of the base and change of each trained weight.
+
+    One at a time, because all changes together are as large as the model. Arguments as in `weight_shares`.
+    """
+    if base is not None:
+        started = dict(base.named_parameters())
+        for name, weight in policy.named_parameters():
+            if name in started and started[name].shape == weight.shape:
+                yield name, started[name], weight - started[name]
+    elif isinstance(policy, PeftModel):
+        for name, module in policy.get_base_model().named_modules():
+            layer: Any = module
+            if isinstance(module, TrainableTokensWrapper):
+                for adapter in layer.token_adapter.active_adapters:
+                    rows = layer.original_module.weight[layer.token_adapter.token_indices[adapter]]
+                    yield f"rows of {name}", rows, layer.token_adapter.trainable_tokens_delta[adapter] - rows
+            elif isinstance(module, BaseTunerLayer) and hasattr(module, "get_delta_weight"):
+                weight = layer.get_base_layer().weight
+                change = sum((layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters), torch.zeros(()))
+                yield f"{name}.weight", weight, change.expand_as(weight)
