@@ -17,7 +17,7 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.metrics import REPLICAS_SERVING, SYNC_BYTES
 from tests.rollout.servers import listener, moved, sampling
-from tests.rollout.small_servers import counts, kill, small_config, small_servers, tell
+from tests.rollout.small_servers import counts, kill, restore, small_config, small_servers, tell
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
 
@@ -40,6 +40,7 @@ def servers(pair):
         if server._supervisor.poll() is not None:
             server.restart()
         tell(server, delay_s=0.0, status=200, count=None)
+        restore(server)
 
 
 def engine_of(servers, policy, tokenizer, folder, *, merged=False, **settings):
