@@ -3,7 +3,7 @@
 A new adapter is zero, so a server that ignores it answers as one that serves it. And vLLM answers 200 to an adapter whose keys
 match nothing in its model (vllm issues 34186, 48019, 49354): a multimodal model holds its text layers under another name than the
 text model alone. So before the first policy, each server gets weights with the very keys of the policy, and must show the
-trainer's shift. Where it shows none, the keys are written with other names (`NAMINGS`), and the calibration decides.
+trainer's shift. Where its model has other names (`NAMINGS`), the keys are written with those; the calibration decides.
 """
 
 import json
@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from jaxtyping import Float
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.sharded import gather_shards, shard_like
@@ -148,23 +146,31 @@ def rename_keys(folder: Path, start: str | None) -> None:
         index.write_text(json.dumps(listed), encoding="utf-8")
 
 
-def without_match(folder: Path, served: str | None) -> str:
-    """Which keys of a folder's weights match nothing in a server's model, as a sentence; what is known where that is not.
+def likely_namings(folder: Path, served: str | None) -> list[str | None]:
+    """`NAMINGS`, those first under which most weights of a folder have the names of a server's model.
 
     Args:
         folder: an adapter or complete weights.
         served: folder of the model that the server serves, or the name it gives for it.
     """
-    known = _modules(served)
-    if known is None:
+    theirs = _layers(Path(served)) if served else set()
+    ours = {key for file in folder.glob("*.safetensors") for key in _keys(file)}
+    return sorted(NAMINGS, key=lambda start: len({_layer(_renamed(key, start)) for key in ours} - theirs))
+
+
+def without_match(folder: Path, served: str | None) -> str:
+    """Which keys of a folder's weights match nothing in a server's model, as a sentence; what is known where that is not."""
+    theirs = _layers(Path(served)) if served else set()
+    if not theirs:
         return f"Its model, {served or 'which it does not name'}, is not on this machine, so its layers are not known here."
-    architecture, modules = known
-    names = sorted({_module(key) for file in folder.glob("*.safetensors") for key in _keys(file)})
-    missing = [name for name in names if name not in modules]
+    architectures = json.loads((Path(str(served)) / "config.json").read_text(encoding="utf-8")).get("architectures")
+    architecture = (architectures or ["model"])[0]
+    ours = sorted({_layer(key) for file in folder.glob("*.safetensors") for key in _keys(file)})
+    missing = [name for name in ours if name not in theirs]
     if not missing:
         return f"All keys name layers of its {architecture}."
     shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return f"It serves a {architecture}, in which {len(missing)} of {len(names)} keys match nothing: {shown}"
+    return f"It serves a {architecture}, in whose files {len(missing)} of {len(ours)} keys match nothing: {shown}"
 
 
 def _drawn(name: str, shape: torch.Size, scale: float, generator: torch.Generator) -> Float[Tensor, "..."]:
@@ -175,7 +181,9 @@ def _drawn(name: str, shape: torch.Size, scale: float, generator: torch.Generato
     return drawn * (scale if "B" in name.rpartition("lora_")[2].partition(".")[0] else 1.0) / shape[1] ** 0.5
 
 
-def _renamed(name: str, start: str) -> str:
+def _renamed(name: str, start: str | None) -> str:
+    if start is None:
+        return name
     head = PEFT_START if name.startswith(PEFT_START) else ""
     rest = name.removeprefix(head)
     found = next((known for known in STARTS if rest.startswith(known)), None)
@@ -187,21 +195,14 @@ def _keys(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def _module(key: str) -> str:
+def _layer(key: str) -> str:
     """The layer that a weight belongs to."""
     name = key.removeprefix(PEFT_START)
     return name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0]
 
 
-def _modules(served: str | None) -> tuple[str, set[str]] | None:
-    """Architecture and layers of a model by its config alone; None where there is no such folder or architecture."""
-    if served is None or not Path(served).is_dir():
-        return None
-    try:
-        config = AutoConfig.from_pretrained(served)
-        architecture = str(config.architectures[0])
-        with torch.device("meta"):
-            model = getattr(transformers, architecture)(config)
-    except Exception:  # whatever a config or an architecture that this version does not know raises
-        return None
-    return architecture, {name for name, _ in model.named_modules()}
+def _layers(model: Path) -> set[str]:
+    """The layers in the files of a model, under the names that vLLM reads; none where there is no such folder."""
+    if not (model / "config.json").is_file():
+        return set()
+    return {_layer(key) for file in model.glob("*.safetensors") for key in _keys(file)}

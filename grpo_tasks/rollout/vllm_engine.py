@@ -33,7 +33,15 @@ from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
 from grpo_tasks.replicas.delivery import deliver, withdraw
 from grpo_tasks.replicas.pool import Limits, Pool
-from grpo_tasks.rollout.calibration import NAMINGS, Shifted, calibrated, rename_keys, without_match, write_like
+from grpo_tasks.rollout.calibration import (
+    NAMINGS,
+    Shifted,
+    calibrated,
+    likely_namings,
+    rename_keys,
+    without_match,
+    write_like,
+)
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling, groups_of, server_seed
 from grpo_tasks.rollout.probe import (
     BASE_LIMIT,
@@ -48,7 +56,7 @@ from grpo_tasks.rollout.probe import (
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
+from schemas.errors import RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES, SYNC_TIME
 
 COMPLETIONS = "/v1/completions"
@@ -279,19 +287,20 @@ class VllmSampler:
         Raises:
             RolloutError: it does not take them over.
         """
+        faults: list[str] = []
         if self._known:
-            fault = self._try(server, calibration, self._naming, fault_of)
-            faults = [] if fault is None else [fault]
+            faults = self._try(server, calibration, self._naming, fault_of)
         else:
             # One server after the other until one has proved a naming: they serve the same model.
             with self._lock:
-                faults = []
-                for naming in (self._naming,) if self._known else NAMINGS:
-                    fault = self._try(server, calibration, naming, fault_of)
-                    if fault is None:
+                likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
+                # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
+                for naming in likely[:1] if self._merged else likely:
+                    found = self._try(server, calibration, naming, fault_of)
+                    if not found:
                         self._naming, self._known, faults = naming, True, []
                         break
-                    faults.append(fault)
+                    faults += found
         if faults:
             raise RolloutError(
                 f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
@@ -306,7 +315,7 @@ class VllmSampler:
         calibration: Weights,
         naming: str | None,
         fault_of: Callable[[Float[torch.Tensor, " T"]], str | None],
-    ) -> str | None:
+    ) -> list[str]:
         """What is wrong with what a server makes of calibration weights under a naming; it unloads them again."""
         number = NAMINGS.index(naming)
         weights = replace(calibration, name=f"{calibration.name}-{number}")
@@ -316,17 +325,14 @@ class VllmSampler:
             rename_keys(folder, naming)
         try:
             self._load(server, weights, folder)
-            return fault_of(self._probe(server, server.base if self._merged else weights.name))
-        except ServerGoneError as gone:
-            # vLLM answers 500 to complete weights whose names it does not know, and lives on.
-            lives = self._merged and gone.place == server.address and self._client.healthy(server.address)
-            if isinstance(gone, ServerBusyError) or not lives:
-                raise
-            return gone.message
+            fault = fault_of(self._probe(server, server.base if self._merged else weights.name))
+            return [] if fault is None else [fault]
+        except ServerGoneError:
+            raise
         except RolloutError as refusal:
-            return refusal.message
+            return [refusal.message]
         finally:
-            if not self._merged and weights.name in server.loaded:
+            if weights.name in server.loaded:
                 with suppress(ServerGoneError):
                     self._forget(server, weights.name)
 
