@@ -212,7 +212,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
     Metric(
         SAMPLER_DIFFERENCE_WORST,
-        "largest |mean of log p(sampler) - log p(trainer)| over the tokens of one completion: the log of its geometric-mean ratio",
+        "largest |mean of log p(sampler) - log p(trainer)| over the tokens of a completion: the log of its geometric-mean ratio",
         "nats/token",
         "lower",
         "far above the mean difference: a few completions come from another policy",

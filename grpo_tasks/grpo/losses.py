@@ -161,7 +161,7 @@ def sampling_correction(
     level, _, kind = stage.importance_sampling_correction.partition("_")
     difference = (old_logps - sampler_logps).detach() * mask
     if level != "token":
-        # The probability of a sequence is a product, so its ratio sums all tokens; unlike GSPO's, it is not divided by the length.
+        # The probability of a sequence is a product, so its ratio sums all tokens; GSPO divides by the length, as done below.
         difference = difference.sum(-1, keepdim=True)
     if level == "geometric":
         difference = difference / mask.sum(-1, keepdim=True).clamp(min=1)

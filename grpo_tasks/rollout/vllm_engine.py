@@ -5,10 +5,10 @@
                   prepare(): save the weights      load(): each server wakes up -> loads them -> its log-probabilities are
                                                            compared -> it unloads the previous ones; then those are deleted
 
-If a server kept old weights or ignored new ones, training would continue on completions of the wrong policy without any error. So
-each server shows first that it takes weights over (calibration.py), and after each load what they change in the log-probabilities
-of a few tokens is compared with what they change in the trainer's (probe.py). Which server gets which request, and what happens to
-one that fails, is the business of the pool (grpo_tasks/replicas).
+If a server kept old weights or ignored new ones, training would continue on completions of the wrong policy without any error.
+So each server shows first that it takes weights over (calibration.py), and after each load what they change in the
+log-probabilities of a few tokens is compared with what they change in the trainer's (probe.py). Which server gets which request,
+and what happens to one that fails, is the business of the pool (grpo_tasks/replicas).
 """
 
 import gc
@@ -61,7 +61,7 @@ from schemas.metrics import SYNC_BYTES, SYNC_TIME
 
 COMPLETIONS = "/v1/completions"
 LIKE_SHIFT = 0.1
-"""Mean |shift| (nats per token) that a server must show on large weights where no trainer says which. Those move it by some nats."""
+"""Mean |shift| (nats per token) that a server must show on large weights where no trainer is. They move it by some nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class VllmSampler:
             raise RolloutError(
                 f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
                 place=server.address,
-                fix="start it with the model of model.path and its precision, without --lora-target-modules, and with a vLLM that "
+                fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
                 "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
             )
 
@@ -504,7 +504,7 @@ class VllmEngine(VllmSampler):
         self._check(server, weights)
         self._unload(server, keep=weights.name)
 
-    def _calibrate(self, server: VllmServer, weights: Weights) -> None:
+    def _calibrate(self, server: VllmServer, weights: Weights) -> None:  # noqa: ARG002 - the calibration has been saved already
         """Find out whether a server shows the trainer's shift on calibration weights, and under which names.
 
         Raises:

@@ -238,9 +238,9 @@ class StageConfig(Section):
     importance_sampling_clip_min: float | None = Field(None, gt=0.0)
     """Lower bound of that ratio. Empty: none."""
     off_policy_mask_threshold: float | None = Field(None, gt=0.0)
-    """Leave out the policy term of completions with a negative advantage that have become improbable since they were sampled: those
-    whose mean log-probability has fallen by more than this many nats per token (DeepSeek-V3.2, arXiv:2512.02556, eq. 9). For
-    rollout.max_staleness above 0 and for several updates a rollout; a common choice is 0.5. Empty: none."""
+    """Leave out the policy term of completions with a negative advantage that have become improbable since they were sampled:
+    those whose mean log-probability has fallen by more than this many nats per token (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+    For rollout.max_staleness above 0 and for several updates a rollout; a common choice is 0.5. Empty: none."""
     max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
     """Largest mean difference in nats between the log-probabilities of sampler and trainer. Above it the stage stops, because the
     completions come from another model. Empty: no limit."""

@@ -208,7 +208,9 @@ def test_the_correction_for_the_sampler_equals_trl(mode, bounds):
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2])
-@pytest.mark.parametrize("settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}], ids=str
+)
 def test_the_off_policy_sequence_mask_equals_trl(settings, threshold):
     chosen, batch = stage(off_policy_mask_threshold=threshold, beta=0.04, **settings), tensors(seed=12)
     kept = off_policy_mask(batch.logps, batch.sampler, batch.advantages[:, None], batch.mask, chosen)

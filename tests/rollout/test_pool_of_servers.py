@@ -194,8 +194,8 @@ def test_a_server_that_does_not_take_weights_over_is_refused_before_the_first_po
     policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=3)
     instead, wanted = planted, "shows no shift from its base"
     if planted == "another stage":
-        other = engine_of([], moved(trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=4), 0.05), tokenizer,
-                          tmp_path / "other", merged=merged)  # fmt: skip
+        theirs = moved(trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=4), 0.05)
+        other = engine_of([], theirs, tokenizer, tmp_path / "other", merged=merged)
         instead, wanted = str(other.prepare().folder), "its shift from the base is another one"
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     tell(servers[0], instead=instead)
