@@ -75,9 +75,12 @@ CLIP_HIGH = "clip_ratio/high_mean"
 CLIP_REGION = "clip_ratio/region_mean"
 SAMPLER_DIFFERENCE_MEAN = "sampling/sampling_logp_difference/mean"
 SAMPLER_DIFFERENCE_MAX = "sampling/sampling_logp_difference/max"
+SAMPLER_DIFFERENCE_WORST = "sampling/sampling_logp_difference/worst_sequence"
 SAMPLER_KL = "sampling/kl"
 IMPORTANCE_RATIO_MEAN = "sampling/importance_sampling_ratio/mean"
 IMPORTANCE_RATIO_MAX = "sampling/importance_sampling_ratio/max"
+EFFECTIVE_SAMPLE_SIZE = "sampling/effective_sample_size"
+OFF_POLICY_MASKED = "sampling/off_policy_masked"
 DROPPED_GROUPS = "dynamic_sampling/dropped_groups"
 POLICY_LAG = "sampling/policy_lag"
 TRAINER_WAIT = "sampling/trainer_wait_time"
@@ -207,9 +210,29 @@ TRAINING: tuple[Metric, ...] = (
     Metric(CLIP_REGION, "share of tokens whose ratio is clipped either way", "share"),
     Metric(SAMPLER_DIFFERENCE_MEAN, "mean |log p(sampler) - log p(trainer)| of the sampled tokens", "nats", "lower"),
     Metric(SAMPLER_DIFFERENCE_MAX, "largest |log p(sampler) - log p(trainer)| of a sampled token", "nats", "lower"),
-    Metric(SAMPLER_KL, "KL divergence of the trainer's policy from the sampler's (k3 estimator)", "nats/token", "lower"),
+    Metric(
+        SAMPLER_DIFFERENCE_WORST,
+        "largest |mean of log p(sampler) - log p(trainer)| over the tokens of a completion: the log of its geometric-mean ratio",
+        "nats/token",
+        "lower",
+        "far above the mean difference: a few completions come from another policy",
+    ),
+    Metric(SAMPLER_KL, "KL(sampler || trainer), estimated from the sampled tokens (k3)", "nats/token", "lower"),
     Metric(IMPORTANCE_RATIO_MEAN, "mean importance weight that corrects for the difference between sampler and trainer"),
     Metric(IMPORTANCE_RATIO_MAX, "largest ratio between the trainer's and the sampler's probability of a token", better="lower"),
+    Metric(
+        EFFECTIVE_SAMPLE_SIZE,
+        "share of the trained tokens that count after the correction for the sampler: (sum w)^2 / (n sum w^2) of its weights w",
+        "share",
+        "higher",
+        "below 0.5: the sampler is far from the trainer; lower rollout.max_staleness",
+    ),
+    Metric(
+        OFF_POLICY_MASKED,
+        "share of completions whose policy term off_policy_mask_threshold leaves out",
+        "share",
+        "lower",
+    ),
     Metric(DROPPED_GROUPS, "groups that were sampled for the update and not trained on", "groups", "lower"),
     Metric(
         POLICY_LAG,

@@ -137,6 +137,7 @@ def rollout_engine(
             dtype=spec.model.dtype,
             merged=merged,
             untied=bool(spec.model.added_tokens) and not cuda,
+            shared=ranks > 1,
         )
         if config.base_urls:
             joining = partial(_let_servers_join, directory.servers, engine, adapters=not merged)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, policy_loss, sampling_correction
+from grpo_tasks.grpo.losses import LossInputs, entropy_threshold, off_policy_mask, policy_loss, sampling_correction
 from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.microbatches import Microbatch
 from grpo_tasks.grpo.policies import Policies
@@ -143,6 +143,8 @@ class Learner:
         bonus, mask = self.stage.entropy_coef > 0, microbatch.trained
         # On-policy the ratio is exactly 1 and its gradient that of logp: no second forward pass for pi_old.
         old = scores.logps.detach() if old_logps is None else old_logps
+        # Under the sampler's model alone, where that is known: top_p and the like would count as a change of the policy.
+        sampler = microbatch.sampler_logps if microbatch.sampler_policy_logps is None else microbatch.sampler_policy_logps
         return LossInputs(
             logps=scores.logps,
             old_logps=old,
@@ -153,6 +155,7 @@ class Learner:
             # [N, T]; detached: the choice of tokens has no gradient.
             keep=None if threshold is None else scores.entropies.detach() >= threshold,
             correction=sampling_correction(old, microbatch.sampler_logps, mask, self.stage),
+            on_policy=off_policy_mask(scores.logps, sampler, microbatch.advantages, mask, self.stage),
             entropies=scores.entropies if bonus else None,
             entropy_weights=microbatch.entropy_weights if bonus else None,
         )

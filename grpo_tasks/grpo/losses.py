@@ -8,7 +8,7 @@
 
     kl_t     = exp(ref - logp) - (ref - logp) - 1                        arXiv:2402.03300 eq. 4: Schulman's k3 estimator
 
-    loss     = sum_t weight_t (keep_t correction_t policy_t + beta kl_t)  -  entropy_coef mean_t entropy_t
+    loss     = sum_t weight_t (keep_t on_policy correction_t policy_t + beta kl_t)  -  entropy_coef mean_t entropy_t
 
 `weight_t` carries the entire difference between the averages of GRPO, BNPO, Dr. GRPO and DAPO (see `token_weights`). The
 weights are computed for the complete update before it is split into microbatches. Gradient accumulation is therefore exact, and
@@ -47,6 +47,8 @@ class LossInputs:
     """Tokens whose policy term counts, those of high entropy; None: all."""
     correction: Float[Tensor, "N _"] | None = None
     """From `sampling_correction`: [N, T], or [N, 1] for one factor per sequence."""
+    on_policy: Bool[Tensor, "N _"] | None = None
+    """From `off_policy_mask`: completions whose policy term counts; None: all."""
     entropies: Float[Tensor, "N T"] | None = None
     """Entropy (nats) of each token's distribution, with gradients; for the entropy bonus only."""
     entropy_weights: Float[Tensor, "N T"] | None = None
@@ -76,6 +78,8 @@ def policy_loss(inputs: LossInputs, stage: StageConfig) -> LossOutputs:
     if inputs.keep is not None:
         # arXiv:2506.01939: only the tokens at which the policy really decides something carry the gradient.
         per_token = per_token * inputs.keep
+    if inputs.on_policy is not None:
+        per_token = per_token * inputs.on_policy
     if inputs.correction is not None:
         per_token = per_token * inputs.correction
     kl = torch.zeros_like(inputs.logps)
@@ -149,18 +153,42 @@ def sampling_correction(
 
     A sampler with other kernels or another precision draws from a slightly different policy. This is the importance weight that
     corrects for it (fengyao.notion.site/off-policy-rl), with TRL's four modes: the level, then what happens outside the bounds.
+    The geometric mean is verl's third level: it compares completions of all lengths by one bound.
     """
-    if stage.importance_sampling_correction == "none":
+    # auto: nobody has said that there are servers (StageSpec.with_correction).
+    if stage.importance_sampling_correction in ("none", "auto"):
         return None
     level, _, kind = stage.importance_sampling_correction.partition("_")
     difference = (old_logps - sampler_logps).detach() * mask
-    # The probability of a sequence is a product, so its ratio sums all tokens; unlike GSPO's, it is not divided by the length.
-    ratio = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
+    if level != "token":
+        # The probability of a sequence is a product, so its ratio sums all tokens; GSPO divides by the length, as done below.
+        difference = difference.sum(-1, keepdim=True)
+    if level == "geometric":
+        difference = difference / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = difference.exp()
     low = stage.importance_sampling_clip_min if stage.importance_sampling_clip_min is not None else 0.0
     high = stage.importance_sampling_clip_max if stage.importance_sampling_clip_max is not None else math.inf
     if kind == "truncate":
         return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def off_policy_mask(
+    logps: Float[Tensor, "N T"],
+    sampler_logps: Float[Tensor, "N T"],
+    advantages: Float[Tensor, "N _"],
+    mask: Bool[Tensor, "N T"],
+    stage: StageConfig,
+) -> Bool[Tensor, "N _"] | None:
+    """True where the policy term counts; None: everywhere.
+
+    DeepSeek-V3.2 (arXiv:2512.02556 eq. 9): a bad completion that the policy would hardly say any more teaches it nothing, and its
+    unbounded gradient does harm. The mean of log pi_sampler - log pi over its tokens estimates how far the policy has moved away.
+    """
+    if stage.off_policy_mask_threshold is None:
+        return None
+    fallen = ((sampler_logps - logps.detach()) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # [N, 1]
+    return (advantages >= 0) | (fallen <= stage.off_policy_mask_threshold)
 
 
 def entropy_threshold(entropies: Float[Tensor, " M"], stage: StageConfig) -> Float[Tensor, ""]:

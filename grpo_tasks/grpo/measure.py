@@ -31,6 +31,7 @@ from schemas.metrics import (
     CLIP_REGION,
     CLIPPED_RATIO,
     DEAD_GROUPS,
+    EFFECTIVE_SAMPLE_SIZE,
     ENERGY,
     ENTROPY,
     ENVIRONMENT_ERRORS,
@@ -49,12 +50,14 @@ from schemas.metrics import (
     MAX_LENGTH,
     MEAN_LENGTH,
     MIN_LENGTH,
+    OFF_POLICY_MASKED,
     REWARD,
     REWARD_STD,
     REWARD_TIME,
     ROLLOUT_TIME,
     SAMPLER_DIFFERENCE_MAX,
     SAMPLER_DIFFERENCE_MEAN,
+    SAMPLER_DIFFERENCE_WORST,
     SAMPLER_KL,
     SKIPPED_STEP,
     TASK_REWARD,
@@ -68,8 +71,13 @@ from schemas.metrics import (
 
 MAX_LOG_RATIO = 50.0
 """Larger log-ratios are reported as this one: e^50 says enough, and e^1000 is infinite."""
-SUMMED = ("loss", "tokens", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction", "hits")
+SUMMED = (
+    "loss", "tokens", "completions", "entropy", "kl", "clipped_low", "clipped_high", "mismatch", "mismatch_kl", "correction",
+    "correction_squared", "off_policy", "hits",
+)  # fmt: skip
 """Figures that add up over microbatches and ranks."""
+LARGEST = ("mismatch_max", "mismatch_worst")
+"""Figures of which the largest counts."""
 
 
 @dataclass(slots=True)
@@ -80,6 +88,7 @@ class UpdateFigures:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     tokens: int = 0
+    completions: float = 0.0
     entropy: float = 0.0
     kl: float | None = None
     """None: not measured in this update."""
@@ -89,8 +98,13 @@ class UpdateFigures:
     """|log p(sampler) - log p(trainer)|; None: the sampler reports no probabilities that could be compared."""
     mismatch_kl: float = 0.0
     mismatch_max: float = 0.0
+    mismatch_worst: float = 0.0
+    """|mean over a completion's tokens|, of the completion where it is largest."""
     correction: float | None = None
     """None: the sampler is not corrected for."""
+    correction_squared: float | None = None
+    off_policy: float | None = None
+    """Completions without a policy term; None: there is no threshold."""
     loss_scale: float | None = None
     """Factor of the loss in float16; None: it is not scaled."""
     hits: float | None = None
@@ -116,6 +130,7 @@ class UpdateFigures:
         found = {
             "loss": out.loss,
             "tokens": mask.sum(),
+            "completions": mask.any(-1).sum(),
             "entropy": (entropies * mask).sum(),
             "clipped_low": out.clipped_low,
             "clipped_high": out.clipped_high,
@@ -128,13 +143,19 @@ class UpdateFigures:
                 "mismatch": difference.abs().sum(),
                 "mismatch_kl": _k3_sum(difference),
                 "mismatch_max": difference.abs().max(),
+                "mismatch_worst": (difference.sum(-1) / mask.sum(-1).clamp(min=1)).abs().max(),
             }
         if self.kl is not None and inputs.ref_logps is not None:
             found["kl"] = out.kl_sum
         elif self.kl is not None and ref_logps is not None:
             found["kl"] = _k3_sum((ref_logps - inputs.logps.detach()).masked_fill(~mask, 0.0))
         if inputs.correction is not None:
-            found["correction"] = (inputs.correction * mask).sum()
+            found |= {
+                "correction": (inputs.correction * mask).sum(),
+                "correction_squared": (inputs.correction.square() * mask).sum(),
+            }
+        if inputs.on_policy is not None:
+            found["off_policy"] = (~inputs.on_policy & mask).any(-1).sum()
         self._keep(found)
 
     def add_supervised(
@@ -155,8 +176,8 @@ class UpdateFigures:
         numbers = iter(torch.cat([values for _, values in self._unread]).tolist())
         for names, _ in self._unread:
             for name, value in zip(names, numbers, strict=False):
-                if name == "mismatch_max":
-                    self.mismatch_max = max(self.mismatch_max, value)
+                if name in LARGEST:
+                    setattr(self, name, max(getattr(self, name), value))
                 elif name == "tokens":
                     self.tokens += int(value)
                 elif name != "mismatch" or self.mismatch is not None:
@@ -176,7 +197,7 @@ class UpdateFigures:
             # A rank without microbatches has not met what the others measured. The mismatch counts only if every rank has it.
             missing = len(known) < len(values) if name == "mismatch" else not known
             sums[name] = None if missing else sum(known)
-        return replace(self, **sums, mismatch_max=max(one.mismatch_max for one in every_rank))
+        return replace(self, **sums, **{name: max(getattr(one, name) for one in every_rank) for name in LARGEST})
 
     def means(self) -> dict[str, float]:
         """Metrics by name; an update that trained on no token has only those that need none."""
@@ -198,12 +219,17 @@ class UpdateFigures:
         }
         if self.mismatch is not None:
             per_token |= {SAMPLER_DIFFERENCE_MEAN: self.mismatch, SAMPLER_KL: self.mismatch_kl}
-            known[SAMPLER_DIFFERENCE_MAX] = self.mismatch_max
+            known |= {SAMPLER_DIFFERENCE_MAX: self.mismatch_max, SAMPLER_DIFFERENCE_WORST: self.mismatch_worst}
             known[IMPORTANCE_RATIO_MAX] = math.exp(min(self.mismatch_max, MAX_LOG_RATIO))
         if self.kl is not None:
             per_token[KL] = self.kl
         if self.correction is not None:
             per_token[IMPORTANCE_RATIO_MEAN] = self.correction
+            # 0 where every weight was masked.
+            squares = max(self.correction_squared or 0.0, 1e-300)
+            known[EFFECTIVE_SAMPLE_SIZE] = self.correction**2 / (self.tokens * squares)
+        if self.off_policy is not None:
+            known[OFF_POLICY_MASKED] = self.off_policy / self.completions
         return known | {name: value / self.tokens for name, value in per_token.items()}
 
 

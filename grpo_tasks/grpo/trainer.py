@@ -57,7 +57,7 @@ class Trainer:
     def __init__(
         self, directory: StageDir, suite: RewardSuite, servers: Sequence[VllmServer] = (), player: Player | None = None
     ) -> None:
-        self.dir, self.suite, self.spec = directory, suite, StageSpec.load(directory.spec)
+        self.dir, self.suite, self.spec = directory, suite, StageSpec.load(directory.spec).with_correction
         spec, stage = self.spec, self.spec.stage
         self.stage = stage
         self.ranks = Ranks.of(spec, pick_device(spec.resources))

@@ -56,12 +56,12 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
         with _widened(spec, tokenizer, directory) as sampler:
             yield sampler
     elif config.base_urls and spec.ref.path == spec.model.path:
-        with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None)) as sampler:
+        with _sampler(spec, tokenizer, existing_servers(config, adapters=adapter is not None), directory) as sampler:
             yield sampler
     else:
         rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
         served = ServedModel(Path(resolve(spec.ref.path)), loading_dtype(spec.ref, spec.model), rank, device.type == "cuda")
-        with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers) as sampler:
+        with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers, directory) as sampler:
             yield sampler
 
 
@@ -73,19 +73,24 @@ def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pa
     served = ServedModel(folder, loading_dtype(spec.ref, spec.model), None, cuda)
     merged = spec.model_copy(update={"ref": ModelRef(path=str(folder))})
     try:
-        with serving(spec.rollout.vllm, served, directory) as servers, _sampler(merged, tokenizer, servers) as sampler:
+        with (
+            serving(spec.rollout.vllm, served, directory) as servers,
+            _sampler(merged, tokenizer, servers, directory) as sampler,
+        ):
             yield sampler
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _sampler(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequence[VllmServer]) -> Iterator[RolloutEngine]:
+def _sampler(
+    spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, servers: Sequence[VllmServer], directory: Path
+) -> Iterator[RolloutEngine]:
     eos = generation_eos(resolve(spec.ref.path), spec.ref.revision)
     config = spec.rollout.vllm.model_copy(update={"sleep": False})
-    sampler = VllmSampler(tokenizer, eos, config, servers, spec.ref.adapter)
-    sampler.sync()
+    sampler = VllmSampler(tokenizer, eos, config, servers, spec.ref.adapter, scratch=directory / "served-adapter")
     try:
+        sampler.sync()
         yield sampler
     finally:
         sampler.close()

@@ -5,18 +5,20 @@
                   prepare(): save the weights      load(): each server wakes up -> loads them -> its log-probabilities are
                                                            compared -> it unloads the previous ones; then those are deleted
 
-If a server kept old weights, training would continue on completions of the wrong policy without any error. So after each load the
-engine compares the log-probabilities of a few tokens with the trainer's. Which server gets which request, and what happens to one
-that fails, is the business of the pool (grpo_tasks/replicas).
+If a server kept old weights or ignored new ones, training would continue on completions of the wrong policy without any error.
+So each server shows first that it takes weights over (calibration.py), and after each load what they change in the
+log-probabilities of a few tokens is compared with what they change in the trainer's (probe.py). Which server gets which request,
+and what happens to one that fails, is the business of the pool (grpo_tasks/replicas).
 """
 
 import gc
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -24,28 +26,42 @@ import torch
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_for_server, save_trained, trained_weights
-from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
 from grpo_tasks.replicas.delivery import deliver, withdraw
 from grpo_tasks.replicas.pool import Limits, Pool
+from grpo_tasks.rollout.calibration import (
+    NAMINGS,
+    Shifted,
+    calibrated,
+    likely_namings,
+    rename_keys,
+    without_match,
+    write_like,
+)
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling, groups_of, server_seed
+from grpo_tasks.rollout.probe import (
+    BASE_LIMIT,
+    CALIBRATION_SHARE,
+    LEAST_NOISE,
+    POLICY_SHARE,
+    noise_of,
+    probe_ids,
+    probe_logps,
+    shift_fault,
+)
 from grpo_tasks.rollout.stop import StopRule
-from grpo_tasks.rollout.vllm_server import VllmServer, authorization
+from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES, SYNC_TIME
 
-PROBE_IDS = [3 + 7 * index % 200 for index in range(12)]
-"""Arbitrary token ids that every vocabulary has."""
-PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
-"""Largest allowed mean difference (nats per token) between server and trainer on the probe."""
-
 COMPLETIONS = "/v1/completions"
+LIKE_SHIFT = 0.1
+"""Mean |shift| (nats per token) that a server must show on large weights where no trainer is. They move it by some nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,14 @@ class Weights:
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Calibration weights as the servers get them, and what they change in the trainer's probe."""
+
+    weights: Weights
+    shifted: Shifted
+
+
 class VllmSampler:
     """Samples from servers that all serve the same model.
 
@@ -75,6 +99,7 @@ class VllmSampler:
         config: limits and retries.
         servers: requests are distributed over them; the caller ends them.
         adapter: folder of a PEFT adapter to load on the servers' base model; None samples from the base model.
+        scratch: folder for weights that the servers load besides it; it is deleted in the end.
     """
 
     def __init__(
@@ -84,6 +109,8 @@ class VllmSampler:
         config: VllmConfig,
         servers: Sequence[VllmServer],
         adapter: Path | None = None,
+        *,
+        scratch: Path,
     ) -> None:
         self._tokenizer, self._config = tokenizer, config
         self._end_ids = end_token_ids(tokenizer, generation_eos)
@@ -93,6 +120,12 @@ class VllmSampler:
         self._run = f"policy-{uuid4().hex[:8]}"
         self._present = None if adapter is None else Weights(self._run, adapter)
         """What the servers have to serve; None: their base model."""
+        self._scratch, self._ids = scratch.resolve(), probe_ids(config.max_model_len)
+        self._naming, self._known = NAMINGS[0], False
+        """How the servers' model names its layers, one of `NAMINGS`, and whether a server has proved it."""
+        self._named: dict[str, Path] = {}
+        """Folders of weights whose keys have these names, by the weights' names."""
+        self._lock = Lock()
         limits = Limits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
         self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
 
@@ -136,6 +169,7 @@ class VllmSampler:
             with suppress(ServerGoneError):
                 self._unload(server, keep=None)
         self._client.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _complete(self, server: VllmServer, group: Sequence[Request], stop: StopRule) -> list[dict[str, Any]]:
         sampling = stop.sampling
@@ -186,17 +220,24 @@ class VllmSampler:
         self._hand_over(server, self._present)
 
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
-        """Load weights into a server; nothing to do for one that has them."""
+        """Load weights into a server that has shown that it takes weights over; nothing to do for one that has them."""
         if server.asleep:
             self._post(server, "/wake_up", {})
             server.asleep = False
         if server.stale:
             self._recall(server)
-        if weights is None or weights.name in server.loaded:
+        if weights is None:
             return
-        where = str(weights.folder)
+        if server.calibrated is None:
+            self._calibrate(server, weights)
+        if weights.name not in server.loaded:
+            self._load(server, weights, self._folder(weights))
+            server.bytes_taken += weights.num_bytes
+
+    def _load(self, server: VllmServer, weights: Weights, folder: Path) -> None:
+        where = str(folder)
         if server.receiver is not None:
-            where = deliver(self._client, server.receiver, weights.name, weights.folder)
+            where = deliver(self._client, server.receiver, weights.name, folder)
         if self._merged:
             self._post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": where}})
             # Cached keys and values of prompts come from the previous weights.
@@ -205,23 +246,121 @@ class VllmSampler:
         else:
             self._post(server, "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": where})
         server.loaded.add(weights.name)
-        server.bytes_taken += weights.num_bytes
+
+    def _folder(self, weights: Weights) -> Path:
+        """Where weights are whose keys have the names of the servers' model."""
+        with self._lock:
+            if self._naming is None:
+                return weights.folder
+            if weights.name not in self._named:
+                # The policy's own folder, which nobody else reads; an adapter that is evaluated belongs to somebody.
+                own = weights.folder.is_relative_to(self._scratch)
+                folder = weights.folder if own else shutil.copytree(weights.folder, self._scratch / "renamed")
+                rename_keys(folder, self._naming)
+                self._named[weights.name] = folder
+            return self._named[weights.name]
+
+    def _calibrate(self, server: VllmServer, weights: Weights) -> None:
+        """Find out whether a server takes over an adapter with these keys, and under which names.
+
+        Raises:
+            RolloutError: it takes it over under none.
+        """
+        base = self._probe(server, server.base)
+        with self._lock:
+            like = Weights(f"{self._run}-calibration", self._scratch / "calibration")
+            if not like.folder.exists():
+                write_like(weights.folder, like.folder)
+
+        def fault(found: Float[torch.Tensor, " T"]) -> str | None:
+            moved = float((found - base).abs().mean())
+            return None if moved > LIKE_SHIFT else "it answers as its base model does, though the weights are large"
+
+        self._find_naming(server, like, fault)
+        server.calibrated = Calibrated(base, 0.0)
+
+    def _find_naming(
+        self, server: VllmServer, calibration: Weights, fault_of: Callable[[Float[torch.Tensor, " T"]], str | None]
+    ) -> None:
+        """Let a server load calibration weights under the names that others have proved, or else under one after the other.
+
+        Raises:
+            RolloutError: it does not take them over.
+        """
+        faults: list[str] = []
+        if self._known:
+            faults = self._try(server, calibration, self._naming, fault_of)
+        else:
+            # One server after the other until one has proved a naming: they serve the same model.
+            with self._lock:
+                likely = [self._naming] if self._known else likely_namings(calibration.folder, server.model)
+                # Complete weights with names that it does not know end vLLM's engine, so the likeliest has to do.
+                for naming in likely[:1] if self._merged else likely:
+                    found = self._try(server, calibration, naming, fault_of)
+                    if not found:
+                        self._naming, self._known, faults = naming, True, []
+                        break
+                    faults += found
+        if faults:
+            raise RolloutError(
+                f"the server does not take over the policy: {faults[0]}. {without_match(calibration.folder, server.model)}",
+                place=server.address,
+                fix="start it with the model and precision of section model, without --lora-target-modules, and with a vLLM that "
+                "serves adapters of this architecture; or rollout.vllm.sync: merged, or rollout.engine: local",
+            )
+
+    def _try(
+        self,
+        server: VllmServer,
+        calibration: Weights,
+        naming: str | None,
+        fault_of: Callable[[Float[torch.Tensor, " T"]], str | None],
+    ) -> list[str]:
+        """What is wrong with what a server makes of calibration weights under a naming; it unloads them again."""
+        number = NAMINGS.index(naming)
+        weights = replace(calibration, name=f"{calibration.name}-{number}")
+        folder = calibration.folder.with_name(weights.name) if naming else calibration.folder
+        if not folder.exists():
+            shutil.copytree(calibration.folder, folder)
+            rename_keys(folder, naming)
+        try:
+            self._load(server, weights, folder)
+            fault = fault_of(self._probe(server, server.base if self._merged else weights.name))
+            return [] if fault is None else [fault]
+        except ServerGoneError:
+            raise
+        except RolloutError as refusal:
+            return [refusal.message]
+        finally:
+            if weights.name in server.loaded:
+                with suppress(ServerGoneError):
+                    self._forget(server, weights.name)
+
+    def _probe(self, server: VllmServer, model: str) -> Float[torch.Tensor, " T"]:
+        """Log-probabilities (nats) of the probe under a model of a server."""
+        body = {"model": model, "prompt": self._ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        # The first entry has no log-probability, the second belongs to the prompt in `probe_logps`.
+        entries = self._post(server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"][2:]
+        return torch.tensor([float(next(iter(entry.values()))["logprob"]) for entry in entries])
 
     def _recall(self, server: VllmServer) -> None:
         """Find out which of our adapters a server still has that was away: somebody may have restarted it."""
         server.inspect()
         # Nobody can ask for the weights of the base model, so they are loaded again.
         server.loaded &= set() if self._merged else self._client.models(server.address)
-        server.stale = False
+        server.stale, server.calibrated = False, None
 
     def _unload(self, server: VllmServer, *, keep: str | None) -> None:
         """Unload all adapters of ours but one."""
         for name in sorted(server.loaded - {keep}):
-            if not self._merged:
-                self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
-            if server.receiver is not None:
-                withdraw(self._client, server.receiver, name)
-            server.loaded.discard(name)
+            self._forget(server, name)
+
+    def _forget(self, server: VllmServer, name: str) -> None:
+        if not self._merged:
+            self._post(server, "/v1/unload_lora_adapter", {"lora_name": name})
+        if server.receiver is not None:
+            withdraw(self._client, server.receiver, name)
+        server.loaded.discard(name)
 
     def _healthy(self, server: VllmServer) -> bool:
         server.stale = True
@@ -248,6 +387,8 @@ class VllmEngine(VllmSampler):
         dtype: precision of the servers, for the probe.
         merged: hand over complete merged weights instead of the adapter.
         untied: the servers were started with an output layer of its own, where the policy's is tied to the embeddings.
+        shared: other processes sample from the same servers. Merged weights are then compared and not calibrated: the others
+            would sample from the calibration.
     """
 
     def __init__(
@@ -261,10 +402,13 @@ class VllmEngine(VllmSampler):
         dtype: str,
         merged: bool,
         untied: bool = False,
+        shared: bool = False,
     ) -> None:
-        super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers)
+        super().__init__(tokenizer, policy.generation_config.eos_token_id, config, servers, scratch=weights)
+        self._ids = probe_ids(config.max_model_len, getattr(policy.config.get_text_config(), "max_position_embeddings", None))
         self._policy, self._dtype, self._merged, self._version = policy, dtype, merged, 0
-        self._weights, self._untied = weights, untied
+        self._untied, self._shared = untied, shared
+        self._calibration: Calibration | None = None
         self._sync_s = 0.0
         trained = not untied and merged and _trains_embeddings(policy)
         if trained and policy.device.type == "cpu" and policy.config.tie_word_embeddings:
@@ -289,14 +433,23 @@ class VllmEngine(VllmSampler):
     def prepare(self) -> Weights:
         """Save the policy's current weights for `load`; the policy may then be trained on."""
         began, self._version = time.perf_counter(), self._version + 1
-        name = f"{self._run}-{self._version:06d}"
-        folder = (self._weights / name).resolve()
+        if self._calibration is None:
+            with calibrated(self._policy, self._ids, self._dtype) as shifted:
+                # Kept to the end, for servers that are restarted or join later.
+                self._calibration = Calibration(self._saved("calibration"), shifted)
+        return replace(self._saved(f"{self._version:06d}"), seconds=time.perf_counter() - began)
+
+    def _saved(self, name: str) -> Weights:
+        """The policy's present weights in a folder of their own."""
+        name = f"{self._run}-{name}"
+        folder = self._scratch / name
         if self._folded is None:
             save_trained(self._policy, self._tokenizer, folder, trained_weights(self._policy))
-        else:
-            self._folded.sync()
-            save_for_server(self._folded.model, folder, untie=self._untied)
-        return Weights(name, folder, self._probe_logps(), time.perf_counter() - began)
+            return Weights(name, folder, probe_logps(self._policy, self._ids))
+        self._folded.sync()
+        save_for_server(self._folded.model, folder, untie=self._untied)
+        # What the server gets: in 16 bits the sum of base and adapter is rounded.
+        return Weights(name, folder, probe_logps(self._folded.model, self._ids))
 
     def load(self, weights: Weights) -> None:
         """Load prepared weights into the servers; the previous ones are deleted.
@@ -314,6 +467,7 @@ class VllmEngine(VllmSampler):
         if before is not None:
             # An immutable folder for each policy: vLLM's engine dies when it reads an adapter whose files were deleted.
             shutil.rmtree(before.folder)
+            self._named.pop(before.name, None)
         self._sync_s = weights.seconds + time.perf_counter() - began
 
     def report(self) -> EngineReport:
@@ -330,7 +484,6 @@ class VllmEngine(VllmSampler):
                 with suppress(ServerGoneError):
                     self._post(server, "/wake_up", {})
         super().close()
-        shutil.rmtree(self._weights, ignore_errors=True)
 
     def _make_room(self) -> None:
         """Free GPU memory for sleeping servers, which allocate their share again when they wake up.
@@ -346,37 +499,58 @@ class VllmEngine(VllmSampler):
         torch.cuda.empty_cache()
 
     def _hand_over(self, server: VllmServer, weights: Weights | None) -> None:
-        super()._hand_over(server, weights)
         assert weights is not None
+        super()._hand_over(server, weights)
         self._check(server, weights)
         self._unload(server, keep=weights.name)
 
-    @torch.no_grad()
-    def _probe_logps(self) -> Float[torch.Tensor, " T"]:
-        """Log-probabilities of a few fixed tokens under the current policy."""
-        # Without sampling: the tokens are given, so one forward pass on each side is enough. [1, T] -> [T]
-        batch = token_batch([PROBE_IDS[:2]], [PROBE_IDS[2:]], [0], device=self._policy.device)
-        training = self._policy.training
-        self._policy.eval()
-        logps = completion_logprobs(self._policy, batch, temperature=1.0, layout="plain").logps[0].cpu()
-        self._policy.train(training)
-        return logps
+    def _calibrate(self, server: VllmServer, weights: Weights) -> None:  # noqa: ARG002 - the calibration has been saved already
+        """Find out whether a server shows the trainer's shift on calibration weights, and under which names.
+
+        Raises:
+            RolloutError: its base is another model, or it shows another shift or none.
+        """
+        assert self._calibration is not None
+        wanted, dtype = self._calibration.shifted, self._dtype
+        base = self._probe(server, server.base)
+        difference = float((base - wanted.base).abs().mean())
+        noise = noise_of(base, wanted.base, dtype)
+        if self._merged:
+            # Nobody can ask for its base again, and what it serves now may be the weights of an earlier attempt.
+            base = wanted.base
+            noise = noise if difference <= BASE_LIMIT[dtype] else 4 * LEAST_NOISE[dtype]
+        elif not difference <= BASE_LIMIT[dtype]:
+            raise RolloutError(
+                f"the server does not serve the trainer's base model: their log-probabilities differ by {difference:.3g} nats",
+                place=server.address,
+                fix="restart the server with the same base weights and precision as the trainer",
+            )
+
+        def fault(found: Float[torch.Tensor, " T"]) -> str | None:
+            calibration = self._calibration
+            assert calibration is not None
+            assert calibration.weights.logps is not None
+            shift = calibration.weights.logps - wanted.base
+            return shift_fault(found - base, shift, noise=noise, share=CALIBRATION_SHARE[dtype])
+
+        if not (self._merged and self._shared):
+            self._find_naming(server, self._calibration.weights, fault)
+        server.calibrated = Calibrated(base, noise)
 
     def _check(self, server: VllmServer, weights: Weights) -> None:
-        """Compare the log-probabilities of the probe with those of a server.
+        """Compare what weights change in the probe's log-probabilities with what they change in a server's.
 
         The expected ones are those of the moment when the weights were saved: the policy may have changed since.
         """
-        model = server.base if self._merged else weights.name
-        body = {"model": model, "prompt": PROBE_IDS, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        # The first entry has no log-probability, the second belongs to the prompt in `_probe_logps`.
-        entries = self._post(server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"][2:]
-        found = torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
+        assert self._calibration is not None
+        assert server.calibrated is not None
         assert weights.logps is not None
-        difference = (found - weights.logps).abs().mean().item()
-        if not difference <= PROBE_LIMIT[self._dtype]:
+        found = self._probe(server, server.base if self._merged else weights.name) - server.calibrated.base
+        wanted = weights.logps - self._calibration.shifted.base
+        fault = shift_fault(found, wanted, noise=server.calibrated.noise, share=POLICY_SHARE)
+        if fault is not None:
             raise RolloutError(
-                f"the server does not serve the trainer's policy: their log-probabilities differ by {difference:.3g} nats",
+                f"the server does not serve the trainer's policy: {fault}",
                 place=server.address,
                 fix="restart the server with the same base weights and precision as the trainer",
             )

@@ -18,6 +18,7 @@ from threading import Lock
 
 import httpx
 import torch
+from jaxtyping import Float
 
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import HOST, free_port
@@ -61,6 +62,16 @@ class ServedModel:
     """Adapters that are sampled from at the same time: one for each process of the stage."""
 
 
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What a server has shown that takes over weights (calibration.py)."""
+
+    base: Float[torch.Tensor, " T"]
+    """Log-probabilities (nats) of the probe under its base model."""
+    noise: float
+    """Rounding noise of a shift from it, in nats."""
+
+
 class VllmServer:
     """A running server. This class stands for one that was not started here, `OwnServer` for one that was.
 
@@ -73,10 +84,14 @@ class VllmServer:
         own: it was started here.
         receiver: address of the `grpo weights-server` next to it; None: it sees the files of the trainer.
         bytes_taken: size of the weights that it has loaded since the policy changed.
+        calibrated: what it has shown since it was started; None: nothing yet.
+        model: folder or name of its model, as far as it is known.
     """
 
     own = False
     receiver: str | None = None
+    calibrated: Calibrated | None = None
+    model: str | None = None
 
     def __init__(self, address: str) -> None:
         self.address, self.base = address.rstrip("/"), BASE
@@ -142,7 +157,8 @@ class ForeignServer(VllmServer):
             )
         self._check_receiver()
         # Adapters are listed with the model they belong to as their parent.
-        self.base = next(model["id"] for model in models["data"] if not model.get("parent"))
+        served = next(model for model in models["data"] if not model.get("parent"))
+        self.base, self.model = served["id"], served.get("root")
 
     def _check_receiver(self) -> None:
         if self.receiver is None:
@@ -182,6 +198,7 @@ class OwnServer(VllmServer):
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._lock, self._ended = Lock(), False
         super().__init__("")
+        self.model = str(served.model)
 
     def start(self) -> None:
         """Start it and wait until it answers.
@@ -228,7 +245,7 @@ class OwnServer(VllmServer):
         """End what is left of the server and start a new one, on this host at a new address."""
         self._stop()
         self.loaded.clear()
-        self.asleep = False
+        self.asleep, self.calibrated = False, None
         self.start()
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ log.txt                  output of the trainer and of the reward functions
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field
 
@@ -59,6 +60,14 @@ class StageSpec(Result):
     """Only in a sweep: where the other runs are, and when this one ends early. No part of the key."""
     interaction: InteractionConfig = Field(default_factory=InteractionConfig)
     """Tools and environments that answer the policy."""
+
+    @property
+    def with_correction(self) -> Self:
+        """This, with the correction for the sampler that `auto` stands for."""
+        if self.stage.importance_sampling_correction != "auto":
+            return self
+        chosen = "token_truncate" if self.rollout.engine == "vllm" else "none"
+        return self.model_copy(update={"stage": self.stage.model_copy(update={"importance_sampling_correction": chosen})})
 
     @property
     def max_completion_tokens(self) -> int:

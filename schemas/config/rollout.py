@@ -133,8 +133,8 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0, le=MOST_TIMES)
     """Largest number of updates between the policy that samples a rollout and the one that first trains on it, for engine vllm.
     0: sampling and training take turns. 1 and more: the servers sample the next rollouts while the policy trains, and
-    importance_sampling_correction corrects for the difference. No rollout is in flight at a checkpoint or a held-out evaluation,
-    so a resumed stage ends in the same bytes."""
+    importance_sampling_correction corrects for the difference; off_policy_mask_threshold leaves out what has become improbable.
+    No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage ends in the same bytes."""
     max_completion_length: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longest completion in tokens."""
     temperature: float = Field(1.0, gt=0.0, le=100.0)

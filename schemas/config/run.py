@@ -278,7 +278,7 @@ class RunConfig(Section):
             if stage.engine == "native" and stage.importance_sampling_correction == "none":
                 raise ValueError(
                     f"rollout.max_staleness {most} trains on completions of an older policy; "
-                    f"fix: stages.{index}.importance_sampling_correction: token_truncate"
+                    f"fix: stages.{index}.importance_sampling_correction: auto, which is token_truncate"
                 )
             if most < stage.updates_per_rollout:
                 raise ValueError(

@@ -83,6 +83,7 @@ class StageConfig(Section):
             "importance_sampling_correction",
             "importance_sampling_clip_max",
             "importance_sampling_clip_min",
+            "off_policy_mask_threshold",
             "max_sampling_logp_difference",
         ),
         "engine_choice": (
@@ -217,13 +218,29 @@ class StageConfig(Section):
     0.2). Below 1 each update needs one more forward pass for the entropies."""
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the entropy bonus, the mean entropy per token. Above 0, dead groups are computed too."""
-    importance_sampling_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    importance_sampling_correction: Literal[
+        "auto",
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "auto"
     """Correction for a sampler whose probabilities differ from the trainer's, as those of a rollout server do. The policy term is
-    multiplied by the ratio of the two, per token or per sequence; ratios outside the bounds are truncated, or masked to 0."""
+    multiplied by the ratio of the two: of each token, of the sequence (the product over its tokens), or of its geometric mean,
+    which does not depend on the length. Ratios outside the bounds are truncated, or masked to 0. auto: token_truncate with
+    rollout.engine vllm, none with the local engine. Like TRL we correct by default; unlike it per token, as verl recommends: the
+    product over a long completion is far from 1 even where every token nearly agrees."""
     importance_sampling_clip_max: float | None = Field(3.0, gt=0.0)
     """Upper bound of that ratio. Empty: none."""
     importance_sampling_clip_min: float | None = Field(None, gt=0.0)
     """Lower bound of that ratio. Empty: none."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0.0)
+    """Leave out the policy term of completions with a negative advantage that have become improbable since they were sampled:
+    those whose mean log-probability has fallen by more than this many nats per token (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+    For rollout.max_staleness above 0 and for several updates a rollout; a common choice is 0.5. Empty: none."""
     max_sampling_logp_difference: float | None = Field(0.5, gt=0.0)
     """Largest mean difference in nats between the log-probabilities of sampler and trainer. Above it the stage stops, because the
     completions come from another model. Empty: no limit."""

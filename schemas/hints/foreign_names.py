@@ -52,7 +52,6 @@ OURS: dict[str, str] = {
     "vllm_importance_sampling_clip_max": "stages[].importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min": "stages[].importance_sampling_clip_min",
     "vllm_importance_sampling_cap": "stages[].importance_sampling_clip_max",
-    "off_policy_mask_threshold": "stages[].max_sampling_logp_difference",
     # training
     "generation_batch_size": "stages[].per_device_train_batch_size x gradient_accumulation_steps x steps_per_generation",
     "max_epochs": "stages[].num_train_epochs",

@@ -1,20 +1,25 @@
 """Loss and gradients against TRL's own `_compute_loss`, fed the same tensors."""
 
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from grpo_tasks.grpo.losses import (
     LossInputs,
     entropy_threshold,
     k3,
     mean_weights,
+    off_policy_mask,
     policy_loss,
     sampling_correction,
     token_weights,
 )
+from grpo_tasks.grpo.measure import UpdateFigures
+from grpo_tasks.grpo.ranks import Ranks
 from schemas.config.stage import StageConfig
 
 MAX_LENGTH = 9
@@ -60,6 +65,7 @@ def ours(batch, settings, on_policy):
         if settings.top_entropy_quantile < 1
         else None,
         correction=sampling_correction(old, batch.sampler, batch.mask, settings),
+        on_policy=off_policy_mask(logps, batch.sampler, batch.advantages[:, None], batch.mask, settings),
         entropies=entropies if settings.entropy_coef else None,
         entropy_weights=mean_weights(batch.mask).double(),
     )
@@ -85,7 +91,7 @@ def theirs(batch, settings, on_policy):
         "model": SimpleNamespace(training=True),
         "aux_loss_enabled": False,
         "top_entropy_quantile": settings.top_entropy_quantile,
-        "off_policy_mask_threshold": None,
+        "off_policy_mask_threshold": settings.off_policy_mask_threshold,
         "importance_sampling_level": settings.importance_sampling_level,
         "beta": settings.beta,
         "args": SimpleNamespace(
@@ -119,6 +125,7 @@ def theirs(batch, settings, on_policy):
         "num_items_in_batch": mask.sum(),
         "ref_per_token_logps": batch.ref,
         "importance_sampling_ratio": batch.correction,
+        "sampling_per_token_logps": batch.sampler,
     }
     if not on_policy:
         inputs["old_per_token_logps"] = batch.old
@@ -198,6 +205,65 @@ def test_the_correction_for_the_sampler_equals_trl(mode, bounds):
     loss, wanted, _, _ = theirs(batch, chosen, on_policy=False)
     torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2])
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}], ids=str
+)
+def test_the_off_policy_sequence_mask_equals_trl(settings, threshold):
+    chosen, batch = stage(off_policy_mask_threshold=threshold, beta=0.04, **settings), tensors(seed=12)
+    kept = off_policy_mask(batch.logps, batch.sampler, batch.advantages[:, None], batch.mask, chosen)
+    assert 0 < (~kept).sum() < (batch.advantages < 0).sum()
+    out, gradient, _ = ours(batch, chosen, on_policy=False)
+    loss, wanted, _, _ = theirs(batch, chosen, on_policy=False)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["geometric_truncate", "geometric_mask"])
+def test_the_geometric_correction_is_one_number_whatever_the_length(mode):
+    bounds = {"importance_sampling_clip_max": 1.1, "importance_sampling_clip_min": 0.8}
+    batch, found = tensors(seed=13), stage(importance_sampling_correction=mode, **bounds)
+    ratios = sampling_correction(batch.old, batch.sampler, batch.mask, found)
+    for row, ratio in enumerate(ratios.flatten().tolist()):
+        tokens = int(batch.mask[row].sum())
+        product = math.prod(math.exp(batch.old[row, at] - batch.sampler[row, at]) for at in range(tokens))
+        wanted = product ** (1 / tokens)
+        if not 0.8 <= wanted <= 1.1:
+            wanted = min(max(wanted, 0.8), 1.1) if mode == "geometric_truncate" else 0.0
+        assert ratio == pytest.approx(wanted)
+    assert len(set(ratios.flatten().tolist())) > 2
+
+
+def test_figures_of_the_sampler_are_those_of_the_trained_tokens():
+    batch = tensors(seed=12)
+    chosen = stage(importance_sampling_correction="token_mask", importance_sampling_clip_max=1.3, off_policy_mask_threshold=0.05)
+    figures = UpdateFigures()
+    for rows in ([0, 1], [2, 3, 4, 5]):
+        old, sampler, mask = batch.old[rows].float(), batch.sampler[rows].float(), batch.mask[rows]
+        advantages, logps = batch.advantages[rows][:, None].float(), batch.logps[rows].float()
+        inputs = LossInputs(
+            logps=logps, old_logps=old, ref_logps=None, advantages=advantages, mask=mask, weights=mask.float(),
+            correction=sampling_correction(old, sampler, mask, chosen),
+            on_policy=off_policy_mask(logps, sampler, advantages, mask, chosen),
+        )  # fmt: skip
+        figures.add(inputs, policy_loss(inputs, chosen), torch.zeros_like(old), sampler, None)
+    found = figures.over(Ranks(Accelerator(cpu=True))).means()
+    differences = [batch.old[row][batch.mask[row]] - batch.sampler[row][batch.mask[row]] for row in range(6)]
+    together = torch.cat(differences)
+    weights = torch.where(together.exp() > 1.3, 0.0, together.exp())
+    fallen = [(batch.sampler[row] - batch.logps[row])[batch.mask[row]].mean().item() for row in range(6)]
+    left_out = [advantage < 0 and fall > 0.05 for advantage, fall in zip(batch.advantages.tolist(), fallen, strict=True)]
+    assert found["sampling/kl"] == pytest.approx((together.exp() - together - 1).mean().item(), rel=1e-5)
+    assert found["sampling/sampling_logp_difference/worst_sequence"] == pytest.approx(
+        max(abs(one.mean().item()) for one in differences), rel=1e-5
+    )
+    # Kish's effective sample size, as a share of the tokens.
+    wanted = weights.sum().item() ** 2 / weights.square().sum().item() / len(weights)
+    assert found["sampling/effective_sample_size"] == pytest.approx(wanted, rel=1e-5)
+    assert 0.3 < wanted < 0.95
+    assert found["sampling/off_policy_masked"] == sum(left_out) / 6 > 0
 
 
 def test_one_advantage_per_token_weighs_each_token_with_its_own():

@@ -24,7 +24,7 @@ from grpo_tasks.stage.journal import Events, read_events
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError
 from tests.grpo.conftest import journal
-from tests.rollout.test_vllm_sleep import LOAD, PROBE, Served, engine_on
+from tests.rollout.test_vllm_sleep import CALIBRATE, LOAD, PROBE, Served, engine_on
 
 AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
 TOTAL = RESERVE + 40 * 2**20
@@ -149,7 +149,7 @@ def test_a_server_on_the_same_card_sleeps_while_a_pass_is_tried(stages, told, se
     for _ in range(2):
         assert isinstance(with_measured_budget(stage, policies, directory, events, 40, engine).max_tokens_per_microbatch, int)
     # Once, before the one trial; the second time its outcome was there.
-    assert paths == [[LOAD, PROBE, "/sleep?level=1"]]
+    assert paths == [[*CALIBRATE, LOAD, PROBE, "/sleep?level=1"]]
     assert served.paths == paths[0]
     engine.close()
 

@@ -9,6 +9,7 @@ import psutil
 
 from grpo_tasks.rollout.vllm_server import authorization, serving
 from schemas.config.rollout import VllmConfig
+from schemas.paths import resolve
 from tests.rollout.servers import listener, served
 
 SMALL = Path(__file__).resolve().parent / "served"
@@ -28,6 +29,12 @@ def small_servers(folder, *, rank=16, **settings):
 def tell(server, **behaviour):
     """How the server behaves from now on; see `served/`."""
     httpx.post(f"{server.address}/test", json=behaviour, headers=authorization()).raise_for_status()
+
+
+def restore(server):
+    """The server serves the weights that it was started with, as after a restart."""
+    body = {"method": "reload_weights", "kwargs": {"weights_path": resolve("embedded:base")}}
+    httpx.post(f"{server.address}/collective_rpc", json=body, headers=authorization()).raise_for_status()
 
 
 def counts(server):

@@ -6,18 +6,22 @@ import signal
 import threading
 import time
 
+import httpx
 import pytest
+import torch
 
+from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.replicas.replica import State
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import VllmServer, existing_servers, replica_devices
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError
+from schemas.errors import RolloutError, ServerGoneError
 from schemas.metrics import REPLICAS_SERVING, SYNC_BYTES
 from tests.rollout.servers import listener, moved, sampling
-from tests.rollout.small_servers import counts, kill, small_config, small_servers, tell
+from tests.rollout.small_servers import counts, kill, restore, small_config, small_servers, tell
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
 
@@ -39,7 +43,8 @@ def servers(pair):
     for server in pair:
         if server._supervisor.poll() is not None:
             server.restart()
-        tell(server, delay_s=0.0, status=200, count=None)
+        tell(server, delay_s=0.0, status=200, count=None, instead=None)
+        restore(server)
 
 
 def engine_of(servers, policy, tokenizer, folder, *, merged=False, **settings):
@@ -177,6 +182,59 @@ def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
     before = counts(servers[1])["requests"]
     tell(servers[0], delay_s=0.3)
     soon(lambda: generate(engine, prompts) == wanted and counts(servers[1])["requests"] > before)
+    engine.close()
+
+
+@pytest.mark.parametrize("planted", ["nothing", "another stage"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_server_that_does_not_take_weights_over_is_refused_before_the_first_policy(
+    servers, base_ref, tokenizer, prompts, tmp_path, merged, planted
+):
+    """The policy is new, so it is the base: nothing but the calibration tells the servers apart."""
+    policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=3)
+    instead, wanted = planted, "shows no shift from its base"
+    if planted == "another stage":
+        theirs = moved(trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=4), 0.05)
+        other = engine_of([], theirs, tokenizer, tmp_path / "other", merged=merged)
+        instead, wanted = str(other.prepare().folder), "its shift from the base is another one"
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    tell(servers[0], instead=instead)
+    engine = engine_of(servers, policy, tokenizer, tmp_path, merged=merged)
+    engine.sync()
+    assert engine.pool.serving == [servers[1]]
+    [event] = engine.report().events
+    assert servers[0].address in event
+    assert wanted in event
+    assert "All keys name layers of its Qwen2ForCausalLM" in event
+    assert all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
+    assert generate(engine, prompts) == local(policy, tokenizer, prompts)
+    engine.close()
+    alone = engine_of(servers[:1], policy, tokenizer, tmp_path, merged=merged)
+    with pytest.raises(RolloutError, match=wanted) as caught:
+        alone.sync()
+    assert caught.value.place == servers[0].address
+    alone.close()
+    # Nothing of the calibration is left, there or here.
+    models = {model["id"] for model in httpx.get(f"{servers[0].address}/v1/models").json()["data"]}
+    assert models == {"base"}
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_server_that_is_restarted_or_joins_shows_it_again(servers, base_ref, tokenizer, prompts, tmp_path):
+    policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=3)
+    engine = engine_of(servers[:1], policy, tokenizer, tmp_path, max_restarts=3)
+    engine.sync()
+    tell(servers[0], instead="nothing")
+    # The policy is still the base, which a server that ignores it serves too.
+    engine.sync()
+    assert engine.pool.serving == servers[:1]
+    engine.pool.take_out(servers[0], ServerGoneError("away for a while", place=servers[0].address))
+    soon(lambda: engine.pool.replicas[0].state is State.UP)
+    with pytest.raises(RolloutError, match="shows no shift"):
+        engine.sync()
+    engine.pool.add(servers[1])
+    assert generate(engine, prompts) == local(policy, tokenizer, prompts)
+    assert engine.pool.serving == [servers[1]]
     engine.close()
 
 

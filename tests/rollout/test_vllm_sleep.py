@@ -22,6 +22,8 @@ from schemas.config.rollout import VllmConfig
 from schemas.errors import ServerGoneError
 
 LOAD, UNLOAD, PROBE, WAKE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions", "/wake_up"
+CALIBRATE = [PROBE, LOAD, PROBE, UNLOAD]
+"""Base, and calibration adapter: once for each start of a server."""
 
 
 class Served(ThreadingHTTPServer):
@@ -35,8 +37,9 @@ class Served(ThreadingHTTPServer):
         """Called when the server receives the request to wake up; returns the state of the trainer."""
 
     def logprobs(self, adapter, ids):
-        base = load_base(self.base_ref, ModelConfig(), device=torch.device("cpu"))
-        model = PeftModel.from_pretrained(base, adapter).eval()
+        model = load_base(self.base_ref, ModelConfig(), device=torch.device("cpu"))
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter).eval()
         with torch.no_grad():
             logps = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), dim=-1)
         return [None, *({str(token): {"logprob": logps[at, token].item()}} for at, token in enumerate(ids[1:]))]
@@ -60,7 +63,7 @@ class Answers(BaseHTTPRequestHandler):
         if self.path != PROBE:
             self.answer(200, {})
             return
-        logprobs = self.server.logprobs(self.server.adapters[body["model"]], body["prompt"])
+        logprobs = self.server.logprobs(self.server.adapters.get(body["model"]), body["prompt"])
         self.answer(200, {"choices": [{"prompt_logprobs": logprobs}]})
 
     def answer(self, code, body):
@@ -120,10 +123,10 @@ def test_the_trainer_gives_up_all_it_can_before_the_server_wakes_up(server, poli
     finally:
         gc.enable()
     nothing = (0, False)
-    assert server.seen == [(nothing, [nothing], 2)]
+    assert server.seen == [(nothing, [nothing], 3)]
     # The new weights are loaded and probed by a server that is awake, and the old ones forgotten last.
-    assert server.paths == [LOAD, PROBE, "/sleep?level=1", WAKE, LOAD, PROBE, UNLOAD]
-    assert [Path(folder).exists() for folder in server.adapters.values()] == [False, True]
+    assert server.paths == [*CALIBRATE, LOAD, PROBE, "/sleep?level=1", WAKE, LOAD, PROBE, UNLOAD]
+    assert [Path(folder).exists() for folder in server.adapters.values()] == [True, False, True]
     engine.close()
 
 
@@ -132,7 +135,7 @@ def test_a_server_is_left_awake(server, policy, tokenizer, tmp_path):
     engine.sync()
     engine.sleep()
     engine.close()
-    assert server.paths == [LOAD, PROBE, "/sleep?level=1", WAKE, UNLOAD]
+    assert server.paths == [*CALIBRATE, LOAD, PROBE, "/sleep?level=1", WAKE, UNLOAD]
 
 
 def test_waking_up_is_tried_again_as_often_as_servers_are_started_again(server, policy, tokenizer, tmp_path):

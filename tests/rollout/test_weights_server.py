@@ -20,7 +20,7 @@ from schemas.errors import RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES
 from tests.ports import free_ports
 from tests.rollout.servers import ROOT, moved
-from tests.rollout.small_servers import counts, small_config, small_servers
+from tests.rollout.small_servers import counts, restore, small_config, small_servers
 from tests.rollout.test_pool_of_servers import generate, local
 
 pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.timeout(300)]
@@ -87,6 +87,7 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
         assert not any(str(tmp_path / "weights") in where for where in seen)
         engine.close()
         assert names(address) == []
+    restore(elsewhere[0])
 
 
 def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewhere, policy, tokenizer, prompts, tmp_path):

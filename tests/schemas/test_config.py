@@ -61,7 +61,13 @@ ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
         ({"resources": CLUSTER | {"num_processes": 2}}, "cluster.processes_per_node"),
         ({"rollout": {"engine": "vllm", "max_staleness": 1, "vllm": {"sleep": True}}}, "max_staleness: 0, or sleep: false"),
         ({"rollout": {"max_staleness": 1}}, "max_staleness: 0, or engine: vllm"),
-        ({"rollout": {"engine": "vllm", "max_staleness": 4}}, "importance_sampling_correction: token_truncate"),
+        (
+            {
+                "rollout": {"engine": "vllm", "max_staleness": 4},
+                "stages": [STAGE | {"importance_sampling_correction": "none"}],
+            },
+            "importance_sampling_correction: auto",
+        ),
         ({"rollout": {"engine": "vllm", "vllm": {"overlap": True}}}, "rollout.max_staleness: 1"),
         (
             {

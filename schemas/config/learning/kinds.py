@@ -40,6 +40,7 @@ _POLICY_LOSS = (
     "importance_sampling_correction",
     "importance_sampling_clip_max",
     "importance_sampling_clip_min",
+    "off_policy_mask_threshold",
     "max_sampling_logp_difference",
     "max_refills",
 )

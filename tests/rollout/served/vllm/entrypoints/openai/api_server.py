@@ -2,7 +2,8 @@
 
 Found as `vllm` by the servers that tests start with this folder in PYTHONPATH: in 3 s instead of 45 s, and in 0.5 GB. It samples
 from real weights with real adapters, one completion per seed, as vLLM does. POST /test changes how it behaves: `delay_s` of every
-completion, `status` of every answer to a request for completions, `count` to restrict that to so many of them.
+completion, `status` of every answer to a request for completions, `count` to restrict that to so many of them, `instead` to load
+the weights of this folder whatever is sent, or none with "nothing", as vLLM does with keys that match nothing.
 """
 
 import argparse
@@ -33,11 +34,15 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         self.path, self.lock = model, threading.Lock()
         self.tokenizer = load_tokenizer(ModelRef(path=model))
-        self.models = {"base": self.read(model)}
         self.adapters, self.counts = {}, {"requests": 0, "running": 0, "most": 0}
-        self.test = {"delay_s": 0.0, "status": 200, "count": None}
+        self.test = {"delay_s": 0.0, "status": 200, "count": None, "instead": None}
+        self.models = {"base": self.read(model)}
 
     def read(self, folder, adapter=None):
+        if self.test["instead"] == "nothing":
+            return self.models["base"]
+        if self.test["instead"]:
+            folder, adapter = (folder, self.test["instead"]) if adapter else (self.test["instead"], None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
 

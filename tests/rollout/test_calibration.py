@@ -1,0 +1,84 @@
+"""Whether a copy of the policy follows it, by calibration weights; and what the comparison of shifts can and cannot tell."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_tasks.policy.folded_adapter import FoldedPolicy
+from grpo_tasks.policy.load import trainable_policy
+from grpo_tasks.rollout.calibration import calibrated, copy_fault, rename_keys, without_match
+from grpo_tasks.rollout.probe import PROBE_IDS, probe_logps, shift_fault
+from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
+from tests.rollout.servers import moved
+
+
+def new_policy(base_ref, dtype="float32", seed=1, **settings):
+    return trainable_policy(base_ref, ModelConfig(dtype=dtype, **settings), device=torch.device("cpu"), seed=seed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_that_does_not_follow_a_new_policy_is_found_out_and_the_policy_stays_as_it_was(base_ref, dtype):
+    policy, drawn = new_policy(base_ref, dtype), torch.random.get_rng_state()
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    good, stuck = FoldedPolicy(policy), FoldedPolicy(policy)
+    assert copy_fault(policy, good, PROBE_IDS, dtype) is None
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    stuck.sync = lambda: None
+    assert "shows no shift" in copy_fault(policy, stuck, PROBE_IDS, dtype)
+    theirs = FoldedPolicy(moved(new_policy(base_ref, dtype, seed=2), 0.05))
+    assert "another one" in copy_fault(policy, theirs, PROBE_IDS, dtype)
+    # One layer of 21 that does not follow.
+    halting = FoldedPolicy(policy)
+    halting._pairs = halting._pairs[1:]
+    if dtype == "float32":
+        assert "another one" in copy_fault(policy, halting, PROBE_IDS, dtype)
+    assert all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
+    assert policy.training == new_policy(base_ref, dtype).training
+    torch.testing.assert_close(probe_logps(good.model, PROBE_IDS), probe_logps(policy, PROBE_IDS), rtol=0, atol=1e-5)
+
+
+def test_all_weights_are_calibrated_where_all_are_trained(base_ref):
+    policy = new_policy(base_ref, lora=None)
+    before = {name: values.detach().clone() for name, values in policy.named_parameters()}
+    with calibrated(policy, PROBE_IDS, "float32") as found:
+        assert 1.0 <= found.shift.abs().mean() < 4.0
+        moved_names = {name for name, values in policy.named_parameters() if not torch.equal(values, before[name])}
+    assert moved_names == {name for name, values in before.items() if values.ndim > 1}
+    assert all(torch.equal(values, before[name]) for name, values in policy.named_parameters())
+
+
+def test_an_adapter_that_takes_no_part_in_a_texts_forward_pass_is_refused(policy):
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_("lora_A" in name)
+    match = "no weights of the adapter change what the model says"
+    with pytest.raises(ModelError, match=match), calibrated(policy, PROBE_IDS, "float32"):
+        pass
+
+
+def test_names_are_exchanged_at_their_beginning_only(policy, tmp_path):
+    policy.save_pretrained(str(tmp_path / "adapter"))
+    rename_keys(tmp_path / "adapter", "language_model.model.")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert "base_model.model.language_model.model.layers.0.mlp.down_proj.lora_A.weight" in load_file(file)
+    rename_keys(tmp_path / "adapter", "model.")
+    wanted = {name for name in policy.state_dict() if "lora_" in name}
+    assert {name.replace(".weight", ".default.weight") for name in load_file(file)} == wanted
+    assert "meta-llama/x, is not on this machine" in without_match(tmp_path / "adapter", "meta-llama/x")
+
+
+def test_noise_raises_no_alarm_and_hides_no_sampler_that_ignores_a_larger_shift():
+    """Both sides round: sampler and trainer have noise of their own, the trainer's in the shift that is wanted too."""
+    generator, noise = torch.Generator().manual_seed(5), 0.05
+    alarms = found = 0
+    for size in [0.0, *(noise * 2.0**power for power in range(-6, 7))]:
+        for _ in range(1000):
+            true = size * torch.randn(126, generator=generator)
+            sampler, trainer = (noise / math.sqrt(2) * torch.randn(126, generator=generator) for _ in range(2))
+            alarms += shift_fault(true + sampler, true + trainer, noise=noise, share=0.5) is not None
+            if size >= 2 * noise:
+                found += shift_fault(0 * true, true + trainer, noise=noise, share=0.5) is not None
+    assert (alarms, found) == (0, 6000)
+    assert shift_fault(torch.full((126,), math.nan), torch.ones(126), noise=noise, share=0.5)
