@@ -58,13 +58,17 @@ def _spread_out(model: PreTrainedModel) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Write a model as a folder, with the embedded tokenizer."""
+def save(name: str, folder: Path) -> None:
+    """Write a model of the zoo as a folder that `model.path` can name, with the embedded tokenizer."""
+    model = build(name)
     model.save_pretrained(folder)
+    whole = config(*ZOO[name])
+    if type(whole) is not type(model.config):
+        # The text model of a wrapper: folders of such models have the config of the wrapper.
+        whole.save_pretrained(folder)
     for file in TOKENIZER:
         shutil.copy(str(files("grpo_tasks.demo") / "base" / file), folder / file)
-    return folder
 
 
 if __name__ == "__main__":
-    save(build(sys.argv[1]), Path(sys.argv[2]))
+    save(sys.argv[1], Path(sys.argv[2]))

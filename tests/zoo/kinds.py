@@ -115,9 +115,12 @@ CHANGES: dict[str, Changes] = {
         "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "laurel_rank": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gemma4": {"text_config": GEMMA_4 | {"model_type": "gemma4_text"}, "vision_config": VISION_4, "image_token_id": 310},
+    "gemma4": {"text_config": GEMMA_4 | {"model_type": "gemma4_text"}, "vision_config": VISION_4, "audio_config": None},
     "gemma4_text": GEMMA_4,
-    "gemma4_unified": {"text_config": GEMMA_4_UNIFIED | {"model_type": "gemma4_unified_text"}, "vision_config": VISION_UNIFIED},
+    "gemma4_unified": {
+        "text_config": GEMMA_4_UNIFIED | {"model_type": "gemma4_unified_text"}, "vision_config": VISION_UNIFIED,
+        "audio_config": None,
+    },
     "gemma4_unified_text": GEMMA_4_UNIFIED,
     "git": {"vision_config": VISION},
     "glm4_moe_lite": LATENT,
@@ -210,6 +213,7 @@ VARIANTS: dict[str, tuple[str, Changes]] = {
             "bias": True,
         },
     ),
+    "gemma4_audio": ("gemma4", {"audio_config": {}}),
     "gemma4_moe": ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 2}),
     "gemma4_shared_keys": ("gemma4_text", {"num_kv_shared_layers": 2}),
     "gpt2_no_dropout": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -244,7 +248,9 @@ VARIANTS: dict[str, tuple[str, Changes]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
-    "zamba2_adapters": ("zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 2, "adapter_rank": 8, "num_key_value_heads": 4}),
+    "zamba2_adapters": (
+        "zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 2, "adapter_rank": 8, "num_key_value_heads": 4},
+    ),
 }  # fmt: skip
 """Further models: name -> (model type, changes beside those of the type)."""
 
