@@ -12,6 +12,7 @@ PackedAttention serves training, rollout/decoding_cache.py decoding. In this fil
 which ends before the prompt's last token (batch.py).
 """
 
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -104,9 +105,14 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+@cache
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that nothing reads. transformers passes a mask with four dimensions on as it is, and would build one otherwise."""
-    return torch.empty(1, 1, 1, 1, device=device)
+    """A mask that nothing reads. transformers passes a mask with four dimensions on as it is, and would build one otherwise.
+
+    nan: a layer that drops the keyword argument `shared_prompt` attends by this mask, and its result shows it.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.full((1, 1, 1, 1), torch.nan, device=device)
 
 
 class PromptGroups:

@@ -9,9 +9,8 @@ policy at the start of the stage is a second, frozen adapter. Full fine-tuning l
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -20,23 +19,20 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
-from grpo_tasks.attention.shared_prompt import UnsupportedError
+from grpo_tasks.attention.shared_prompt import UnsupportedError, use_shared_prompts
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.forward_check import CheckRows, Scores, agrees, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
 from grpo_tasks.stage.stage_dir import StageSpec
+from schemas.errors import ModelError
 from schemas.results.model import ModelRef
 
 REFERENCE = "reference"
 """Name of the frozen adapter that holds the policy of the stage's start."""
-SELF_CHECK_TOLERANCE = 1e-3
-"""Largest mean |difference| of a completion in the packed layout from the same in the plain one, in float32: in nats, or as a
-share of the log-probabilities where those are larger, as they are for made-up tokens. Other dtypes get 50 times that."""
-LONGEST_WINDOW = 4096
-"""The self-check has a completion that is longer than the window of the attention, up to this window."""
 
 
 @dataclass(slots=True)
@@ -68,8 +64,6 @@ class Policies:
         # Found once: a walk through all modules at every update costs as much as a layer of the small model.
         kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
         self._adapted = [module for module in self.model.modules() if isinstance(module, kinds)]
-        if not resources.share_prompts:
-            self._layout = "plain"
 
     @property
     def measures_kl(self) -> bool:
@@ -90,7 +84,7 @@ class Policies:
         self, model: CausalLM, tokens: TokenBatch, *, entropy_gradients: bool = False, count_hits: bool = False
     ) -> TokenScores:
         if self._layout is None:
-            self._layout = self._fitting_layout(tokens.packed.ids.device)
+            self._layout = self._fitting_layout()
         with self.ranks.accelerator.autocast():
             return completion_logprobs(
                 model,
@@ -101,37 +95,64 @@ class Policies:
                 count_hits=count_hits,
             )
 
-    def _fitting_layout(self, device: torch.device) -> Layout:
-        """Check the packed layout before the first pass: an architecture it does not fit gets the plain one, with a warning."""
+    def _fitting_layout(self) -> Layout:
+        """The fastest layout that says what the model's own forward pass says, found before the first pass.
+
+        Raises:
+            ModelError: none does.
+        """
         config = causal_model(self.model).config
-        attention = config._attn_implementation
-        fault = self._differs_from_plain(check_batch(self.model, device))
-        if fault is None:
-            return "packed"
-        # The packed pass has replaced it. Whoever is not served may need the one it had: soft caps are eager attention's, say.
-        config._attn_implementation = attention
-        warnings.warn(f"each prompt is encoded once for every completion ({fault})", stacklevel=2)
-        return "plain"
+        rows, faults = CheckRows.of(self.model), dict[Layout, str]()
+        tokens = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device)
+        for layout in ("packed", "plain"):
+            if layout == "packed" and not self.spec.resources.share_prompts:
+                continue
+            with attention(config):
+                fault = self._fault(rows, tokens, layout)
+            if fault is None:
+                if layout == "packed":
+                    use_shared_prompts(causal_model(self.model))
+                elif faults:
+                    name = type(causal_model(self.model)).__name__
+                    warnings.warn(
+                        f"{name} trains in the slow way: each prompt is encoded once for every completion ({faults['packed']})",
+                        stacklevel=2,
+                    )
+                return layout
+            faults[layout] = fault
+        raise ModelError(
+            f"the trainer cannot compute the log-probabilities of {type(causal_model(self.model)).__name__}: {faults['plain']}",
+            place=f"model.path: {self.spec.model.path}",
+            fix="engine: trl, which trains through transformers' own forward pass, or another model",
+        )
+
+    def _fault(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
+        """What is wrong with a layout; None if it agrees with the model's own forward pass, with and without adapter."""
+        with shaken_adapter(self.model) as adapted, self.ranks.accelerator.autocast():
+            for without in (False, True) if adapted else (False,):
+                with self.model.disable_adapter() if without else nullcontext():
+                    found = self._differs_from_truth(rows, tokens, layout)
+                if found is not None:
+                    return found
+        return None
 
     @torch.no_grad()
-    def _differs_from_plain(self, tokens: TokenBatch) -> str | None:
+    def _differs_from_truth(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
+        truth = true_scores(self.model, rows, temperature=self.temperature)
         # Without dropout, which would make any two passes differ.
         self.model.eval()
         try:
-            with self.ranks.accelerator.autocast():
-                plain = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="plain").logps
-                packed = completion_logprobs(self.model, tokens, temperature=self.temperature, layout="packed").logps
+            scores = completion_logprobs(self.model, tokens, temperature=self.temperature, layout=layout)
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, TypeError, RuntimeError, ValueError, UnsupportedError) as error:
-            return str(error)
+        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, UnsupportedError) as error:
+            return str(error) or type(error).__name__
         finally:
             self.model.train()
-        # Padding is 0 in both. [N, T] -> [N], of which the worst counts: what leaks may change the first tokens only.
-        difference = ((plain - packed).abs().sum(1) / tokens.completion_mask.sum(1)).max().item()
-        limit = SELF_CHECK_TOLERANCE * (1 if self.spec.model.dtype == "float32" else 50)
-        size = plain[tokens.completion_mask].abs().mean().item()
-        return None if difference <= limit * max(1.0, size) else f"off by {difference:.2g} nats"
+        cells = list(zip(tokens.completion_mask, scores.logps, scores.entropies, strict=True))
+        found = Scores([logps[mask] for mask, logps, _ in cells], [entropies[mask] for mask, _, entropies in cells])
+        difference = found.difference(truth)
+        return None if agrees(difference, self.spec.model.dtype) else f"off by {difference:.2g} nats"
 
     def _prepare_reference(self, device: torch.device) -> None:
         spec = self.spec
@@ -171,21 +192,3 @@ class Policies:
                 layer.set_adapter(REFERENCE if to_reference else "default")
             else:
                 layer.enable_adapters(enabled=not to_reference)
-
-
-def check_batch(model: CausalLM, device: torch.device) -> TokenBatch:
-    """Two prompts with two completions each, of unequal lengths: what leaks from one to the next in a packed row shows.
-
-    A microbatch of the stage may hold a single completion, whose packed row is an ordinary sequence.
-    """
-    causal = causal_model(model)
-    words = causal.get_input_embeddings().weight.shape[0]
-    windows = [getattr(causal.config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
-    beyond = max((window for window in windows if window <= LONGEST_WINDOW), default=0)
-    numbers = count(7, 31)
-
-    def made_up(length: int) -> list[int]:
-        return [next(numbers) % words for _ in range(length)]
-
-    prompts, completions = [made_up(length) for length in (7, 12)], [made_up(length) for length in (5, 3 + beyond, 4, 6)]
-    return token_batch(prompts, completions, [0, 0, 1, 1], device=device)

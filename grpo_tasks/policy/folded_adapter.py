@@ -40,7 +40,8 @@ def causal_model(model: CausalLM) -> PreTrainedModel:
 def decoder_of(model: CausalLM) -> nn.Module:
     """The layers below the language-model head: they return hidden states instead of the much larger logits."""
     causal = causal_model(model)
-    decoder: nn.Module = getattr(causal, causal.base_model_prefix)
+    # The prefix of Llama 4 names no module of its text models.
+    decoder: nn.Module = getattr(causal, causal.base_model_prefix, None) or causal.get_decoder()
     return decoder
 
 

@@ -59,7 +59,16 @@ def _lean_class(module: nn.Module) -> type | None:
 @_once
 def subclass_of(kind: type, lean: type, **attributes: Any) -> type:
     """A subclass with the name of the class it replaces: transformers finds some modules by the names of their classes."""
-    return type(kind.__name__, (lean, kind), {"__module__": kind.__module__, "__doc__": lean.__doc__, **attributes})
+    names = {"__module__": kind.__module__, "__doc__": lean.__doc__, "replaced": kind, **attributes}
+    return type(kind.__name__, (lean, kind), names)
+
+
+def published_class(module: nn.Module) -> type:
+    """The class that a module had before its layer became lean."""
+    kind: type = type(module)
+    while "replaced" in vars(kind):
+        kind = vars(kind)["replaced"]
+    return kind
 
 
 def adapts_linear(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -29,8 +30,8 @@ from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.shared_prompt import no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
+from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.sharded import forward_pass
-from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
 Layout = Literal["packed", "plain"]
 
@@ -115,13 +116,11 @@ def _scored(
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     # Only the tokens that predict something pass through the head, the most expensive layer of a small model: [M, H].
     hidden = _hidden_packed(model, batch) if layout == "packed" else _hidden_plain(model, batch)
-    causal = causal_model(model)
     return score_tokens(
-        causal.get_output_embeddings(),
+        OwnHead(model),
         hidden,
         targets,
         temperature=temperature,
-        softcap=getattr(causal.config, "final_logit_softcapping", None),
         entropy_gradients=entropy_gradients,
         hits=hits,
         chunk_elements=CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU,
@@ -175,7 +174,6 @@ def score_tokens(
     targets: Int[Tensor, " M"],
     *,
     temperature: float,
-    softcap: float | None = None,
     entropy_gradients: bool = False,
     hits: Float[Tensor, " M"] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
@@ -183,26 +181,24 @@ def score_tokens(
     """Log-probabilities of M tokens and entropies of their distributions (nats, float32), from the hidden states before them.
 
     Args:
-        head: the language-model head, H -> V.
+        head: from hidden states to logits, [m, H] -> [m, V], token by token; `out_features` is V.
         hidden: the hidden state that predicts each token.
         targets: the token ids.
         temperature: divides the logits.
-        softcap: c of Gemma's c tanh(logits / c) (arXiv:2408.00118); None applies none.
         entropy_gradients: let gradients flow through the entropies.
         hits: gets 1 for each token that the head ranks first, and 0 for the others.
         chunk_elements: largest number of logits that exist at once, in the backward pass too.
     """
-    rows = max(1, chunk_elements // cast(nn.Linear, plain_layer(head)).weight.shape[0])  # the weight is [V, H]
-    # A wrapper, such as that of an adapter, has parameters of its own.
-    frozen = type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+    rows = max(1, chunk_elements // cast(int, head.out_features))
+    frozen = not any(parameter.requires_grad for parameter in head.parameters())
     if frozen and not entropy_gradients:
-        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, softcap, rows, hits)
+        logps, entropies = _FrozenHead.apply(hidden, targets, head, temperature, rows, hits)
         return logps, entropies
 
     def score(
         chunk: Float[Tensor, "m H"], wanted: Int[Tensor, " m"], found: Float[Tensor, " m"] | None
     ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-        logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)
+        logp = _log_softmax(head(chunk), temperature)
         if found is not None:
             found.copy_(logp.detach().argmax(-1) == wanted)
         if entropy_gradients:
@@ -227,13 +223,8 @@ def _split(hits: Float[Tensor, " M"] | None, targets: Int[Tensor, " M"], rows: i
     return list(hits.split(rows)) if hits is not None else [None for _ in targets.split(rows)]
 
 
-def _log_softmax(
-    head: nn.Module, hidden: Float[Tensor, "m H"], *, temperature: float, softcap: float | None
-) -> Float[Tensor, "m V"]:
+def _log_softmax(logits: Float[Tensor, "m V"], temperature: float) -> Float[Tensor, "m V"]:
     # A [m, V] tensor takes as much memory as the logits themselves, so the lines here make as few as possible.
-    logits = logits_of(head, hidden)
-    if softcap:
-        logits = softcap * torch.tanh(logits.float() / softcap)
     if temperature != 1.0:
         logits = logits.float() / temperature
     # In float32: a bfloat16 log-probability has 3 digits, and the loss takes the exp of a difference of two.
@@ -245,7 +236,7 @@ class _FrozenHead(torch.autograd.Function):
 
     A log-probability is one number per token, so the loss changes its gradient by a factor only:
 
-        d logp[target] / d hidden = (onehot(target) - p) W / temperature          [m, V] x [V, H] -> [m, H]
+        d logp[target] / d logits = (onehot(target) - p) / temperature          [m, V], and through the head -> [m, H]
 
     The backward pass multiplies by that factor. Nothing is computed twice, and [M, H] is all that is kept. Entropies have no
     gradient.
@@ -256,9 +247,8 @@ class _FrozenHead(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         targets: Tensor,
-        head: nn.Linear,
+        head: nn.Module,
         temperature: float,
-        softcap: float | None,
         rows: int,
         hits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -267,7 +257,13 @@ class _FrozenHead(torch.autograd.Function):
         entropies: list[Tensor] = []
         one = torch.ones(1, 1, dtype=torch.float32, device=hidden.device)
         for chunk, wanted, found in zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True):
-            logp = _log_softmax(head, chunk, temperature=temperature, softcap=softcap)  # [m, V]
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                given = chunk.detach().requires_grad_(ctx.needs_input_grad[0])
+                logits = head(given)  # [m, V]
+                # The way back through the head, which needs the logits themselves only where the model caps them.
+                dtype, way_back = logits.dtype, get_gradient_edge(logits) if ctx.needs_input_grad[0] else None
+            logp = _log_softmax(logits.detach(), temperature)
+            del logits
             logps.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
             if found is not None:
                 found.copy_(logp.argmax(-1) == wanted)
@@ -275,13 +271,10 @@ class _FrozenHead(torch.autograd.Function):
             # sum p log p as [m, 1, V] x [m, V, 1]: a product and a sum would make one more [m, V].
             entropies.append(torch.bmm(probabilities[:, None], logp[:, :, None]).flatten())
             del logp
-            if ctx.needs_input_grad[0]:
+            if way_back is not None:
                 # p - onehot, in place: from here on nothing else reads the probabilities.
                 slope = probabilities.scatter_add_(1, wanted[:, None], -one.expand(len(wanted), 1))
-                if softcap:
-                    # tanh' of the capped logits: 1 - tanh^2
-                    slope.mul_(1 - torch.tanh(head(chunk).float() / softcap).square_())
-                kept.append(slope.to(head.weight.dtype) @ head.weight)
+                kept += torch.autograd.grad(way_back, given, slope.to(dtype))
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(torch.cat(kept).mul_(-1.0 / temperature).to(hidden.dtype))
         entropy = -torch.cat(entropies)
@@ -292,4 +285,4 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:
         (slope,) = ctx.saved_tensors
-        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None, None
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None

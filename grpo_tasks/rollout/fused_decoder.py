@@ -2,8 +2,8 @@
 
 Decoding one token for a few dozen rows spends most of its time on launching kernels. Here the projections of queries, keys and
 values are one matrix product, the two input projections of the gated MLP another, the norm is one kernel, and no Python code
-walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine compares the first step with the model's own
-forward pass, and uses the fused step only if they agree.
+walks a module tree. Qwen2, Qwen3, Llama and Mistral have this shape. The engine uses it only
+where it says what the model's own forward pass says (policy/forward_check.py).
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,6 @@ from transformers import PreTrainedModel
 from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
 from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest allowed difference from the model's own logits, as a share of the largest logit."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -176,12 +172,6 @@ class FusedDecoder:
         # Rotated keys beside the values are stored together, in one kernel.
         multiply_into(rotated, partial(torch.bmm, key, rotation))
         return torch.bmm(query, rotation)[:, :, None], heads[:, : 2 * count].unflatten(1, (2, count))
-
-
-def agrees(found: Float[Tensor, "N V"], wanted: Float[Tensor, "N V"]) -> bool:
-    """True if two computations of the same logits differ by rounding only."""
-    limit = TOLERANCE.get(wanted.dtype, 0.0) * wanted.abs().max()
-    return bool(((found - wanted).abs().max() <= limit).item())
 
 
 def angles_depend_on_length(model: PreTrainedModel) -> bool:

@@ -7,7 +7,7 @@ All completions of a prompt read one copy of its keys and values (decoding_cache
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,15 +18,16 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_shared_prompts
-from grpo_tasks.policy.batch import TokenBatch, moved, position_ids
+from grpo_tasks.policy.batch import TokenBatch, moved, position_ids, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.forward_check import CheckRows, Scores, agrees, attention, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.rollout.decoding_cache import DecodingCache
-from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState, unique_prompts
+from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
-from grpo_tasks.rollout.fused_decoder import FusedDecoder, agrees, angles_depend_on_length
+from grpo_tasks.rollout.fused_decoder import FusedDecoder, angles_depend_on_length
 from grpo_tasks.rollout.stop import StopRule
 
 
@@ -70,8 +71,12 @@ class LocalEngine:
         self._tokenizer, self._share = tokenizer, share_prompts
         # Fusing replaces the model's weights by views, which the optimizer of a model in training would not follow.
         frozen = not any(parameter.requires_grad for parameter in self._model.parameters())
-        self._fuse = share_prompts and fuse_kernels and frozen
+        self._policy, self._fuse = policy, share_prompts and fuse_kernels and frozen
+        self._make_state: MakeState | None = None
         self._fused: FusedDecoder | None = None
+        if is_sharded(policy):
+            # Its forward pass wants all processes, and one of them may have no requests.
+            self._make_state = self._fitting_state()
         self._buckets = Buckets.of(policy.device)
         self.rows_decoded = 0
         """Rows of all steps so far, those included that had ended and whose tokens nobody reads."""
@@ -92,58 +97,124 @@ class LocalEngine:
     def close(self) -> None:
         """Nothing to release: there is no other process."""
 
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order; see `RolloutEngine`.
+
+        Raises:
+            ModelError: no way of decoding samples from the model.
+        """
+        if self._make_state is None:
+            self._make_state = self._fitting_state()
+        return self._generate(requests, sampling, self._make_state)
+
     @torch.inference_mode()
     @_without_sorted_writes()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order; see `RolloutEngine`."""
-        was_training = self._model.training
-        if was_training:
-            self._model.eval()
-        stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
-        done: dict[int, Completion] = {}
-        for indices in _batches(requests, sampling.max_batch_size):
-            done.update(zip(indices, self._decode([requests[index] for index in indices], sampling, stop), strict=True))
-        if was_training:
-            self._model.train()
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, make_state: MakeState) -> list[Completion]:
+        with _evaluating(self._model):
+            stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
+            done: dict[int, Completion] = {}
+            for indices in _batches(requests, sampling.max_batch_size):
+                batch = [requests[index] for index in indices]
+                loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
+                done.update(zip(indices, loop.run(), strict=True))
+                self.rows_decoded += loop.rows_decoded
         return [done[index] for index in range(len(requests))]
 
-    def _decode(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule) -> list[Completion]:
-        """The completions of one batch, by the fastest way that this model allows."""
+    def _fitting_state(self) -> MakeState:
+        """The fastest way of decoding that says what the policy's own forward pass says, found before the first completion.
+
+        Raises:
+            ModelError: none does.
+        """
+        rows, name = CheckRows.of(self._policy), type(causal_model(self._model)).__name__
+        with shaken_adapter(self._policy) as shaken:
+            if shaken:
+                self.sync()
+            truth = true_scores(self._policy, rows)
+            found = self._agreeing_state(rows, truth)
+        if shaken:
+            self.sync()
+        if not isinstance(found, str):
+            return found
+        raise ModelError(
+            f"the local engine cannot sample from {name}: {found}",
+            place="rollout.engine",
+            fix="rollout.engine: vllm, or another model",
+        )
+
+    @torch.no_grad()
+    def _agreeing_state(self, rows: CheckRows, truth: Scores) -> MakeState | str:
+        """The first way that agrees with the truth; what is wrong with the last one where none does."""
+        config = causal_model(self._model).config
         if self._share:
-            config = causal_model(self._model).config
-            attention = config._attn_implementation
-            try:
-                if self._fuse:
-                    # Tried once per engine; later syncs write into the same weights.
-                    self._fuse, self._fused = False, self._fused_decoder(requests)
-                return self._loop(requests, sampling, stop, partial(SharedPromptState, fused=self._fused))
-            except (UnsupportedError, AttributeError, TypeError) as error:
-                warnings.warn(f"every completion gets its own copy of its prompt's keys and values ({error})", stacklevel=2)
-                # As it was: whoever is not served may need another attention than torch's, such as one with soft caps.
-                self._share, config._attn_implementation = False, attention
-        return self._loop(requests, sampling, stop, RepeatedPromptState)
+            windows: dict[int, int | None] = {}
+            with attention(config):
+                fault = self._fault(partial(SharedPromptState, windows=windows), rows, truth)
+            if fault is None:
+                use_shared_prompts(causal_model(self._model))
+                self._fused = self._fused_decoder(windows, rows, truth)
+                return partial(SharedPromptState, fused=self._fused)
+            warnings.warn(
+                f"{type(causal_model(self._model)).__name__} is sampled from in the slow way: every completion gets its own copy of "
+                f"its prompt's keys and values ({fault})",
+                stacklevel=2,
+            )
+        fault = self._fault(RepeatedPromptState, rows, truth)
+        return RepeatedPromptState if fault is None else fault
 
-    def _loop(self, requests: Sequence[Request], sampling: Sampling, stop: StopRule, state: MakeState) -> list[Completion]:
-        loop = DecodingLoop(self._model, requests, sampling, stop, state, self._buckets)
-        completions = loop.run()
-        self.rows_decoded += loop.rows_decoded
-        return completions
-
-    def _fused_decoder(self, requests: Sequence[Request]) -> FusedDecoder | None:
-        """The fused step, or None if its logits differ from the model's own or the model has another shape."""
-        prompts = unique_prompts(requests[:1], self._model.device)
-        first, state = torch.zeros(1, dtype=torch.long, device=self._model.device), SharedPromptState(self._model, prompts)
-        state.make_room(1)
-        wanted = state.forward(prompts.last_ids, first)
+    def _fused_decoder(self, windows: Mapping[int, int | None], rows: CheckRows, truth: Scores) -> FusedDecoder | None:
+        """The fused step, or None if it does not agree with the truth or the model has another shape."""
+        if not self._fuse:
+            return None
         try:
-            # `sync` writes into these weights outside of inference mode, which torch forbids for tensors made inside it.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                fused = FusedDecoder(self._model, state.cache.windows)
+            fused = FusedDecoder(self._model, windows)
         except UnsupportedError:
             return None
-        state = SharedPromptState(self._model, prompts, fused=fused)
-        state.make_room(1)
-        return fused if agrees(state.forward(prompts.last_ids, first), wanted) else None
+        return fused if self._fault(partial(SharedPromptState, fused=fused), rows, truth) is None else None
+
+    def _fault(self, make_state: MakeState, rows: CheckRows, truth: Scores) -> str | None:
+        """What is wrong with a way of decoding; None if it agrees with the truth."""
+        try:
+            with _evaluating(self._model):
+                difference = decoded_scores(self._model, make_state, rows).difference(truth)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, UnsupportedError) as error:
+            return str(error) or type(error).__name__
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return None if agrees(difference, dtype) else f"off by {difference:.2g} nats"
+
+
+@contextmanager
+def _evaluating(model: CausalLM) -> Iterator[None]:
+    was_training = model.training
+    if was_training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
+
+
+def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> Scores:
+    """What a way of decoding says about given completions, as it would decode them: step by step, rows dropped as they end."""
+    batch = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=model.device)
+    state, alive = make_state(model, batch), list(range(len(rows.completions)))
+    tokens, logits = batch.last_ids[batch.prompt_of], [list[Tensor]() for _ in alive]
+    for column in range(max(map(len, rows.completions))):
+        state.make_room(column + 1)
+        found = state.forward(tokens, torch.tensor([column], device=model.device))
+        for row, number in enumerate(alive):
+            logits[number].append(found[row].clone())
+        staying = [row for row, number in enumerate(alive) if len(rows.completions[number]) > column + 1]
+        alive = [alive[row] for row in staying]
+        if alive:
+            # One row more than there are, as where the number of rows takes certain values only.
+            state.keep_rows(staying, 1)
+            given = [rows.completions[number][column] for number in alive]
+            tokens = torch.tensor([*given, given[0]], device=model.device)
+    return Scores.of_logits([torch.stack(each) for each in logits], rows.completions)
 
 
 def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
@@ -157,7 +228,14 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
 class SharedPromptState:
     """Keeps one copy of each prompt for all its rows (decoding_cache.py)."""
 
-    def __init__(self, model: CausalLM, prompts: TokenBatch, *, fused: FusedDecoder | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        prompts: TokenBatch,
+        *,
+        fused: FusedDecoder | None = None,
+        windows: dict[int, int | None] | None = None,
+    ) -> None:
         layers = DynamicCache(config=causal_model(model).config).layers
         if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
             raise UnsupportedError("layers with more to remember than keys and values")
@@ -167,6 +245,8 @@ class SharedPromptState:
         self._model, self._fused = model, fused
         self.static = not angles_depend_on_length(causal_model(model))
         self.cache = DecodingCache(keys, values, lengths, prompts.prompt_of.tolist())
+        if windows is not None:
+            self.cache.windows = windows
         use_shared_prompts(causal_model(model))
 
     def forward(self, tokens: Int[Tensor, " N"], column: Int[Tensor, " 1"]) -> Float[Tensor, "N V"]:

@@ -9,9 +9,10 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, Gemma2Config, Lfm2Config, Qwen2Config, Qwen2MoeConfig
 
 from grpo_tasks.attention import shared_prompt
-from grpo_tasks.grpo.policies import Policies, check_batch
+from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import token_batch
+from grpo_tasks.policy.forward_check import CheckRows
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.paths import resolve
@@ -92,7 +93,7 @@ def test_the_check_reaches_beyond_the_window_of_the_attention(stages, monkeypatc
         moe_intermediate_size=32, shared_expert_intermediate_size=32,
     )  # fmt: skip
     model = model_of(config)
-    assert check_batch(model, CPU).completion_ids.shape[1] > 8
+    assert max(map(len, CheckRows.of(model).completions)) > 8
     policies = policies_of(stages, model, Accelerator(cpu=True), lora=None)
     with pytest.warns(UserWarning, match=f"{ENCODED_AGAIN} .off by"):
         policies.scores(ONE)

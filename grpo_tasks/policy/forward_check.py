@@ -1,0 +1,196 @@
+"""The model's own forward pass is the truth: what it says, and whether the trainer and the sampler say the same.
+
+    made-up rows --model(row) as transformers runs it-------------------------> log-probabilities, entropies  = truth
+                 --trainer: packed or plain layout (grpo/policies.py)---------> the same within a tolerance, or another way
+                 --sampler: shared, ragged, cached steps (rollout/local.py)---> the same within a tolerance, or another way
+
+"As transformers runs it": one unpadded row at a time, eager attention, no cache, the layers that transformers built, and whatever
+the model does after its head. A new adapter starts at zero and would hide its own faults, so for the check it gets seeded weights,
+and its own back afterwards, to the bit.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.lean_layers import published_class
+from grpo_tasks.policy.sharded import shard_like
+
+TOLERANCE = 1e-3
+"""Largest mean |difference| of a completion from the truth in float32: in nats, or as a share of the log-probabilities where those
+are larger, as they are for made-up tokens. Other dtypes get 50 times that."""
+LONGEST_WINDOW = 4096
+"""The check has a row that is longer than the window of the attention, up to this window."""
+LONGEST_COMPLETION = 64
+"""A longer window is filled by the prompt: only completions pass through the head, which for long ones would take gigabytes."""
+ADAPTER_SHARE = 0.2
+"""Size of the check's adapter: its output over that of an ordinary linear layer, which keeps the size of its input."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRows:
+    """Two prompts with two completions each, of unequal lengths: what leaks from one row to the next, or from padding, shows.
+
+    A microbatch of the stage may hold a single completion, whose packed row is an ordinary sequence.
+    """
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    prompt_of: list[int]
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "CheckRows":
+        """Rows of made-up tokens; one is longer than the window of the model's attention."""
+        causal = causal_model(model)
+        config = causal.config.get_text_config()
+        names = ("sliding_window", "attention_chunk_size", "attention_window_size")
+        windows = [getattr(config, name, None) or 0 for name in names]
+        beyond = max((window for window in windows if window <= LONGEST_WINDOW), default=0)
+        in_prompt = 0 if beyond <= LONGEST_COMPLETION else beyond
+        special = set(_special_ids(causal.config.to_dict()))
+        usual = [token for token in range(causal.get_input_embeddings().weight.shape[0]) if token not in special]
+        numbers = count(7, 31)
+
+        def made_up(length: int) -> list[int]:
+            return [usual[next(numbers) % len(usual)] for _ in range(length)]
+
+        return cls(
+            prompts=[made_up(length) for length in (7, 12 + in_prompt)],
+            completions=[made_up(length) for length in (5, 3 + beyond - in_prompt, 4, 6)],
+            prompt_of=[0, 0, 1, 1],
+        )
+
+
+def _special_ids(config: Mapping[Any, Any]) -> Iterator[int]:
+    """Ids that the config gives a meaning, such as that of a place for an image."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special_ids(value)
+        elif str(name).endswith("_token_id"):
+            yield from [value] if isinstance(value, int) else value or []
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probability and entropy (nats) of the tokens of each completion."""
+
+    logps: list[Float[Tensor, " _"]]
+    entropies: list[Float[Tensor, " _"]]
+
+    @classmethod
+    def of_logits(cls, logits: Sequence[Float[Tensor, "_ V"]], completions: Sequence[Sequence[int]]) -> "Scores":
+        """Those of the distributions with these logits, one for each token of each completion."""
+        logps, entropies = [], []
+        for each, tokens in zip(logits, completions, strict=True):
+            logp = each.float().log_softmax(-1)
+            logps.append(logp.gather(-1, torch.tensor(tokens, device=logp.device)[:, None])[:, 0])
+            entropies.append(torch.special.entr(logp.exp()).sum(-1))
+        return cls(logps, entropies)
+
+    def difference(self, truth: "Scores") -> float:
+        """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans.
+
+        The worst completion counts, because what leaks may change a few tokens only. A sum would drown them.
+        """
+        worst = 0.0
+        for found, wanted in ((self.logps, truth.logps), (self.entropies, truth.entropies)):
+            size = max(1.0, torch.cat(wanted).abs().mean().item())
+            for mine, true in zip(found, wanted, strict=True):
+                off = (mine - true).abs().mean().item() / size
+                worst = off if not off <= worst else worst
+        return worst
+
+
+def agrees(difference: float, dtype: str) -> bool:
+    """True if rounding in this precision explains a difference; False for nan."""
+    return difference <= TOLERANCE * (1 if dtype == "float32" else 50)
+
+
+@torch.no_grad()
+def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> Scores:
+    """What transformers' own forward pass says about the completions.
+
+    Args:
+        model: the policy; its active adapter counts.
+        rows: prompts and completions.
+        temperature: divides the logits.
+    """
+    logits = []
+    # For models that cannot, the logits of all tokens are computed; the last ones are the same.
+    keeps = "logits_to_keep" in inspect.signature(causal_model(model).forward).parameters
+    with _as_published(model):
+        for prompt_row, completion in zip(rows.prompt_of, rows.completions, strict=True):
+            ids = torch.tensor([rows.prompts[prompt_row] + completion], device=model.device)
+            # The logits after the prompt's last token and after all of the completion's tokens but the last.
+            out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
+            logits.append(out.logits[0, -len(completion) - 1 : -1] / temperature)
+    return Scores.of_logits(logits, rows.completions)
+
+
+@contextmanager
+def _as_published(model: CausalLM) -> Iterator[None]:
+    """The model as transformers and peft built it: their layers, in eval mode, with eager attention where it has some."""
+    causal, was_training = causal_model(model), model.training
+    changed = [(module, module.__class__) for module in model.modules() if published_class(module) is not module.__class__]
+    with ExitStack() as stack:
+        if causal._can_set_attn_implementation():
+            stack.enter_context(attention(causal.config, "eager"))
+        model.eval()
+        for module, _ in changed:
+            module.__class__ = published_class(module)
+        try:
+            yield
+        finally:
+            for module, lean in changed:
+                module.__class__ = lean
+            model.train(was_training)
+
+
+@contextmanager
+def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[None]:
+    """Puts the attention of a config and its parts back at the end; with a name, another one is used until then."""
+    parts = [config, *(part for key in config.sub_configs if (part := getattr(config, key, None)) is not None)]
+    before = [part._attn_implementation_internal for part in parts]
+    try:
+        if name is not None:
+            config._attn_implementation = name
+        yield
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part._attn_implementation_internal = value
+
+
+@contextmanager
+def shaken_adapter(model: CausalLM) -> Iterator[bool]:
+    """Give the active adapter seeded weights for a while, and then its own back; yields False where there is none."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)] if isinstance(model, PeftModel) else []
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for number, layer in enumerate(layers):
+            for name in layer.active_adapters:
+                part: Any = layer.lora_B[name] if name in layer.lora_B else layer.lora_embedding_B.get(name)
+                if part is None:
+                    continue
+                weight = part if isinstance(part, Tensor) else part.weight
+                kept.append((weight, weight.detach().clone()))
+                # Of x with mean square 1, A x has a mean square of about 1/3 as peft draws A, and B A x one of r std^2 / 3.
+                std = ADAPTER_SHARE / (layer.scaling[name] * (layer.r[name] / 3) ** 0.5)
+                values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * std
+                with torch.no_grad():
+                    weight.copy_(shard_like(values.to(weight.dtype).to(weight.device), weight))
+        yield bool(kept)
+    finally:
+        with torch.no_grad():
+            for weight, before in kept:
+                weight.copy_(before)
