@@ -199,60 +199,66 @@ CHANGES: dict[str, Changes] = {
 }  # fmt: skip
 """What a model type needs beside `TINY`."""
 
-VARIANTS: dict[str, tuple[str, Changes]] = {
-    "bert_both_ways": ("bert", {"is_decoder": False}),
-    "deepseek_v2_direct": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
-    "deepseek_v3_square": ("deepseek_v3", {"v_head_dim": 24}),
-    "doge_moe": ("doge", {"is_moe": True}),
-    "falcon_7b": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+VARIANTS: dict[str, tuple[str, str, Changes]] = {
+    "bert_both_ways": ("bert", "is_decoder: false: a token sees what follows it", {"is_decoder": False}),
+    "deepseek_v2_direct": ("deepseek_v2", "queries without a low rank", {"q_lora_rank": None}),
+    "deepseek_v3_square": ("deepseek_v3", "value heads as wide as key heads", {"v_head_dim": 24}),
+    "deepseek_v3_yarn": ("deepseek_v3", "rope: yarn", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "doge_moe": ("doge", "with experts", {"is_moe": True}),
+    "falcon_7b": ("falcon", "one key head", {"new_decoder_architecture": False, "multi_query": True}),
     "falcon_alibi": (
-        "falcon",
+        "falcon", "ALiBi",
         {
             "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4, "alibi": True,
             "bias": True,
         },
     ),
-    "gemma4_audio": ("gemma4", {"audio_config": {}}),
-    "gemma4_moe": ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 2}),
-    "gemma4_shared_keys": ("gemma4_text", {"num_kv_shared_layers": 2}),
-    "gpt2_no_dropout": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "gpt_bigcode_many_heads": ("gpt_bigcode", {"multi_query": False}),
-    "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "gemma4_audio": ("gemma4", "with an audio tower", {"audio_config": {}}),
+    "gemma4_moe": ("gemma4_text", "with experts", {"enable_moe_block": True, "top_k_experts": 2}),
+    "gemma4_shared_keys": ("gemma4_text", "layers that share keys", {"num_kv_shared_layers": 2}),
+    "gpt2_no_dropout": ("gpt2", "without dropout", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt_bigcode_many_heads": ("gpt_bigcode", "a key head for each head", {"multi_query": False}),
+    "gpt_neox_serial": ("gpt_neox", "attention and MLP in turn", {"use_parallel_residual": False}),
     "granitemoehybrid_attention": (
-        "granitemoehybrid", {"layer_types": ["full_attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
+        "granitemoehybrid", "attention only, no experts",
+        {"layer_types": ["full_attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
     ),
-    "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama_dynamic": ("llama", {"max_position_embeddings": 24, "rope_parameters": SCALED | {"rope_type": "dynamic"}}),
-    "llama_linear": ("llama", {"rope_parameters": SCALED | {"rope_type": "linear"}}),
+    "llama_bias": ("llama", "with biases", {"attention_bias": True, "mlp_bias": True}),
+    "llama_dynamic": (
+        "llama", "rope: dynamic", {"max_position_embeddings": 24, "rope_parameters": SCALED | {"rope_type": "dynamic"}},
+    ),
+    "llama_linear": ("llama", "rope: linear", {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     "llama_llama3": (
-        "llama",
+        "llama", "rope: llama3",
         {"rope_parameters": SCALED | {
             "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
         }},
     ),
-    "llama_tied": ("llama", {"tie_word_embeddings": True}),
-    "llama_yarn": ("llama", {"rope_parameters": YARN}),
-    "mistral_full": ("mistral", {"sliding_window": None}),
-    "mpt_positions": ("mpt", {"attn_config": {"alibi": False, "clip_qkv": 2.0, "qk_ln": False}}),
-    "opt_projected": ("opt", {"word_embed_proj_dim": 32}),
-    "opt_post_norm": ("opt", {"do_layer_norm_before": False}),
+    "llama_tied": ("llama", "tied embeddings", {"tie_word_embeddings": True}),
+    "llama_yarn": ("llama", "rope: yarn", {"rope_parameters": YARN}),
+    "mistral_full": ("mistral", "without a window", {"sliding_window": None}),
+    "mpt_positions": ("mpt", "learned positions", {"attn_config": {"alibi": False, "clip_qkv": 2.0}}),
+    "opt_projected": ("opt", "embeddings narrower than the layers", {"word_embed_proj_dim": 32}),
+    "opt_post_norm": ("opt", "norms behind the layers", {"do_layer_norm_before": False}),
     "phi3_longrope": (
-        "phi3",
+        "phi3", "rope: longrope",
         {"original_max_position_embeddings": 24, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 24,
         }},
     ),
-    "phi3_window": ("phi3", {"sliding_window": 16}),
-    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2_window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
-    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+    "phi3_window": ("phi3", "with a window", {"sliding_window": 16}),
+    "qwen2_tied": ("qwen2", "tied embeddings", {"tie_word_embeddings": True}),
+    "qwen2_window": ("qwen2", "with a window", {"use_sliding_window": True, "max_window_layers": 2}),
+    "stablelm_parallel": (
+        "stablelm", "attention and MLP side by side", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+    ),
     "zamba2_adapters": (
-        "zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 2, "adapter_rank": 8, "num_key_value_heads": 4},
+        "zamba2", "adapters on the shared attention",
+        {"use_shared_attention_adapter": True, "num_mem_blocks": 2, "adapter_rank": 8, "num_key_value_heads": 4},
     ),
 }  # fmt: skip
-"""Further models: name -> (model type, changes beside those of the type)."""
+"""Further models: name -> (model type, what it has, changes beside those of the type)."""
 
 LEFT_OUT: dict[str, str] = {
     "blt": "reads bytes in patches that a second model cuts; it has no vocabulary of tokens",
@@ -267,6 +273,6 @@ LEFT_OUT: dict[str, str] = {
 
 ZOO: dict[str, tuple[str, Changes]] = {
     **{kind: (kind, CHANGES.get(kind, {})) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in LEFT_OUT},
-    **{name: (kind, CHANGES.get(kind, {}) | changes) for name, (kind, changes) in VARIANTS.items()},
+    **{name: (kind, CHANGES.get(kind, {}) | changes) for name, (kind, _, changes) in VARIANTS.items()},
 }
 """Every model of the zoo: name -> (model type, changes)."""
