@@ -40,12 +40,16 @@ class PackedAttention:
         layer: int,
         query: Float[Tensor, "1 H L D"],
         key: Float[Tensor, "1 K L D"],
-        value: Float[Tensor, "1 K L D"],
+        value: Float[Tensor, "1 K L _"],
         scale: float,
         window: int | None = None,
-    ) -> Float[Tensor, "1 H L D"]:
+    ) -> Float[Tensor, "1 H L _"]:
         """See `SharedPrompt`."""
         query, key, value = _in_one_dtype(query, key, value)
+        depth = value.shape[-1]
+        if depth < query.shape[-1]:
+            # Multi-head latent attention (DeepSeek) has narrower values; the kernels want heads of one width.
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - depth))
         kernel = varlen_kernel(query, window)
         if kernel is not None:
             if self._sequences is None:
@@ -59,7 +63,7 @@ class PackedAttention:
             attended = CpuAttention.apply(query, key, value, self.row, asking, self._masks[window, last], scale)
         else:
             attended = masked_attention(query, key, value, self.row, scale, window)
-        return attended
+        return attended[..., :depth]
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -39,10 +39,10 @@ class SharedPrompt(Protocol):
         layer: int,
         query: Float[Tensor, "N H T D"],
         key: Float[Tensor, "N K T D"],
-        value: Float[Tensor, "N K T D"],
+        value: Float[Tensor, "N K T _"],
         scale: float,
         window: int | None = None,
-    ) -> Float[Tensor, "N H T D"]:
+    ) -> Float[Tensor, "N H T _"]:
         """Attention of new tokens to their prompt and to each other.
 
         Args:

@@ -142,14 +142,7 @@ def rollout_engine(
             joining = partial(_let_servers_join, directory.servers, engine, adapters=not merged)
             Thread(target=joining, name="joining-servers", daemon=True).start()
         return engine
-    resources = spec.resources
-    return LocalEngine(
-        model,
-        tokenizer,
-        share_prompts=resources.share_prompts,
-        fold_adapter=resources.fold_adapter,
-        fuse_kernels=resources.fuse_kernels,
-    )
+    return LocalEngine.of(model, tokenizer, spec.resources)
 
 
 def _let_servers_join(announced: Path, engine: VllmEngine, *, adapters: bool) -> None:

@@ -44,7 +44,7 @@ def ask(
         values = config.rollout.chat_template_kwargs
         tokenizer = load_tokenizer(model, config.model, values) if found is None else found.tokenizer
         policy = load_policy(model, config.model, device=pick_device(config.resources), token_seed=config.seed)
-        engine = LocalEngine(policy, tokenizer)
+        engine = LocalEngine.of(policy, tokenizer, config.resources)
         if found is None:
             drawn = engine.generate([Request(prompt_ids(tokenizer, row.messages), seed) for row, seed in seeds], sampling)
         else:

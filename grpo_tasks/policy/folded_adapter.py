@@ -61,9 +61,11 @@ class LowRankLinear(nn.Module):
         super().__init__()
         rank = sum(layer.r[adapter] for adapter in layer.active_adapters)
         self.weight, self.bias = weight, bias
-        self.down = nn.Parameter(weight.new_empty(rank, weight.shape[1]), requires_grad=False)
+        self.transposed: bool = layer.fan_in_fan_out
+        """The weight is [in, out], as that of GPT-2's Conv1D."""
+        self.down = nn.Parameter(weight.new_empty(rank, layer.in_features), requires_grad=False)
         """A of the active adapters [r, in], one above the other."""
-        self.up = nn.Parameter(weight.new_empty(weight.shape[0], rank), requires_grad=False)
+        self.up = nn.Parameter(weight.new_empty(layer.out_features, rank), requires_grad=False)
         """scale * B [out, r], side by side."""
 
     @torch.no_grad()
@@ -77,7 +79,8 @@ class LowRankLinear(nn.Module):
     def forward(self, given: Float[Tensor, "*N in"]) -> Float[Tensor, "*N out"]:
         """The layer's output."""
         low = functional.linear(given, self.down)
-        return functional.linear(given, self.weight, self.bias) + functional.linear(low, self.up)
+        weight = self.weight.t() if self.transposed else self.weight
+        return functional.linear(given, weight, self.bias) + functional.linear(low, self.up)
 
 
 def stays_apart(layer: LoraLinear) -> bool:
@@ -99,7 +102,7 @@ class FoldedPolicy:
     def __init__(self, policy: CausalLM, *, fold: bool = False) -> None:
         self.model: PreTrainedModel
         self._fold = fold
-        self._pairs: list[tuple[LoraLinear, nn.Linear | LowRankLinear]] = []
+        self._pairs: list[tuple[LoraLinear, Any]] = []
         """Adapted layers and their counterparts in the copy."""
         self._rows: dict[int, FoldedRows] = {}
         """Weights with trained rows, by the id of the base weight; tied layers share one."""
@@ -130,17 +133,18 @@ class FoldedPolicy:
             if isinstance(module, TrainableTokensWrapper):
                 _replace(twin, name, self._with_rows(original, module))
             if not isinstance(module, LoraLinear):
-                continue
+                continue  # layers of other kinds stay as peft built them, and share their adapter
             layer: Any = original.base_layer
             if not self._fold and stays_apart(original):
                 apart = LowRankLinear(original, layer.weight, layer.bias)
                 _replace(twin, name, apart)
                 self._pairs.append((original, apart))
                 continue
-            # On the meta device: the constructor then allocates no weights, which the next lines replace anyway.
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            plain.weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
-            plain.bias = layer.bias  # LoRA does not train biases, so they are shared like all other weights
+            # A layer of the base's own class, which may compute W x in a way of its own. LoRA does not train biases, so they
+            # are shared like all other weights.
+            plain = copy.copy(layer)
+            weight = nn.Parameter(torch.empty_like(layer.weight), requires_grad=False)
+            plain._parameters = {**layer._parameters, "weight": weight}
             _replace(twin, name, plain)
             self._pairs.append((original, plain))
         return twin.eval()

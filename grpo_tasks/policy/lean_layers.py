@@ -14,7 +14,7 @@ In this file L counts tokens, I and O the inputs and outputs of a linear layer, 
 comments, because torch.compile cannot read the checks that annotations of shapes become in the tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -120,7 +120,7 @@ class AdaptedLinear(torch.autograd.Function):
         a, b = a.to(x.dtype), b.to(x.dtype)
         result, inner = _adapted(x.flatten(0, -2), weight, bias, a, b, scale)
         ctx.save_for_backward(x, inner, weight, a, b)
-        return result.view(*x.shape[:-1], -1)
+        return as_shape(result, (*x.shape[:-1], result.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -131,6 +131,12 @@ class AdaptedLinear(torch.autograd.Function):
         # The first layer reads embeddings, which need no gradient.
         d_x = _input_gradient(rows, weight, d_inner, a).view(x.shape) if ctx.needs_input_grad[0] else None
         return d_x, None, None, d_a.to(ctx.trained), d_b.to(ctx.trained), None
+
+
+def as_shape(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new result in another shape. torch lets no model add in place to a view that a function returned, as Falcon does."""
+    reshaped: Tensor = torch.ops.aten._unsafe_view(result, shape)
+    return reshaped
 
 
 def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,7 +168,7 @@ class AddLowRank(torch.autograd.Function):
         a, b = a.to(y.dtype), b.to(y.dtype)
         inner = x.flatten(0, -2).to(y.dtype) @ a.T  # [L, r]
         ctx.save_for_backward(x, inner, a, b)
-        return torch.addmm(y.flatten(0, -2), inner, b.T, alpha=scale).view(y.shape)
+        return as_shape(torch.addmm(y.flatten(0, -2), inner, b.T, alpha=scale), y.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

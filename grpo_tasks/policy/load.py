@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,23 @@ def load_base(
     Raises:
         ModelError: the weights cannot be loaded.
     """
+    load = partial(
+        AutoModelForCausalLM.from_pretrained,
+        resolve(ref.path),
+        revision=ref.revision,
+        dtype=getattr(torch, dtype or config.dtype),
+        use_safetensors=True,
+        **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
+    )
     with load_errors("the model", f"model.path: {ref.path}"):
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(ref.path),
-            revision=ref.revision,
-            dtype=getattr(torch, dtype or config.dtype),
-            attn_implementation=config.attn_implementation,
-            use_safetensors=True,
-            **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
-        )
+        try:
+            model = load(attn_implementation=config.attn_implementation)
+        except ValueError as error:
+            # Some architectures have no code for torch's kernels, and say so before any weight is read.
+            if config.attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise
+            model = load(attn_implementation="eager")
+    _disable_dropout(model)
     if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
         # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
         model.set_attn_implementation("eager")
@@ -166,6 +175,19 @@ def load_base(
             # On a CPU, bitsandbytes repacks the weights in eval mode; no gradient can pass through them afterwards.
             module.support_avx512bf16_for_cpu = False
     return model.eval().requires_grad_(False)
+
+
+def _disable_dropout(model: PreTrainedModel) -> None:
+    """No dropout but that of the adapter (`lora_dropout`): the sampler has none, so every ratio to it would be noise.
+
+    It is in modules of its own, or an attribute that a layer hands to its attention.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                setattr(module, name, 0.0)
 
 
 def _quantized(config: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, angles_depend_on_length
 from grpo_tasks.rollout.stop import StopRule
+from schemas.config.operations import ResourcesConfig
+from schemas.errors import ModelError
 
 
 @contextmanager
@@ -55,7 +57,21 @@ class LocalEngine:
         share_prompts: let the completions of a prompt read one copy of its keys and values.
         fold_adapter: sample from a copy with the adapter folded in, not through the adapter.
         fuse_kernels: use fused decoding steps where the model allows it.
+
+    Raises:
+        ModelError: the weights are sharded, and no way of decoding agrees with the model's own forward pass.
     """
+
+    @classmethod
+    def of(cls, policy: CausalLM, tokenizer: PreTrainedTokenizerBase, resources: ResourcesConfig) -> "LocalEngine":
+        """The engine as the config wants it."""
+        return cls(
+            policy,
+            tokenizer,
+            share_prompts=resources.share_prompts,
+            fold_adapter=resources.fold_adapter,
+            fuse_kernels=resources.fuse_kernels,
+        )
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def sample_table(spec: SampleSpec, directory: Path) -> pl.DataFrame:
 def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[RolloutEngine]:
     device, config, adapter = pick_device(spec.resources), spec.rollout.vllm, spec.ref.adapter
     if spec.rollout.engine == "local":
-        yield LocalEngine(load_policy(spec.ref, spec.model, device=device, token_seed=spec.seed), tokenizer)
+        yield LocalEngine.of(load_policy(spec.ref, spec.model, device=device, token_seed=spec.seed), tokenizer, spec.resources)
     elif adds_tokens(spec.ref, spec.model):
         with _widened(spec, tokenizer, directory) as sampler:
             yield sampler

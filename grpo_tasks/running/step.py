@@ -60,7 +60,7 @@ class Run(Protocol):
 
     @property
     def resources(self) -> ResourcesConfig:
-        """Settings of the machine; they are not part of any content key."""
+        """Settings of the machine. Of these, only `ways` is a part of content keys."""
 
     def record(self, result: StepResult) -> None:
         """Send the result and the files of a step to the tracking server. Sending them twice changes nothing."""
@@ -119,7 +119,9 @@ def step(
         def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
             inputs = _bound(body, args, kwargs)
             require_unchanged(inputs)
-            key = content_key(name, (*rooms, name), inputs)
+            # What a device computes depends on the way in which it does.
+            ways = run.resources.ways if device else {}
+            key = content_key(name, (*rooms, name), {**inputs, "ways": ways} if ways else inputs)
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
             run_step = _run_as_task if in_flow() else _run_here

@@ -83,7 +83,7 @@ class ClusterConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Machine settings. They do not change what a run computes."""
+    """Machine settings. They do not change what a run computes, but for rounding."""
 
     GROUPS: ClassVar = {
         "speed": (
@@ -146,6 +146,12 @@ class ResourcesConfig(Section):
                 "fix: cluster.processes_per_node, and num_processes: 1"
             )
         return self
+
+    @property
+    def ways(self) -> dict[str, bool]:
+        """Switches of the engine that differ from their default: they change the rounding of what is sampled and trained."""
+        names = ("compile", "share_prompts", "fold_adapter", "fuse_kernels")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != type(self).model_fields[name].default}
 
     @property
     def ranks(self) -> int:

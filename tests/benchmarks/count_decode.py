@@ -150,6 +150,9 @@ def decode_counts() -> dict[str, float]:
     def count(_: DecodingLoop) -> None:
         steps[0] += 1
 
+    # The check against the model's own forward pass comes before the first completion, once for an engine.
+    engine.generate(_requests()[:1], Sampling.of(RolloutConfig(max_completion_length=1)))
+    engine.rows_decoded = 0
     with each_step(count, lambda _: None), Reads() as reads:
         drawn = engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
     counts["host_syncs_per_decode_step"] = reads.count / steps[0]
