@@ -25,7 +25,7 @@ from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer, trainable_policy
-from grpo_tasks.policy.logprobs import TokenScores, completion_logprobs
+from grpo_tasks.policy.logprobs import TokenScores
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -45,7 +45,7 @@ TOLERANCE = 2e-3
 """Largest difference of a log-probability or entropy (nats) that rounding in float32 explains."""
 GRADIENT_TOLERANCE = 1e-2
 """Largest norm of the difference of two gradients, as a share of the norm."""
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 
 
 def _tokens(seed: int, count: int) -> list[int]:
@@ -75,6 +75,10 @@ class Verdict:
     """What is wrong or crashed, and where."""
     differences: dict[str, float] = field(default_factory=dict)
 
+    def say(self, sentences: Sequence[str]) -> None:
+        """Add sentences that are not there yet."""
+        self.sentences += [sentence for sentence in sentences if sentence not in self.sentences]
+
     @property
     def way(self) -> str:
         """The verdict in one word."""
@@ -93,17 +97,22 @@ def _ranks() -> Ranks:
     return Ranks(Accelerator(cpu=True))
 
 
-def measure(name: str, folder: Path, *, attention: Any = "sdpa") -> Verdict:
-    """Build a model in a folder, and compare everything that the pipeline does with it."""
+def measure(name: str, folder: Path, *, whole: bool = True) -> Verdict:
+    """Build a model in a folder, and compare what the pipeline does with it.
+
+    Args:
+        name: of the zoo.
+        folder: where the model is saved.
+        whole: sample without the adapter and from repeated prompts, and merge, as well. They have nothing to add to the sentences.
+    """
     verdict = Verdict(name)
     build.save(name, folder)
     base = truth.load(folder)
     ref = ModelRef(path=str(folder))
-    config = ModelConfig(path=ref.path, attn_implementation=attention)
-    with _watched(verdict, "sampling, base", refusable=True):
-        _sampling(verdict, "base", base, load_policy(ref, config, device=CPU))
-    if verdict.refused:
-        return verdict
+    config = ModelConfig(path=ref.path)
+    if whole:
+        with _watched(verdict, "sampling, base", refusable=True):
+            _sampling(verdict, "base", base, load_policy(ref, config, device=CPU), whole=True)
     try:
         adapted = truth.adapted(base)
     except ValueError:
@@ -113,7 +122,13 @@ def measure(name: str, folder: Path, *, attention: Any = "sdpa") -> Verdict:
             verdict.faults.append("wrong: peft refuses an adapter on all linear layers, the pipeline does not")
         return verdict
     adapted.save_pretrained(folder / "adapter")
-    _training(verdict, adapted, ModelRef(path=ref.path, adapter=folder / "adapter"), config)
+    ref = ModelRef(path=ref.path, adapter=folder / "adapter")
+    _training(verdict, adapted, ref, config)
+    with _watched(verdict, "sampling, adapter", refusable=True):
+        _sampling(verdict, "adapter", adapted, trainable_policy(ref, config, device=CPU, seed=1), whole=whole)
+    if whole and not verdict.refused:
+        with _watched(verdict, "merge"):
+            _merge(verdict, adapted, ref, config)
     return verdict
 
 
@@ -125,15 +140,6 @@ def _training(verdict: Verdict, adapted: PeftModel, ref: ModelRef, config: Model
         scores = scorer(policy, ref, config)
         _scores(verdict, "training", truth.score(adapted, ROWS, TEMPERATURE), scores)
         _gradients(verdict, "gradients", adapted, policy, scores)
-    if verdict.refused:
-        return
-    for layout in ("packed", "plain"):
-        with _watched(verdict, f"layout {layout}", quiet=True):
-            _layout(verdict, layout, adapted, ref, config)
-    with _watched(verdict, "sampling, adapter", refusable=True):
-        _sampling(verdict, "adapter", adapted, trainable_policy(ref, config, device=CPU, seed=1))
-    with _watched(verdict, "merge"):
-        _merge(verdict, adapted, ref, config)
 
 
 def scorer(policy: Any, ref: ModelRef, config: ModelConfig) -> Callable[[], TokenScores]:
@@ -158,7 +164,7 @@ def _batch() -> Any:
 
 
 @contextmanager
-def _watched(verdict: Verdict, what: str, *, refusable: bool = False, quiet: bool = False) -> Iterator[None]:
+def _watched(verdict: Verdict, what: str, *, refusable: bool = False) -> Iterator[None]:
     """Keep the warnings and errors of a part: a warning is a sentence, an error of the family a refusal, another one a fault."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -167,19 +173,18 @@ def _watched(verdict: Verdict, what: str, *, refusable: bool = False, quiet: boo
         except UserError as error:
             if refusable:
                 verdict.refused = True
-                verdict.sentences.append(" ".join(str(error).split()))
+                verdict.say([" ".join(str(error).split())])
             else:
                 verdict.faults.append(f"traceback in {what}: {error}")
         except Exception as error:  # whatever a library raises is what this program looks for
-            if not quiet:
-                verdict.faults.append(f"traceback in {what}: {_last_lines(error)}")
-            else:
-                verdict.differences[what] = float("nan")
-    if not quiet:
-        ours = [
-            str(one.message) for one in caught if issubclass(one.category, UserWarning) and "site-packages" not in one.filename
-        ]
-        verdict.sentences += [sentence for sentence in ours if sentence not in verdict.sentences]
+            verdict.faults.append(f"traceback in {what}: {_last_lines(error)}")
+    verdict.say([str(one.message) for one in caught if _ours(one)])
+
+
+def _ours(warning: warnings.WarningMessage) -> bool:
+    # torch's decorators stand between a warning of ours and its place.
+    place = warning.filename
+    return issubclass(warning.category, UserWarning) and ("site-packages" not in place or place.endswith("_contextlib.py"))
 
 
 def _last_lines(error: Exception) -> str:
@@ -192,14 +197,6 @@ def _compare(verdict: Verdict, what: str, difference: float, tolerance: float = 
     verdict.differences[what] = difference
     if not difference <= tolerance:
         verdict.faults.append(f"wrong: {what} off by {difference:.2g}")
-
-
-def _layout(verdict: Verdict, layout: Any, adapted: PeftModel, ref: ModelRef, config: ModelConfig) -> None:
-    policy = trainable_policy(ref, config, device=CPU, seed=1).eval()
-    with torch.no_grad():
-        found = completion_logprobs(policy, _batch(), temperature=TEMPERATURE, layout=layout)
-        wanted = truth.score(adapted, ROWS, TEMPERATURE)
-    verdict.differences[f"layout {layout}"] = _largest(wanted, found)[0]
 
 
 def _scores(verdict: Verdict, what: str, wanted: Sequence[Scores], scores: Callable[[], TokenScores]) -> None:
@@ -239,13 +236,14 @@ def _distance(left: Tensor | None, right: Tensor | None) -> float:
     return (left.double() - right.double()).square().sum().item()
 
 
-def _sampling(verdict: Verdict, which: str, model: Any, policy: Any) -> None:
-    """Greedy and sampled completions of groups of prompts, with the log-probabilities that the engine reports."""
-    for shared in (True, False):
-        with _watched(verdict, f"sampling, {which}, {'shared' if shared else 'repeated'} prompts", refusable=True):
+def _sampling(verdict: Verdict, which: str, model: Any, policy: Any, *, whole: bool) -> None:
+    """Completions of groups of prompts, greedy and sampled, with the log-probabilities that the engine reports."""
+    for shared in (True, False) if whole else (True,):
+        part = f"{which}, {'shared' if shared else 'repeated'} prompts"
+        with _watched(verdict, f"sampling, {part}", refusable=True):
             engine = LocalEngine(policy, _tokenizer(), share_prompts=shared)
-            for temperature in (0.0, TEMPERATURE):
-                _sample(verdict, f"{which}, {'shared' if shared else 'repeated'}", model, engine, temperature)
+            for temperature in (0.0, TEMPERATURE) if shared else (0.0,):
+                _sample(verdict, part, model, engine, temperature)
 
 
 @torch.no_grad()

@@ -37,6 +37,6 @@ def test_a_model_is_the_same_each_time_it_is_built():
 @pytest.mark.filterwarnings("ignore")  # those of our own are part of the verdict; peft has a few for odd layers
 @pytest.mark.parametrize("name", [name if name in table.MAIN else pytest.param(name, marks=pytest.mark.long) for name in ZOO])
 def test_a_model_of_the_zoo_is_trained_sampled_and_merged_as_transformers_and_peft_compute_it(name, tmp_path_factory):
-    verdict = measure(name, tmp_path_factory.mktemp("zoo-model"))
+    verdict = measure(name, tmp_path_factory.mktemp("zoo-model"), whole=name not in table.MAIN)
     assert verdict.faults == []
     assert table.row(verdict) == TABLE["models"][name]
