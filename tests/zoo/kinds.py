@@ -27,7 +27,7 @@ TINY: Changes = {
     "shared_intermediate_size": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_d_state": 16, "mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_n_groups": 1, "state_size": 8,
-    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
+    "index_head_dim": 16, "index_n_heads": 16, "index_topk": 8,
     # Text towers of wrappers and decoders of encoder-decoder models.
     "is_decoder": True, "word_embed_proj_dim": 64,
 }  # fmt: skip
@@ -67,7 +67,7 @@ LLAMA_4: Changes = {
 QWEN_4: Changes = {
     "hc_count": 2, "hc_lowrank": 16, "ple_embed_dim": 16, "ngram_vocab_size_base": 500, "split_ngram_parts": 1,
     "heads_per_ngram": 2,
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 1,
+    "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 1,
 }  # fmt: skip
 
 CHANGES: dict[str, Changes] = {
