@@ -186,7 +186,7 @@ CHANGES: dict[str, Changes] = {
     "roc_bert": {
         "pronunciation_embed_dim": 16, "pronunciation_vocab_size": 320, "shape_embed_dim": 16, "shape_vocab_size": 320,
     },
-    "rwkv": {"attention_hidden_size": 64, "context_length": 512},
+    "rwkv": {"attention_hidden_size": 64, "rescale_every": 2, "context_length": 512},
     "smollm3": {"no_rope_layer_interval": 2},
     "xlm": {"causal": True},
     "xlnet": {"d_head": 16},

@@ -40,10 +40,10 @@ def load(folder: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def adapted(model: PreTrainedModel) -> PeftModel:
-    """The model with an adapter on all linear layers that is not zero."""
+def adapted(model: PreTrainedModel, targets: Any) -> PeftModel:
+    """The model with an adapter on these layers that is not zero."""
     torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets)
     policy = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
