@@ -211,6 +211,10 @@ class DiskFullError(UserError):
     title = "The disk is full"
 
 
+class Notice(UserWarning):
+    """What a user should know of a step that goes on, such as that it takes a slow way; shown once, wherever it arises."""
+
+
 def disk_full(error: BaseException) -> bool:
     """Whether an error, or a cause of it, says that a disk is full."""
     cause: BaseException | None = error

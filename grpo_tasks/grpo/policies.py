@@ -23,12 +23,12 @@ from grpo_tasks.attention.shared_prompt import UnsupportedError, use_shared_prom
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, Scores, agrees, attention, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, Scores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
 from grpo_tasks.stage.stage_dir import StageSpec
-from schemas.errors import ModelError
+from schemas.errors import ModelError, Notice
 from schemas.results.model import ModelRef
 
 REFERENCE = "reference"
@@ -101,30 +101,33 @@ class Policies:
         Raises:
             ModelError: none does.
         """
-        config = causal_model(self.model).config
-        rows, faults = CheckRows.of(self.model), dict[Layout, str]()
-        tokens = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device)
-        for layout in ("packed", "plain"):
-            if layout == "packed" and not self.spec.resources.share_prompts:
-                continue
-            with attention(config):
-                fault = self._fault(rows, tokens, layout)
-            if fault is None:
-                if layout == "packed":
-                    use_shared_prompts(causal_model(self.model))
-                elif faults:
-                    name = type(causal_model(self.model)).__name__
-                    warnings.warn(
-                        f"{name} trains in the slow way: each prompt is encoded once for every completion ({faults['packed']})",
-                        stacklevel=2,
-                    )
-                return layout
-            faults[layout] = fault
-        raise ModelError(
-            f"the trainer cannot compute the log-probabilities of {type(causal_model(self.model)).__name__}: {faults['plain']}",
-            place=f"model.path: {self.spec.model.path}",
-            fix="engine: trl, which trains through transformers' own forward pass, or another model",
+        causal, rows = causal_model(self.model), CheckRows.of(self.model)
+        name, tokens = (
+            type(causal).__name__,
+            token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device),
         )
+        shared = None
+        if self.spec.resources.share_prompts:
+            with attention(causal.config):
+                shared = self._fault(rows, tokens, "packed")
+            if shared is None:
+                use_shared_prompts(causal)
+                return "packed"
+        fault = self._fault(rows, tokens, "plain")
+        if fault is not None:
+            raise ModelError(
+                f"the trainer cannot compute the log-probabilities of {name}: {fault}",
+                place=f"model.path: {self.spec.model.path}",
+                fix="engine: trl, which trains through transformers' own forward pass, or another model",
+            )
+        if shared is not None:
+            warnings.warn(
+                f"{name} trains in the slow way: each prompt is encoded once for every completion, so updates take longer, with "
+                f"long prompts several times as long (encoded once for all: {shared})",
+                Notice,
+                stacklevel=2,
+            )
+        return "plain"
 
     def _fault(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
         """What is wrong with a layout; None if it agrees with the model's own forward pass, with and without adapter."""
@@ -151,8 +154,7 @@ class Policies:
             self.model.train()
         cells = list(zip(tokens.completion_mask, scores.logps, scores.entropies, strict=True))
         found = Scores([logps[mask] for mask, logps, _ in cells], [entropies[mask] for mask, _, entropies in cells])
-        difference = found.difference(truth)
-        return None if agrees(difference, self.spec.model.dtype) else f"off by {difference:.2g} nats"
+        return fault_of(found.difference(truth), self.spec.model.dtype)
 
     def _prepare_reference(self, device: torch.device) -> None:
         spec = self.spec

@@ -4,12 +4,13 @@
                  --trainer: packed or plain layout (grpo/policies.py)---------> the same within a tolerance, or another way
                  --sampler: shared, ragged, cached steps (rollout/local.py)---> the same within a tolerance, or another way
 
-"As transformers runs it": one unpadded row at a time, eager attention, no cache, the layers that transformers built, and whatever
-the model does after its head. A new adapter starts at zero and would hide its own faults, so for the check it gets seeded weights,
-and its own back afterwards, to the bit.
+"As transformers runs it": one unpadded row at a time, eager attention, no cache, the layers that transformers built, and
+whatever the model does after its head. A new adapter starts at zero and would hide its own faults, so for the check it gets
+seeded weights, and its own back afterwards, to the bit.
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from grpo_tasks.policy.lean_layers import published_class
 from grpo_tasks.policy.sharded import shard_like
 
 TOLERANCE = 1e-3
-"""Largest mean |difference| of a completion from the truth in float32: in nats, or as a share of the log-probabilities where those
-are larger, as they are for made-up tokens. Other dtypes get 50 times that."""
+"""Largest mean |difference| of a completion from the truth in float32: in nats, or as a share of the log-probabilities where
+those are larger, as they are for made-up tokens. Other dtypes get 50 times that."""
 LONGEST_WINDOW = 4096
 """The check has a row that is longer than the window of the attention, up to this window."""
 LONGEST_COMPLETION = 64
@@ -59,7 +60,8 @@ class CheckRows:
         beyond = max((window for window in windows if window <= LONGEST_WINDOW), default=0)
         in_prompt = 0 if beyond <= LONGEST_COMPLETION else beyond
         special = set(_special_ids(causal.config.to_dict()))
-        usual = [token for token in range(causal.get_input_embeddings().weight.shape[0]) if token not in special]
+        words = min(len(causal.get_input_embeddings().weight), config.vocab_size)
+        usual = [token for token in range(words) if token not in special]
         numbers = count(7, 31)
 
         def made_up(length: int) -> list[int]:
@@ -70,6 +72,14 @@ class CheckRows:
             completions=[made_up(length) for length in (5, 3 + beyond - in_prompt, 4, 6)],
             prompt_of=[0, 0, 1, 1],
         )
+
+    def by_prompt(self) -> "list[CheckRows]":
+        """The rows of each prompt, which need no padding beside each other's prompts."""
+        groups = [[row for row, prompt in enumerate(self.prompt_of) if prompt == number] for number in range(len(self.prompts))]
+        return [
+            CheckRows([self.prompts[number]], [self.completions[row] for row in rows], [0] * len(rows))
+            for number, rows in enumerate(groups)
+        ]
 
 
 def _special_ids(config: Mapping[Any, Any]) -> Iterator[int]:
@@ -112,9 +122,14 @@ class Scores:
         return worst
 
 
-def agrees(difference: float, dtype: str) -> bool:
-    """True if rounding in this precision explains a difference; False for nan."""
-    return difference <= TOLERANCE * (1 if dtype == "float32" else 50)
+def fault_of(difference: float, dtype: str) -> str | None:
+    """What is wrong with numbers that differ so much from the truth; None if rounding in this precision explains it."""
+    if math.isnan(difference):
+        # `no_mask` is nan (attention/shared_prompt.py).
+        return "one of its layers does not pass the prompt on"
+    if difference <= TOLERANCE * (1 if dtype == "float32" else 50):
+        return None
+    return f"off by {difference:.2g} nats from transformers' own forward pass"
 
 
 @torch.no_grad()

@@ -27,8 +27,8 @@ class OwnHead(nn.Module):
         children = dict(causal.named_children())
         [name] = [name for name, child in children.items() if child is decoder]
         self.rest = nn.ModuleDict({f"{key}_": child for key, child in children.items() if key != name})
-        head = causal.get_output_embeddings()
-        self.out_features: int = len(plain_layer(causal.get_input_embeddings() if head is None else head).weight)
+        head: Any = plain_layer(causal.get_output_embeddings() or causal.get_input_embeddings())
+        self.out_features: int = len(head.weight)
         """V, the number of logits of a token."""
         self._decoder = _Given()
         # The same model with another decoder. It shares all else: weights that FSDP gathers are there when they are gathered.

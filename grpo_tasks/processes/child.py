@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from grpo_tasks.processes.entry import DISK_FULL, ERROR, LOG
+from grpo_tasks.processes.entry import DISK_FULL, ERROR, LOG, NOTICES
 from grpo_tasks.processes.fork_server import IMPORTS
-from schemas.errors import ChildDied, DiskFullError, UserError
+from schemas.errors import ChildDied, DiskFullError, Notice, UserError
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -23,7 +24,7 @@ LOG_LINES_SHOWN = 15
 
 
 def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None = None) -> None:
-    """Run `python -m module directory` to its end; its output goes to `directory`/log.txt.
+    """Run `python -m module directory` to its end; its output goes to `directory`/log.txt, its notices become warnings here.
 
     `tick` is called a few times a second while the child runs. An exception in it, such as Ctrl-C, ends the child too.
 
@@ -31,9 +32,19 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
         UserError: the one that the child wrote to error.json.
         ChildDied: the child ended with an error code or a signal and wrote no error.
     """
+    notices, told = directory / NOTICES, set[str]()
+    notices.unlink(missing_ok=True)  # of an earlier run of the step
     child = Child(module, directory)
     try:
-        while child.is_running(POLL_S):
+        running = True
+        while running:
+            running = child.is_running(POLL_S)
+            # Ranks of a stage say the same; a line that is being written has no end yet.
+            lines = notices.read_text(encoding="utf-8").splitlines(keepends=True) if notices.exists() else []
+            for line in dict.fromkeys(line.strip() for line in lines if line.endswith("\n")):
+                if line not in told:
+                    told.add(line)
+                    warnings.warn(line, Notice, stacklevel=2)
             if tick is not None:
                 tick()
     finally:

@@ -3,22 +3,26 @@
 spec.json    in: what to do
 result.json  out: what came of it, beside the files that the step makes
 error.json   out, instead of a result: the error that the user is shown
+notices.txt  out, while it works: what the user should know, a line each
 log.txt      out: everything that was printed
 """
 
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from grpo_tasks.processes.lifetime import die_with_parent
-from schemas.errors import UserError, disk_full
+from schemas.errors import Notice, UserError, disk_full
 from schemas.secret import hide_output
 
 SPEC = "spec.json"
 ERROR = "error.json"
 RESULT = "result.json"
+NOTICES = "notices.txt"
 LOG = "log.txt"
 """What the child and the reward functions print."""
 DISK_FULL = 28
@@ -33,6 +37,7 @@ def run_child(work: Callable[[Path], None]) -> None:
     die_with_parent()
     hide_output()
     (directory / ERROR).unlink(missing_ok=True)
+    _write_notices(directory / NOTICES)
     try:
         try:
             work(directory)
@@ -46,3 +51,17 @@ def run_child(work: Callable[[Path], None]) -> None:
         with suppress(OSError):
             traceback.print_exc()
         sys.exit(DISK_FULL)
+
+
+def _write_notices(path: Path) -> None:
+    """Write each warning of the category `Notice` to a file as well, for the process that waits for this one."""
+    show = warnings.showwarning
+
+    def showwarning(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        show(message, category, *rest, **options)
+        if issubclass(category, Notice):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(" ".join(str(message).split()) + "\n")
+
+    warnings.showwarning = showwarning
+    warnings.simplefilter("default", Notice)

@@ -21,6 +21,7 @@ from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
 from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
 
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Weights of one layer; a norm is (weight, epsilon)."""

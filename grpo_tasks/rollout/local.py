@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +22,7 @@ from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_sh
 from grpo_tasks.policy.batch import TokenBatch, moved, position_ids, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, Scores, agrees, attention, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, Scores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.rollout.decoding_cache import DecodingCache
@@ -30,7 +31,7 @@ from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Samplin
 from grpo_tasks.rollout.fused_decoder import FusedDecoder, angles_depend_on_length
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.operations import ResourcesConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, Notice
 
 
 @contextmanager
@@ -129,7 +130,7 @@ class LocalEngine:
         with _evaluating(self._model):
             stop = StopRule.of(self._tokenizer, self._end_ids, sampling)
             done: dict[int, Completion] = {}
-            for indices in _batches(requests, sampling.max_batch_size):
+            for indices in _batches(requests, sampling.max_batch_size, one_length=make_state is EqualPromptState):
                 batch = [requests[index] for index in indices]
                 loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
                 done.update(zip(indices, loop.run(), strict=True))
@@ -161,22 +162,34 @@ class LocalEngine:
     @torch.no_grad()
     def _agreeing_state(self, rows: CheckRows, truth: Scores) -> MakeState | str:
         """The first way that agrees with the truth; what is wrong with the last one where none does."""
-        config = causal_model(self._model).config
+        config, name = causal_model(self._model).config, type(causal_model(self._model)).__name__
         if self._share:
             windows: dict[int, int | None] = {}
             with attention(config):
-                fault = self._fault(partial(SharedPromptState, windows=windows), rows, truth)
+                fault = self._fault(partial(SharedPromptState, windows=windows), [rows], truth)
             if fault is None:
                 use_shared_prompts(causal_model(self._model))
                 self._fused = self._fused_decoder(windows, rows, truth)
                 return partial(SharedPromptState, fused=self._fused)
             warnings.warn(
-                f"{type(causal_model(self._model)).__name__} is sampled from in the slow way: every completion gets its own copy of "
-                f"its prompt's keys and values ({fault})",
+                f"{name} is sampled from in the slow way: every completion gets its own copy of its prompt's keys and values, so "
+                f"decoding takes more memory, and longer where prompts are long (with one copy for all: {fault})",
+                Notice,
                 stacklevel=2,
             )
-        fault = self._fault(RepeatedPromptState, rows, truth)
-        return RepeatedPromptState if fault is None else fault
+        fault = self._fault(RepeatedPromptState, [rows], truth)
+        if fault is None:
+            return RepeatedPromptState
+        alone = self._fault(EqualPromptState, rows.by_prompt(), truth)
+        if alone is not None:
+            return alone
+        warnings.warn(
+            f"{name} is sampled from in the slowest way: prompts of one length at a time, so batches are small (with all "
+            f"lengths: {fault})",
+            Notice,
+            stacklevel=2,
+        )
+        return EqualPromptState
 
     def _fused_decoder(self, windows: Mapping[int, int | None], rows: CheckRows, truth: Scores) -> FusedDecoder | None:
         """The fused step, or None if it does not agree with the truth or the model has another shape."""
@@ -186,19 +199,19 @@ class LocalEngine:
             fused = FusedDecoder(self._model, windows)
         except UnsupportedError:
             return None
-        return fused if self._fault(partial(SharedPromptState, fused=fused), rows, truth) is None else None
+        return fused if self._fault(partial(SharedPromptState, fused=fused), [rows], truth) is None else None
 
-    def _fault(self, make_state: MakeState, rows: CheckRows, truth: Scores) -> str | None:
-        """What is wrong with a way of decoding; None if it agrees with the truth."""
+    def _fault(self, make_state: MakeState, batches: Sequence[CheckRows], truth: Scores) -> str | None:
+        """What is wrong with a way of decoding these batches; None if it agrees with the truth."""
         try:
             with _evaluating(self._model):
-                difference = decoded_scores(self._model, make_state, rows).difference(truth)
+                parts = [decoded_scores(self._model, make_state, rows) for rows in batches]
+            found = Scores([each for part in parts for each in part.logps], [each for part in parts for each in part.entropies])
+            return fault_of(found.difference(truth), str(self._model.dtype).removeprefix("torch."))
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, UnsupportedError) as error:
             return str(error) or type(error).__name__
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        return None if agrees(difference, dtype) else f"off by {difference:.2g} nats"
 
 
 @contextmanager
@@ -233,12 +246,14 @@ def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> S
     return Scores.of_logits([torch.stack(each) for each in logits], rows.completions)
 
 
-def _batches(requests: Sequence[Request], size: int) -> Iterator[list[int]]:
-    """Indices of the requests, in batches of at most `size`."""
+def _batches(requests: Sequence[Request], size: int, *, one_length: bool) -> Iterator[list[int]]:
+    """Indices of the requests, in batches of at most `size`, each with prompts of one length or with any."""
     # Sorted by length, so that a batch has little padding, then by content, so that equal prompts are neighbours.
     order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+    for _, alike in groupby(order, key=lambda index: len(requests[index].prompt_ids) if one_length else 0):
+        batch = list(alike)
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
 
 
 class SharedPromptState:
@@ -329,3 +344,7 @@ class RepeatedPromptState:
         chosen = moved(torch.tensor([*rows, *[rows[0]] * copies]), self._mask.device)
         self._cache.reorder_cache(chosen)
         self._mask = self._mask[chosen]
+
+
+class EqualPromptState(RepeatedPromptState):
+    """The same without padding, for batches whose prompts have one length: some architectures count padding as tokens."""

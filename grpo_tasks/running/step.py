@@ -19,6 +19,7 @@ Outside of a flow the same function runs without Prefect: same key, same folder,
 import functools
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_log
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.errors import ChildDied, UserError, hidden_errors
+from schemas.errors import ChildDied, Notice, UserError, hidden_errors
 from schemas.results.base import StepResult
 from schemas.results.sweep import Pruning
 from schemas.secret import hide
@@ -169,12 +170,31 @@ class _Step(Generic[Made]):
     def _run(self, work: Work, inputs: dict[str, Any]) -> Made:
         clear(work.directory, resumable=self.resumable and not work.run.fresh)
         # The slot is acquired here and not before: a step that is skipped needs no GPU.
-        with hidden_errors(), _slots(work, inputs.get("rollout"), trains=self.on_cluster) if self.device else nullcontext():
+        slots = _slots(work, inputs.get("rollout"), trains=self.on_cluster) if self.device else nullcontext()
+        with hidden_errors(), slots, _logged_notices():
             result = self.body(work, **inputs)
         # The seal is written last. A step that is killed before this line is not finished.
         result = result.sealed(take_manifest(work.directory))
         result.save(work.directory / RESULT)
         return result
+
+
+@contextmanager
+def _logged_notices() -> Iterator[None]:
+    """Notices of the step stand in its log, not on the standard error output with a line of code."""
+    show, logger = warnings.showwarning, run_logger()
+
+    def showwarning(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        if issubclass(category, Notice):
+            logger.warning("%s", message)
+        else:
+            show(message, category, *rest, **options)
+
+    warnings.showwarning = showwarning
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _run_as_task(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], label: str, retries: int) -> _Outcome[Made]:
