@@ -19,16 +19,14 @@ from tests.zoo.measure import measure
 def main(arguments: list[str]) -> None:
     """Measure the named models, or all."""
     names = [argument for argument in arguments if not argument.startswith("-")] or list(ZOO)
-    verdicts = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
             verdict = measure(name, Path(folder))
         print(f"{name:28} {verdict.way:10} {' | '.join(verdict.faults or verdict.sentences)}", flush=True)
         if "-v" in arguments:
             print("      ", {what: f"{value:.2g}" for what, value in verdict.differences.items()}, flush=True)
-        verdicts.append(verdict)
-    if "--write" in arguments:
-        table.write(verdicts)
+        if "--write" in arguments:
+            table.write(verdict)
 
 
 if __name__ == "__main__":

@@ -260,6 +260,10 @@ VARIANTS: dict[str, tuple[str, str, Changes]] = {
 }  # fmt: skip
 """Further models: name -> (model type, what it has, changes beside those of the type)."""
 
+ATTENTION: dict[str, str] = {"falcon_alibi": "sdpa"}
+"""Whose attention is the truth where eager attention is not: Falcon's adds ALiBi twice (modeling_falcon.py: to the scores and in the
+mask), torch's kernel once."""
+
 LEFT_OUT: dict[str, str] = {
     "blt": "reads bytes in patches that a second model cuts; it has no vocabulary of tokens",
     "gemma3n": "its vision tower needs the library timm; its text tower is gemma3n_text",

@@ -37,10 +37,10 @@ def row(verdict: Verdict) -> dict[str, Any]:
     return {"type": kind, "has": has, "way": verdict.way, "sentences": list(dict.fromkeys(sentences))}
 
 
-def write(verdicts: list[Verdict]) -> None:
-    """Write the rows of these models into the table."""
+def write(verdict: Verdict) -> None:
+    """Write the row of a model into the table."""
     models = load()["models"] if PATH.exists() else {}
-    models |= {verdict.name: row(verdict) for verdict in verdicts}
+    models[verdict.name] = row(verdict)
     table = {
         "transformers": transformers.__version__,
         "main": list(MAIN),

@@ -29,11 +29,11 @@ class Scores:
     entropies: Tensor
 
 
-def load(folder: Path) -> PreTrainedModel:
-    """The model of a folder in eval mode, without gradients."""
+def load(folder: Path, attention: str = "eager") -> PreTrainedModel:
+    """The model of a folder in eval mode, without gradients; with its own attention where it has no other."""
     options: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, **options)
     except ValueError:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
