@@ -187,7 +187,7 @@ def models_page() -> str:
         ),
         "A run makes the same comparison with its own model before the first update and before the first completion. So a model "
         "that is not listed here is trained rightly or refused, too. `...` stands for a number, FOLDER for the folder of the "
-        "model.",
+        "model. `python -m tests.zoo --write` measures all again (about ten minutes).",
         "## Families that people train",
         _models(first),
         "## All others",

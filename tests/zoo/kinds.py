@@ -261,15 +261,15 @@ VARIANTS: dict[str, tuple[str, str, Changes]] = {
 """Further models: name -> (model type, what it has, changes beside those of the type)."""
 
 ATTENTION: dict[str, str] = {"falcon_alibi": "sdpa"}
-"""Whose attention is the truth where eager attention is not: Falcon's adds ALiBi twice (modeling_falcon.py: to the scores and in the
-mask), torch's kernel once."""
+"""Whose attention is the truth where eager attention is not: Falcon's adds ALiBi twice, to the scores and in the mask
+(modeling_falcon.py); torch's kernel adds it once."""
 
 LEFT_OUT: dict[str, str] = {
     "blt": "reads bytes in patches that a second model cuts; it has no vocabulary of tokens",
     "gemma3n": "its vision tower needs the library timm; its text tower is gemma3n_text",
     "gemma4_assistant": "a drafter: it reads the hidden states of another model, not tokens",
     "gemma4_unified_assistant": "a drafter: it reads the hidden states of another model, not tokens",
-    "moshi": "speaks audio codes beside its text",
+    "moshi": "its tokens are audio codes as well as text, several at once",
     "musicgen": "its tokens are audio codes, several at once",
     "musicgen_melody": "its tokens are audio codes, several at once",
 }

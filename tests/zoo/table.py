@@ -32,9 +32,10 @@ def row(verdict: Verdict) -> dict[str, Any]:
     """A verdict as a row of the table. Differences depend on the machine, and so are left out of the sentences."""
     kind, _ = ZOO[verdict.name]
     has = VARIANTS[verdict.name][1] if verdict.name in VARIANTS else ""
-    sentences = [_NUMBER.sub("...", _FOLDER.sub("FOLDER", sentence)) for sentence in verdict.sentences]
-    # The sampler and the trainer may say the same.
-    return {"type": kind, "has": has, "way": verdict.way, "sentences": list(dict.fromkeys(sentences))}
+    sentences = {_NUMBER.sub("...", _FOLDER.sub("FOLDER", sentence)) for sentence in verdict.sentences}
+    # The notice of a part that goes on says nothing about a run that is refused.
+    shown = {sentence for sentence in sentences if " fix: " in sentence} if verdict.refused else sentences
+    return {"type": kind, "has": has, "way": verdict.way, "sentences": sorted(shown)}
 
 
 def write(verdict: Verdict) -> None:

@@ -4,6 +4,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.zoo import measure as measuring
 from tests.zoo import table
 from tests.zoo.build import build
 from tests.zoo.kinds import LEFT_OUT, ZOO
@@ -32,6 +33,20 @@ def test_the_table_knows_three_verdicts_and_a_sentence_for_two_of_them():
 def test_a_model_is_the_same_each_time_it_is_built():
     one, other = (build("qwen2").state_dict() for _ in range(2))
     assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_a_policy_that_leaves_out_the_scale_of_its_logits_is_found(monkeypatch, tmp_path):
+    real = measuring.trainable_policy
+
+    def unscaled(*given, **named):
+        policy = real(*given, **named)
+        policy.get_base_model().config.logits_scaling = 1.0
+        return policy
+
+    monkeypatch.setattr(measuring, "trainable_policy", unscaled)
+    verdict = measure("granite", tmp_path, whole=False)
+    assert verdict.way == "wrong"
+    assert min(verdict.differences[what] for what in ("training log-probs", "training entropies", "gradients")) > 1
 
 
 @pytest.mark.filterwarnings("ignore")  # those of our own are part of the verdict; peft has a few for odd layers
