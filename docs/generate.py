@@ -1,5 +1,5 @@
-"""Writes the reference pages from the code: settings.md, metrics.md, rules.md, commands.md, and the tables of scale.md.
-`make docs` runs it.
+"""Writes the reference pages from the code: settings.md, metrics.md, rules.md, commands.md, and the tables of scale.md; models.md
+from the table of the zoo (tests/zoo/table.json). `make docs` runs it.
 
     python docs/generate.py [FOLDER]
 
@@ -8,6 +8,8 @@ A test holds the committed pages equal to what is written here (tests/docs/test_
 
 import html
 import inspect
+import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -160,6 +162,54 @@ def _option(option: Any) -> str:
     return " ".join(filter(None, [_words(option.help or ""), shown]))
 
 
+def models_page() -> str:
+    """Every model of the zoo with its verdict."""
+    table = json.loads((Path(__file__).parent.parent / "tests" / "zoo" / "table.json").read_text(encoding="utf-8"))
+    models: dict[str, Any] = table["models"]
+    count = {way: sum(model["way"] == way for model in models.values()) for way in ("fast", "slow", "refused")}
+    first = {name: models[name] for name in table["main"]}
+    lines = [
+        "# Models",
+        NOTE,
+        f"What the pipeline does with the causal language models of transformers {table['transformers']}, by measurement. Each "
+        "was built tiny with random weights; its scales, caps, windows and biases were set so that leaving one out shows. The "
+        "trainer's log-probabilities, entropies and gradients, the tokens and log-probabilities of the local engine, with and "
+        "without an adapter on all linear layers, and the merged model were compared with what transformers' own forward pass "
+        "and peft compute, one row at a time.",
+        _table(
+            ("verdict", "models", "meaning"),
+            [
+                ("fast", str(count["fast"]), "right; each prompt is encoded once for all its completions"),
+                ("slow", str(count["slow"]), "right, but each prompt is encoded once for every completion, in training, in "
+                 "sampling or in both. A warning says so"),
+                ("refused", str(count["refused"]), "not trained: the run ends with this error before the first update"),
+            ],
+        ),
+        "A run makes the same comparison with its own model before the first update and before the first completion. So a model "
+        "that is not listed here is trained rightly or refused, too. `...` stands for a number, FOLDER for the folder of the "
+        "model. `python -m tests.zoo --write` measures all again (about ten minutes).",
+        "## Families that people train",
+        _models(first),
+        "## All others",
+        _models({name: model for name, model in models.items() if name not in first}),
+        "## Not built",
+        "transformers lists these as causal language models as well.",
+        _table(("model type", "reason"), [(f"`{name}`", _words(reason)) for name, reason in table["left_out"].items()]),
+    ]  # fmt: skip
+    return _page(lines)
+
+
+def _models(models: dict[str, Any]) -> str:
+    def family(model: dict[str, str]) -> str:
+        return re.match(r"[a-z]+", model["type"])[0]  # type: ignore[index]  # all begin with a letter
+
+    rows = [
+        (family(model), f"`{model['type']}`", _words(model["has"]), model["way"], _words("; ".join(model["sentences"])))
+        for model in sorted(models.values(), key=lambda model: (family(model), model["type"], model["has"]))
+    ]
+    return _table(("family", "model type", "with", "verdict", "what it says"), rows)
+
+
 SCALE = ("<!-- Generated from here on by docs/generate.py. -->", "<!-- Generated up to here. -->")
 """Lines between which the tables of scale.md stand; the rest of the page is written by hand."""
 QWEN = {
@@ -249,6 +299,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "rules.md": rules_page,
     "commands.md": commands_page,
+    "models.md": models_page,
     "scale.md": scale_page,
 }
 """Generated pages by file name."""

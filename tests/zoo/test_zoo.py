@@ -1,0 +1,57 @@
+"""Every causal language model that transformers can make is trained rightly, or refused with a sentence. Nothing else."""
+
+import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.zoo import measure as measuring
+from tests.zoo import table
+from tests.zoo.build import build
+from tests.zoo.kinds import LEFT_OUT, ZOO
+from tests.zoo.measure import measure
+
+TABLE = table.load()
+
+
+def test_every_model_type_of_transformers_is_in_the_table_or_left_out_with_a_reason():
+    assert TABLE["transformers"] == transformers.__version__, "run: python -m tests.zoo --write"
+    assert {one["type"] for one in TABLE["models"].values()} | set(LEFT_OUT) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(TABLE["models"]) == set(ZOO)
+    assert TABLE["left_out"] == LEFT_OUT
+    assert all(reason for reason in LEFT_OUT.values())
+
+
+def test_the_table_knows_three_verdicts_and_a_sentence_for_two_of_them():
+    assert {one["way"] for one in TABLE["models"].values()} <= {"fast", "slow", "refused"}
+    assert [name for name, one in TABLE["models"].items() if (one["way"] == "fast") == bool(one["sentences"])] == []
+    # A refusal says what to do; an error of a library that shows through does not.
+    assert [
+        name for name, one in TABLE["models"].items() if one["way"] == "refused" and " fix: " not in one["sentences"][-1]
+    ] == []
+
+
+def test_a_model_is_the_same_each_time_it_is_built():
+    one, other = (build("qwen2").state_dict() for _ in range(2))
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_a_policy_that_leaves_out_the_scale_of_its_logits_is_found(monkeypatch, tmp_path):
+    real = measuring.trainable_policy
+
+    def unscaled(*given, **named):
+        policy = real(*given, **named)
+        policy.get_base_model().config.logits_scaling = 1.0
+        return policy
+
+    monkeypatch.setattr(measuring, "trainable_policy", unscaled)
+    verdict = measure("granite", tmp_path, whole=False)
+    assert verdict.way == "wrong"
+    assert min(verdict.differences[what] for what in ("training log-probs", "training entropies", "gradients")) > 1
+
+
+@pytest.mark.filterwarnings("ignore")  # those of our own are part of the verdict; peft has a few for odd layers
+@pytest.mark.parametrize("name", [name if name in table.MAIN else pytest.param(name, marks=pytest.mark.long) for name in ZOO])
+def test_a_model_of_the_zoo_is_trained_sampled_and_merged_as_transformers_and_peft_compute_it(name, tmp_path_factory):
+    verdict = measure(name, tmp_path_factory.mktemp("zoo-model"), whole=name not in table.MAIN)
+    assert verdict.faults == []
+    assert table.row(verdict) == TABLE["models"][name]
