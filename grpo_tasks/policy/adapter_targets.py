@@ -3,18 +3,22 @@
     model.lora --add_adapter--> PeftModel, or an error that names what `target_modules` cannot mean
                 PeftModel --uncovered--> a sentence about the weights without an adapter, where somebody may expect one
 
-peft drops a name that matches nothing as long as another one matches, unties tied embeddings only when they are merged, and
-adapts layers whose weights Mamba reads without calling the layer. All of these are found here, before the first update.
+peft drops a name that matches nothing as long as another one matches, unties tied embeddings only when they are merged, adapts
+layers whose weights a model reads without calling the layer, and renames some layers when it loads what it saved. All of these
+are found here, before the first update.
 """
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -25,6 +29,8 @@ from schemas.errors import ConfigError
 PLACE = "model.lora.target_modules"
 _CALLED = "in_proj"
 """The one linear layer of a Mamba mixer that is always called."""
+_ROW = 16
+"""Tokens of the row that shows which layers a model calls."""
 
 
 def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[int]] | None = None) -> PeftModel:
@@ -38,10 +44,20 @@ def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, l
     Raises:
         ConfigError: a name in `target_modules` matches no layer, or layers that cannot have an adapter.
     """
+    unfit = unfit_layers(base)
+    policy = _added(base, settings, rows, unfit)
+    lost = _lost_layers(policy)
+    if lost:
+        policy = _added(policy.unload(), settings, rows, unfit | dict.fromkeys(lost, "peft loses what it saved for it"))
+    _check_shared(policy)
+    return policy
+
+
+def _added(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, list[int]] | None, unfit: dict[str, str]) -> PeftModel:
     names = [] if settings.target_modules == "all-linear" else settings.target_modules
-    modules, bypassed = dict(base.named_modules()), bypassed_layers(base)
+    modules = dict(base.named_modules())
     for name in names:
-        _check_name(base, name, bypassed)
+        _check_name(base, name, unfit)
     unmatched = [name for name in names if not any(_matches(full, name) for full in modules)]
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -49,7 +65,7 @@ def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, l
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
-        exclude_modules=bypassed or None,
+        exclude_modules=list(unfit) or None,
         use_rslora=settings.use_rslora,
         trainable_token_indices=rows,
         # GPT-2's layers keep their weights transposed.
@@ -77,20 +93,97 @@ def add_adapter(base: PreTrainedModel, settings: LoraSettings, rows: dict[str, l
     return policy
 
 
-def bypassed_layers(model: nn.Module) -> list[str]:
-    """Full names of linear layers and convolutions in Mamba mixers whose weights are read without calling the layer.
-
-    An adapter on one of them would change nothing in one implementation (the fused kernels of a GPU, or x @ dt_proj.weight) and
-    something in another, the merged model included.
-    """
-    # A of the state space and D of its shortcut (arXiv:2312.00752); delta rules have no D.
+def unfit_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Full names of linear layers and convolutions on which an adapter would not do what it says, and why."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    called = _called_layers(model, layers)
+    unfit = {name: "the model does not call it for text" for name in layers if called is not None and name not in called}
+    unfit |= {name: "it computes more than W x + b" for name, plain in (called or {}).items() if not plain}
+    # A of the state space and D of its shortcut (arXiv:2312.00752); delta rules have no D. The fused kernels of a GPU read the
+    # weights of layers that a CPU calls.
     mixers = [(name, mixer) for name, mixer in model.named_modules() if hasattr(mixer, "A_log") and hasattr(mixer, "D")]
-    return [
-        f"{name}.{child}"
+    return unfit | {
+        f"{name}.{child}": "Mamba reads its weight without calling the layer"
         for name, mixer in mixers
         for child, layer in mixer.named_children()
         if isinstance(layer, nn.Linear | nn.Conv1d) and child != _CALLED
-    ]
+    }
+
+
+@torch.no_grad()
+def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict[str, bool] | None:
+    """The layers that a training pass over text calls, and whether each computes W x + b; None where the pass fails.
+
+    A layer of a vision tower is not called, nor one whose weight the model reads (Gemma 3n in training), and the router of a
+    mixture of experts may be a linear layer that returns more (PhiMoE, Llama 4).
+    """
+    found: dict[str, bool] = {}
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+            found[name] = found.get(name, True) and _is_plain(module, given, out)
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in layers.items()]
+    was_training = model.training
+    try:
+        model.train()
+        model(input_ids=torch.arange(_ROW, device=model.device)[None] % _words(model), use_cache=False)
+    except Exception:  # on the meta device, or where training wants more than text: the forward check says it better
+        return None
+    finally:
+        model.train(was_training)
+        for handle in hooks:
+            handle.remove()
+    return found
+
+
+def _words(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _is_plain(module: Any, given: tuple[Any, ...], out: Any) -> bool:
+    """True if a linear layer returned W x + b; of weights that are packed or have no values, the shape alone is compared."""
+    if not isinstance(out, Tensor) or not given:
+        return False
+    transposed = isinstance(module, Conv1D)
+    wide = module.nf if transposed else module.out_features
+    if out.shape != (*given[0].shape[:-1], wide):
+        return False
+    weight = module.weight.T if transposed else module.weight
+    if weight.device.type == "meta" or weight.shape != (wide, given[0].shape[-1]) or not weight.is_floating_point():
+        return True
+    return torch.allclose(out.float(), linear(given[0], weight, module.bias).float(), rtol=0.05, atol=0.05)
+
+
+def _lost_layers(policy: PeftModel) -> list[str]:
+    """Full names of adapted layers whose adapter peft does not find again in what it saves.
+
+    It applies transformers' renamings of checkpoints to the names of an adapter, and some match twice (Laguna).
+    """
+    if policy.device.type == "meta":
+        return []
+    result = set_peft_model_state_dict(policy, get_peft_model_state_dict(policy))
+    missing = {name.partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name}
+    return sorted(name.removeprefix("base_model.model.") for name in missing)
+
+
+def _check_shared(policy: PeftModel) -> None:
+    """Refuse adapters on layers that share one weight: each is trained alone, and the merge would add both to it."""
+    base = policy.get_base_model()
+    by_weight: dict[int, list[str]] = {}
+    for name, module in base.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
+            by_weight.setdefault(id(module.get_base_layer().weight), []).append(name)
+    shared = [names for names in by_weight.values() if len(names) > 1]
+    if shared:
+        alone = sorted({names[0].rpartition(".")[2] for names in by_weight.values() if len(names) == 1})
+        raise ConfigError(
+            f"{' and '.join(shared[0])} share one weight, and merging would add the adapters of both to it",
+            place=PLACE,
+            fix=f"name layers with weights of their own: {', '.join(alone)}" if alone else "model.lora: null, or another model",
+        )
 
 
 def uncovered(policy: CausalLM, settings: LoraSettings | None) -> str:
@@ -119,13 +212,11 @@ def uncovered(policy: CausalLM, settings: LoraSettings | None) -> str:
     return f"the adapter is on {_endings(layers | wrapped)}; {_endings(plain)} have none and stay as they are"
 
 
-def _check_name(model: PreTrainedModel, name: str, bypassed: list[str]) -> None:
+def _check_name(model: PreTrainedModel, name: str, unfit: dict[str, str]) -> None:
     """Refuse a name whose layers cannot have an adapter."""
     found = {full: module for full, module in model.named_modules() if _matches(full, name)}
-    if found and all(full in bypassed for full in found):
-        raise ConfigError(
-            f"{name} cannot have an adapter: Mamba reads its weight without calling the layer", place=PLACE, fix=f"remove {name}"
-        )
+    if found and all(full in unfit for full in found):
+        raise ConfigError(f"{name} cannot have an adapter: {unfit[next(iter(found))]}", place=PLACE, fix=f"remove {name}")
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[1] is not None and ends[0].weight is ends[1].weight
     if tied and any(module is end for module in found.values() for end in ends):

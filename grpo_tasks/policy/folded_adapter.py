@@ -40,8 +40,11 @@ def causal_model(model: CausalLM) -> PreTrainedModel:
 def decoder_of(model: CausalLM) -> nn.Module:
     """The layers below the language-model head: they return hidden states instead of the much larger logits."""
     causal = causal_model(model)
-    # The prefix of Llama 4 names no module of its text models.
-    decoder: nn.Module = getattr(causal, causal.base_model_prefix, None) or causal.get_decoder()
+    decoder: nn.Module | None = getattr(causal, causal.base_model_prefix, None)
+    if decoder is None:
+        # The prefix of Llama 4 names no module of its text models.
+        embeddings = causal.get_input_embeddings()
+        decoder = next(child for child in causal.children() if any(part is embeddings for part in child.modules()))
     return decoder
 
 

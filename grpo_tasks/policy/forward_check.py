@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.lean_layers import published_class
 from grpo_tasks.policy.sharded import shard_like
+from schemas.errors import ModelError
 
 TOLERANCE = 1e-3
 """Largest mean |difference| of a completion from the truth in float32: in nats, or as a share of the log-probabilities where
@@ -60,7 +61,8 @@ class CheckRows:
         beyond = max((window for window in windows if window <= LONGEST_WINDOW), default=0)
         in_prompt = 0 if beyond <= LONGEST_COMPLETION else beyond
         special = set(_special_ids(causal.config.to_dict()))
-        words = min(len(causal.get_input_embeddings().weight), config.vocab_size)
+        head = causal.get_output_embeddings()
+        words = min(len(causal.get_input_embeddings().weight), config.vocab_size, *(() if head is None else (len(head.weight),)))
         usual = [token for token in range(words) if token not in special]
         numbers = count(7, 31)
 
@@ -140,6 +142,9 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
         model: the policy; its active adapter counts.
         rows: prompts and completions.
         temperature: divides the logits.
+
+    Raises:
+        ModelError: transformers' own forward pass fails.
     """
     logits = []
     # For models that cannot, the logits of all tokens are computed; the last ones are the same.
@@ -148,7 +153,17 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
         for prompt_row, completion in zip(rows.prompt_of, rows.completions, strict=True):
             ids = torch.tensor([rows.prompts[prompt_row] + completion], device=model.device)
             # The logits after the prompt's last token and after all of the completion's tokens but the last.
-            out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
+            try:
+                out = model(input_ids=ids, use_cache=False, **({"logits_to_keep": len(completion) + 1} if keeps else {}))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a model that needs more than text, or an adapter that does not fit a layer
+                raise ModelError(
+                    f"transformers' own forward pass of {type(causal_model(model)).__name__} fails on {ids.shape[1]} tokens of "
+                    f"text: {type(error).__name__}: {str(error)[:200]}",
+                    place="model.path, model.lora.target_modules",
+                    fix="name the layers of the adapter one by one, or another model",
+                ) from error
             logits.append(out.logits[0, -len(completion) - 1 : -1] / temperature)
     return Scores.of_logits(logits, rows.completions)
 

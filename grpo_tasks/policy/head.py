@@ -30,7 +30,7 @@ class OwnHead(nn.Module):
         head: Any = plain_layer(causal.get_output_embeddings() or causal.get_input_embeddings())
         self.out_features: int = len(head.weight)
         """V, the number of logits of a token."""
-        self._decoder = _Given()
+        self._decoder = _Given(decoder)
         # The same model with another decoder. It shares all else: weights that FSDP gathers are there when they are gathered.
         self._twin = object.__new__(type(causal))
         self._twin.__dict__.update(causal.__dict__)
@@ -50,9 +50,21 @@ class OwnHead(nn.Module):
 
 
 class _Given(nn.Module):
-    """A decoder whose output is known."""
+    """A decoder whose output is known; it has the attributes of the real one, such as Falcon H1's multiplier of the logits."""
 
     hidden: Tensor | None = None
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["real"] = real  # not as a part: its weights are none of the head's
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["real"], name)
+
+    @property
+    def decoder(self) -> "_Given":
+        """OPT and the decoders of encoder-decoder models are called by this name, one level below."""
+        return self
 
     def forward(self, *_: Any, **__: Any) -> "_Output":
         return _Output(self.hidden)

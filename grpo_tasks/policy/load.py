@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -171,7 +172,14 @@ def load_base(
             if config.attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
             model = load(attn_implementation="eager")
-    _disable_dropout(model)
+    if type(model.config) not in AutoModelForCausalLM._model_mapping:
+        # transformers takes the text model out of a wrapper, and cannot load it once it is saved alone (Emu 3, Mllama).
+        raise ModelError(
+            f"transformers loads {type(model).__name__} from this model and could not load it again after the merge",
+            place=f"model.path: {ref.path}",
+            fix="name another model",
+        )
+    _disable_noise(model)
     if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
         # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
         model.set_attn_implementation("eager")
@@ -190,16 +198,16 @@ def load_base(
     return model.eval().requires_grad_(False)
 
 
-def _disable_dropout(model: PreTrainedModel) -> None:
-    """No dropout but that of the adapter (`lora_dropout`): the sampler has none, so every ratio to it would be noise.
+def _disable_noise(model: PreTrainedModel) -> None:
+    """No noise in training but the dropout of the adapter (`lora_dropout`): the sampler has none, so ratios to it would be noise.
 
-    It is in modules of its own, or an attribute that a layer hands to its attention.
+    It is in modules of its own, or in attributes that a layer hands to its attention or to its loop over layers.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            if isinstance(value, float) and any(kind in name for kind in ("dropout", "pdrop", "layerdrop")):
                 setattr(module, name, 0.0)
 
 
@@ -221,8 +229,31 @@ def load_policy(
     base = load_base(ref, config, device=device, dtype=dtype, token_seed=token_seed)
     if ref.adapter is None:
         return base
-    with load_errors("the adapter", str(ref.adapter)):
-        return PeftModel.from_pretrained(base, str(ref.adapter)).eval()
+    return _over(base, ref.adapter).eval()
+
+
+def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -> PeftModel:
+    """The base with a saved adapter on top.
+
+    Raises:
+        ModelError: it cannot be loaded, or not all of it.
+    """
+    with load_errors("the adapter", str(adapter)):
+        policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable)
+        saved, loaded = load_peft_weights(str(adapter), device="cpu"), get_peft_model_state_dict(policy)
+    # peft only warns of what it does not find again under transformers' renamings of checkpoints (Laguna's shared experts).
+    lost = [name for name, tensor in saved.items() if name not in loaded or not _same(loaded[name], tensor)]
+    if lost:
+        raise ModelError(
+            f"{len(lost)} of the adapter's {len(saved)} tensors do not reach the model: {', '.join(lost[:3])}",
+            place=str(adapter),
+            fix="check that the adapter belongs to this base model; if it does, train one without these layers",
+        )
+    return policy
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.cpu(), other.to(one.dtype))
 
 
 def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device, seed: int, token_seed: int = 0) -> CausalLM:
@@ -243,8 +274,7 @@ def trainable_policy(ref: ModelRef, config: ModelConfig, *, device: torch.device
     """
     base = load_base(ref, config, device=device, quantize=True, token_seed=token_seed)
     if config.lora is not None and ref.adapter is not None:
-        with load_errors("the adapter", str(ref.adapter)):
-            return _for_training(PeftModel.from_pretrained(base, str(ref.adapter), is_trainable=True), config)
+        return _for_training(_over(base, ref.adapter, is_trainable=True), config)
     torch.manual_seed(seed)
     return new_policy(base, config, _trained_ids(ref, config))
 

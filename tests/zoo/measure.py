@@ -116,7 +116,8 @@ def measure(name: str, folder: Path, *, whole: bool = True) -> Verdict:
             _sampling(verdict, "base", base, load_policy(ref, config, device=CPU), whole=True)
     with _watched(verdict, "new adapter", refusable=True):
         fresh: Any = trainable_policy(ref, config, device=CPU, seed=1)
-        _adapter(verdict, truth.adapted(base, fresh.peft_config["default"].target_modules), folder, config, whole=whole)
+        chosen = fresh.peft_config["default"]
+        _adapter(verdict, truth.adapted(base, chosen.target_modules, chosen.exclude_modules), folder, config, whole=whole)
     return verdict
 
 

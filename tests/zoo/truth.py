@@ -40,10 +40,10 @@ def load(folder: Path, attention: str = "eager") -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def adapted(model: PreTrainedModel, targets: Any) -> PeftModel:
-    """The model with an adapter on these layers that is not zero."""
+def adapted(model: PreTrainedModel, targets: Any, without: Any = None) -> PeftModel:
+    """The model with an adapter on these layers, but some, that is not zero."""
     torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, exclude_modules=without)
     policy = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -72,14 +72,6 @@ def short_of_greedy(model: Any, rows: Sequence[Row]) -> float:
         chosen = logits.gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
         worst = max(worst, (logits.max(-1).values - chosen).max().item())
     return worst
-
-
-def generated(model: Any, prompt: list[int], count: int, *, cached: bool) -> list[int]:
-    """Greedy tokens of transformers' own `generate`."""
-    ids = torch.tensor([prompt])
-    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, use_cache=cached)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
 
 
 def gradient(model: PeftModel, rows: Sequence[Row], temperature: float, weights: Sequence[Tensor]) -> dict[str, Tensor]:
