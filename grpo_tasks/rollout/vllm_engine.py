@@ -168,6 +168,9 @@ class VllmSampler:
             # A server that is gone has nothing to unload, and all completions have been delivered.
             with suppress(ServerGoneError):
                 self._unload(server, keep=None)
+        for server in self.pool.servers:
+            # It has shown how it takes over the keys of this policy; another policy may have others.
+            server.calibrated = None
         self._client.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
