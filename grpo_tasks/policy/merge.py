@@ -208,13 +208,7 @@ def _compared(
     enough = share >= KEPT or (dtype == "float32" and close)
     if not (close and enough):
         far = f"it differs from base + adapter by {found.mean:.2g} nats per token on average (limit {tolerance:g})"
-        wrong = _differing(saved, _weights(reloaded))
-        if wrong:
-            raise MergeError(
-                f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
-                place=str(target),
-                fix="run the same command again; if the error stays, the disk or a library damages the files",
-            )
+        _refuse_other_weights(saved, reloaded, target, far)
         lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
         reason = far if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
@@ -241,6 +235,16 @@ def _compared(
             for chat, answer in zip(spec.prompts, answers, strict=False)
         ],
     )
+
+
+def _refuse_other_weights(saved: Mapping[str, _Fingerprint], reloaded: nn.Module, target: Path, far: str) -> None:
+    wrong = _differing(saved, _weights(reloaded))
+    if wrong:
+        raise MergeError(
+            f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
+            place=str(target),
+            fix="run the same command again; if the error stays, the disk or a library damages the files",
+        )
 
 
 def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
