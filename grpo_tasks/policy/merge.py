@@ -13,6 +13,7 @@ anybody downloads the model, and so is a change that is too small for the precis
 """
 
 import gc
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,39 @@ RECORDED_ANSWERS = 4
 """Prompts whose greedy answers are recorded. A published model must repeat them."""
 _NAMED = 3
 """Weights that a message names."""
-_SAME_NORM = 1e-5
-"""Relative difference of two norms of the same weights, by the order of the sum."""
+_SAME = 1e-5
+"""Difference of two fingerprints of the same weight over its norm, by the order of the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fingerprint:
+    """Two numbers by which a weight is told from another one, without keeping it."""
+
+    norm: float
+    mark: float
+    """u' W v with fixed random vectors u and v: other signs, or rows in another order, have the same norm."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "_Fingerprint":
+        """That of a weight with any number of dimensions."""
+        values = weight.detach().float().reshape(len(weight) if weight.ndim > 1 else 1, -1)
+        generator = torch.Generator().manual_seed(0)
+        left, right = (torch.randn(size, generator=generator).to(values.device) for size in values.shape)
+        return cls(torch.linalg.vector_norm(values, dtype=torch.float64).item(), (left @ (values @ right)).item())
+
+    def difference(self, other: "_Fingerprint | None") -> float:
+        """How far another one is from this, over the norm; infinite where there is none."""
+        if other is None:
+            return math.inf
+        return max(abs(other.norm - self.norm), abs(other.mark - self.mark)) / max(self.norm, 1e-12)
+
+    def named(self, name: str, other: "_Fingerprint | None") -> str:
+        """What differs, for a message."""
+        if other is None:
+            return f"{name} (missing)"
+        if abs(other.norm - self.norm) <= _SAME * self.norm:
+            return f"{name} (other values of the same norm)"
+        return f"{name} (norm {other.norm:.4g} instead of {self.norm:.4g})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +114,11 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             model = merged if merged is not None else _merged(load_policy(spec.ref, spec.model, device=device, dtype="float32"))
             merged = None
             shutil.rmtree(target, ignore_errors=True)
-            norms = _save(model, tokenizer, target, dtype=dtype)
+            saved = _save(model, tokenizer, target, dtype=dtype)
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model
             gc.collect()  # modules refer to each other in cycles
-            found = _compared(spec, target, evidence, norms, dtype=dtype, device=device)
+            found = _compared(spec, target, evidence, saved, dtype=dtype, device=device)
             if isinstance(found, MergeFigures):
                 return found.model_copy(update={"refused": refused})
             reason = found
@@ -114,12 +146,12 @@ def _measured_merge(
         started = load_base(ModelRef(path=spec.model.path, revision=spec.model.revision), spec.model, device=device).float()
         base, found = distance(started, said), weight_shares(policy, started, dtypes)
         del started
-    expected = _expected_norms(policy)
+    expected = _expected_weights(policy)
     merged = _merged(policy)
     exact = distance(merged, said)
     shares = {name: found[getattr(torch, name)] for name in PRECISIONS}
     if not exact.max <= MERGE_TOLERANCE:
-        wrong = _differing(expected, _norms(merged)) or _least_kept(shares["float32"])
+        wrong = _differing(expected, _weights(merged)) or _least_kept(shares["float32"])
         raise MergeError(
             f"the merged model and base + adapter differ by {exact.max:.2g} nats in a token's log-probability, "
             f"the limit is {MERGE_TOLERANCE}; most in {wrong}",
@@ -151,7 +183,7 @@ def _compared(
     spec: MergeSpec,
     target: Path,
     evidence: _Evidence,
-    norms: Mapping[str, float],
+    saved: Mapping[str, _Fingerprint],
     *,
     dtype: MergedDtype,
     device: torch.device,
@@ -162,7 +194,7 @@ def _compared(
         spec: the merge.
         target: folder of the saved model.
         evidence: what is known about the policy.
-        norms: norm of each weight as it was saved.
+        saved: each weight as it was saved.
         dtype: the precision.
         device: where the model is placed.
     """
@@ -176,13 +208,7 @@ def _compared(
     enough = share >= KEPT or (dtype == "float32" and close)
     if not (close and enough):
         far = f"it differs from base + adapter by {found.mean:.2g} nats per token on average (limit {tolerance:g})"
-        wrong = _differing(norms, _norms(reloaded))
-        if wrong:
-            raise MergeError(
-                f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
-                place=str(target),
-                fix="run the same command again; if the error stays, the disk or a library damages the files",
-            )
+        _refuse_other_weights(saved, reloaded, target, far)
         lost = f"it keeps {percent(share)} of what the policy changed" if share > 0 else "the base is nearer to the policy"
         reason = far if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
@@ -211,6 +237,16 @@ def _compared(
     )
 
 
+def _refuse_other_weights(saved: Mapping[str, _Fingerprint], reloaded: nn.Module, target: Path, far: str) -> None:
+    wrong = _differing(saved, _weights(reloaded))
+    if wrong:
+        raise MergeError(
+            f"the saved model holds other weights than the merged one, and {far.removeprefix('it ')}: {wrong}",
+            place=str(target),
+            fix="run the same command again; if the error stays, the disk or a library damages the files",
+        )
+
+
 def _no_precision(spec: MergeSpec, evidence: _Evidence, refused: Sequence[RefusedPrecision]) -> MergeError:
     [*_, last] = refused
     asked = spec.model.merged_dtype
@@ -232,31 +268,24 @@ def _least_kept(shares: Shares) -> str:
     return ", ".join(f"{name} ({percent(share)})" for name, share in worst) or "no weight, for none was changed"
 
 
-def _differing(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
-    """The weights of `ours` whose norm is another one in `theirs`, those that differ most first; empty when there are none."""
-    by_size = {name: abs(theirs.get(name, 0.0) - norm) / max(norm, 1e-12) for name, norm in ours.items()}
-    worst = sorted((name for name in by_size if not by_size[name] <= _SAME_NORM), key=lambda name: -by_size[name])
-    named = [
-        f"{name} (norm {theirs[name]:.4g} instead of {ours[name]:.4g})" if name in theirs else f"{name} (missing)"
-        for name in worst
-    ]
-    return ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
+def _differing(ours: Mapping[str, _Fingerprint], theirs: Mapping[str, _Fingerprint]) -> str:
+    """The weights of `ours` that are other ones in `theirs`, those that differ most first; empty when there are none."""
+    by_size = {name: weight.difference(theirs.get(name)) for name, weight in ours.items()}
+    worst = sorted((name for name in by_size if not by_size[name] <= _SAME), key=lambda name: -by_size[name])
+    named = [ours[name].named(name, theirs.get(name)) for name in worst[:_NAMED]]
+    return ", ".join(named) + (f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else "")
 
 
-def _expected_norms(policy: CausalLM) -> dict[str, float]:
-    """Norm of each adapted weight as it must be after the merge; empty for a model that was trained in full."""
+def _expected_weights(policy: CausalLM) -> dict[str, _Fingerprint]:
+    """Each adapted weight as it must be after the merge; empty for a model that was trained in full."""
     if not isinstance(policy, PeftModel):
         return {}
-    return {name: _norm(weight + change) for name, weight, change in changes(policy, None) if name.endswith(".weight")}
+    return {name: _Fingerprint.of(weight + change) for name, weight, change in changes(policy, None) if name.endswith(".weight")}
 
 
-def _norms(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """Norm of each weight after rounding to a precision. Tied weights have both names, as in their files."""
-    return {name: _norm(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
-
-
-def _norm(weight: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).item()
+def _weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, _Fingerprint]:
+    """Each weight after rounding to a precision. Tied weights have both names, as in their files."""
+    return {name: _Fingerprint.of(weight.to(dtype)) for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, target: Path) -> None:
@@ -272,13 +301,13 @@ def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, ta
             )
 
 
-def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, float]:
-    """Write the model in a precision; the norm of each weight as it must be in the files."""
-    norms = _norms(model, getattr(torch, dtype))
+def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
+    """Write the model in a precision; each weight as it must be in the files."""
+    weights = _weights(model, getattr(torch, dtype))
     name_end_tokens(model, tokenizer)
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
-    return norms
+    return weights
 
 
 def _chat(chat: list[dict[str, str]]) -> list[Message]:

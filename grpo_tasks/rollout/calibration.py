@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.sharded import gather_shards, shard_like
-from grpo_tasks.rollout.probe import CALIBRATION_SHARE, LEAST_NOISE, base_logps, probe_logps, shift_fault
+from grpo_tasks.rollout.probe import base_logps, probe_logps
 from schemas.errors import ModelError
 
 LEAST_SHIFT = 1.0
@@ -96,23 +95,6 @@ def calibrated(policy: CausalLM, ids: list[int], dtype: str) -> Iterator[Shifted
     finally:
         for name, values in trained.items():
             values.copy_(before[name])
-
-
-def copy_fault(policy: CausalLM, copy: Any, ids: list[int], dtype: str) -> str | None:
-    """What is wrong with a copy of the policy to sample from, as a clause; None: it follows the policy.
-
-    Args:
-        policy: the trained policy; its weights are the same afterwards.
-        copy: has `sync` and `model` (policy/folded_adapter.py); it equals the policy afterwards.
-        ids: the probe.
-        dtype: precision of the copy.
-    """
-    with calibrated(policy, ids, dtype) as wanted:
-        copy.sync()
-        found = probe_logps(copy.model, ids)
-    copy.sync()
-    noise, share = LEAST_NOISE[dtype], CALIBRATION_SHARE[dtype]
-    return shift_fault(found - wanted.base, wanted.shift, noise=noise, share=share)
 
 
 def write_like(adapter: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ and what happens to one that fails, is the business of the pool (grpo_tasks/repl
 import gc
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from uuid import uuid4
 
 import torch
 from jaxtyping import Float
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.policy.chat import end_token_ids
@@ -56,7 +58,7 @@ from grpo_tasks.rollout.probe import (
 from grpo_tasks.rollout.stop import StopRule
 from grpo_tasks.rollout.vllm_server import Calibrated, VllmServer, authorization
 from schemas.config.rollout import VllmConfig
-from schemas.errors import RolloutError, ServerGoneError
+from schemas.errors import Notice, RolloutError, ServerGoneError
 from schemas.metrics import SYNC_BYTES, SYNC_TIME
 
 COMPLETIONS = "/v1/completions"
@@ -168,6 +170,9 @@ class VllmSampler:
             # A server that is gone has nothing to unload, and all completions have been delivered.
             with suppress(ServerGoneError):
                 self._unload(server, keep=None)
+        for server in self.pool.servers:
+            # It has shown how it takes over the keys of this policy; another policy may have others.
+            server.calibrated = None
         self._client.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -417,6 +422,14 @@ class VllmEngine(VllmSampler):
                 "vLLM on a CPU cannot reload trained embeddings that are tied to the output layer",
                 place="rollout.engine",
                 fix="engine: local, or train an adapter",
+            )
+        if merged and dtype != "float32":
+            better = "rollout.vllm.sync: adapter" if isinstance(policy, PeftModel) else "model.dtype: float32"
+            warnings.warn(
+                f"the servers load merged weights in {dtype}, which rounds small updates away: they sample from a policy that is "
+                f"behind the trainer's (sampling/kl). fix: {better}",
+                Notice,
+                stacklevel=2,
             )
         # A server without adapters loads plain weights only, rounded once to its precision.
         self._folded = sampling_copy(policy, fold=True) if merged else None

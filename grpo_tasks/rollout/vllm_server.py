@@ -345,12 +345,13 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     """True if `sync` hands over complete merged weights, False if it hands over the adapter.
 
     Without an adapter there is no choice. `sync: auto` uses merged weights on a CPU, where models are small and decoding through
-    an adapter takes 2 to 6 times as long. Existing servers keep their base model, because others may use it.
+    an adapter takes 2 to 6 times as long; but not in 16 bits, which would round small updates away (policy/folded_adapter.py).
+    Existing servers keep their base model, because others may use it.
     """
     if model.lora is None or model.added_tokens or config.sync != "auto":
         # vLLM's adapters have no trained rows of added tokens.
         return model.lora is None or bool(model.added_tokens) or config.sync == "merged"
-    return not cuda and not config.base_urls and model.quantization == "none"
+    return not cuda and not config.base_urls and model.quantization == "none" and model.dtype == "float32"
 
 
 def command(config: VllmConfig, served: ServedModel, python: Path, address: str) -> list[str]:

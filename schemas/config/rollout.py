@@ -53,8 +53,8 @@ class VllmConfig(Section):
     The weights of each policy are sent there. Empty: the servers read them from the trainer's folder."""
     sync: Literal["auto", "adapter", "merged"] = "auto"
     """How the servers receive the policy after each update. adapter: they load the adapter. merged: they load all weights;
-    full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU, which gets merged
-    weights."""
+    full fine-tuning always does this. auto: adapter, except for a server started here that runs on a CPU in float32, which gets
+    merged weights. In 16 bits merged weights lose small updates."""
     python: Address = ".venv-vllm/bin/python"
     """Python of the environment with vLLM (`make vllm` creates it)."""
     gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)

@@ -298,7 +298,8 @@ def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     assert (place.root / "merged" / "model.safetensors").exists()
     assert "saved in " in shown["merge"]
     # The merged model was held against the last stage, which is evaluated with `evaluation.stages: false` too.
-    artifact = place.client.download_artifacts(place.parent("small").info.run_id, "publication/decision.json", str(place.root))
+    run_id = place.client.get_model_version("small", "1").run_id
+    artifact = place.client.download_artifacts(run_id, "publication/decision.json", str(place.root))
     [check] = [one for one in json.loads(Path(artifact).read_text())["regressions"] if one["p_value"] is not None]
     assert (check["metric"], check["against"], check["passed"]) == ("accuracy", "format", True)
 

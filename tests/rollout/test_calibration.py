@@ -8,36 +8,67 @@ from safetensors.torch import load_file
 
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import trainable_policy
-from grpo_tasks.rollout.calibration import calibrated, copy_fault, rename_keys, without_match
-from grpo_tasks.rollout.probe import PROBE_IDS, probe_logps, shift_fault
+from grpo_tasks.rollout import local
+from grpo_tasks.rollout.calibration import calibrated, rename_keys, without_match
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
+from grpo_tasks.rollout.probe import CALIBRATION_SHARE, LEAST_NOISE, PROBE_IDS, probe_logps, shift_fault
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ModelError
+from schemas.results.model import ModelRef
 from tests.rollout.servers import moved
+
+ONE_TOKEN = Sampling.of(RolloutConfig(max_completion_length=1), temperature=0.0)
 
 
 def new_policy(base_ref, dtype="float32", seed=1, **settings):
     return trainable_policy(base_ref, ModelConfig(dtype=dtype, **settings), device=torch.device("cpu"), seed=seed)
 
 
+def halting(policy):
+    """A copy in which one layer of 21 does not follow."""
+    copy = FoldedPolicy(policy)
+    copy._pairs = copy._pairs[1:]
+    return copy
+
+
+def stuck(policy):
+    copy = FoldedPolicy(policy)
+    copy.sync = lambda: None
+    return copy
+
+
+def of_another_stage(policy):
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return FoldedPolicy(moved(new_policy(ModelRef(path="embedded:base"), dtype, seed=2), 0.05))
+
+
+@pytest.mark.filterwarnings("ignore::schemas.errors.Notice")
+@pytest.mark.parametrize(("dtype", "planted"), [
+    ("float32", stuck), ("bfloat16", stuck), ("float16", stuck), ("float32", of_another_stage), ("bfloat16", of_another_stage),
+    ("float32", halting),
+])  # fmt: skip
+def test_the_local_engine_refuses_a_copy_that_does_not_follow_a_new_policy(base_ref, tokenizer, monkeypatch, dtype, planted):
+    policy, requests = new_policy(base_ref, dtype), [Request([5, 6, 7], 0)]
+    LocalEngine(policy, tokenizer).generate(requests, ONE_TOKEN)
+    monkeypatch.setattr(local, "sampling_copy", planted)
+    with pytest.raises(ModelError, match="cannot sample from Qwen2ForCausalLM: off by"):
+        LocalEngine(policy, tokenizer).generate(requests, ONE_TOKEN)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_copy_that_does_not_follow_a_new_policy_is_found_out_and_the_policy_stays_as_it_was(base_ref, dtype):
+def test_calibration_weights_move_a_new_policy_far_and_leave_it_as_it_was(base_ref, dtype):
     policy, drawn = new_policy(base_ref, dtype), torch.random.get_rng_state()
-    before = [parameter.detach().clone() for parameter in policy.parameters()]
-    good, stuck = FoldedPolicy(policy), FoldedPolicy(policy)
-    assert copy_fault(policy, good, PROBE_IDS, dtype) is None
+    before, copy = [parameter.detach().clone() for parameter in policy.parameters()], FoldedPolicy(policy)
+    with calibrated(policy, PROBE_IDS, dtype) as wanted:
+        assert 1.0 <= wanted.shift.abs().mean() < 4.0
+        copy.sync()
+        found = probe_logps(copy.model, PROBE_IDS) - wanted.base
+    assert shift_fault(found, wanted.shift, noise=LEAST_NOISE[dtype], share=CALIBRATION_SHARE[dtype]) is None
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    stuck.sync = lambda: None
-    assert "shows no shift" in copy_fault(policy, stuck, PROBE_IDS, dtype)
-    theirs = FoldedPolicy(moved(new_policy(base_ref, dtype, seed=2), 0.05))
-    assert "another one" in copy_fault(policy, theirs, PROBE_IDS, dtype)
-    # One layer of 21 that does not follow.
-    halting = FoldedPolicy(policy)
-    halting._pairs = halting._pairs[1:]
-    if dtype == "float32":
-        assert "another one" in copy_fault(policy, halting, PROBE_IDS, dtype)
     assert all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
     assert policy.training == new_policy(base_ref, dtype).training
-    torch.testing.assert_close(probe_logps(good.model, PROBE_IDS), probe_logps(policy, PROBE_IDS), rtol=0, atol=1e-5)
 
 
 def test_all_weights_are_calibrated_where_all_are_trained(base_ref):

@@ -1,13 +1,19 @@
 """How servers are started: what they are given room for, and which of their paths are open."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from grpo_tasks.policy.load import trainable_policy
 from grpo_tasks.rollout.engine import EngineReport
-from grpo_tasks.rollout.vllm_server import command
+from grpo_tasks.rollout.vllm_engine import VllmEngine
+from grpo_tasks.rollout.vllm_server import command, swaps_merged_weights
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
+from schemas.errors import Notice
 from schemas.metrics import POLICY_LAG, QUEUE_DEPTH, REPLICAS_SERVING, SYNC_BYTES, SYNC_TIME
 from tests.rollout.servers import served
 from tests.rollout.small_servers import counts, small_servers
@@ -42,6 +48,23 @@ def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     with small_servers(tmp_path, rank=rank) as [server]:
         assert counts(server)["dev_mode"] == opens
+
+
+@pytest.mark.parametrize(("dtype", "merged"), [("float32", True), ("bfloat16", False), ("float16", False)])
+def test_a_small_update_is_not_rounded_away_on_its_way_to_a_server_unless_the_user_wants_it(
+    base_ref, tokenizer, tmp_path, dtype, merged
+):
+    """What 16 bits leave of a small update is measured in tests/policy/test_folded_adapter.py."""
+    model = ModelConfig(dtype=dtype)
+    assert swaps_merged_weights(VllmConfig(), model, cuda=False) is merged
+    assert swaps_merged_weights(VllmConfig(sync="merged"), model, cuda=False)
+    for lora, fix in ((model.lora, "rollout.vllm.sync: adapter"), (None, "model.dtype: float32")):
+        config = ModelConfig(dtype=dtype, lora=lora)
+        policy = trainable_policy(base_ref, config, device=torch.device("cpu"), seed=1)
+        with warnings.catch_warnings(record=True, action="always") as said:
+            VllmEngine(policy, tokenizer, VllmConfig(), [], weights=tmp_path / "served", dtype=dtype, merged=True, untied=True)
+        assert [one.category for one in said] == ([] if merged else [Notice])
+        assert all(f"merged weights in {dtype}" in str(one.message) and fix in str(one.message) for one in said)
 
 
 def test_the_report_on_all_ranks_adds_up_what_they_share_and_loses_no_event():

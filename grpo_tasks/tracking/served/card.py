@@ -164,7 +164,7 @@ def _served_as(proof: MergeProof) -> list[str]:
     """What a server must know that would round the weights once more."""
     if proof.dtype == "bfloat16":
         return []
-    flag = "" if proof.dtype == "float16" else " vLLM serves such a model in 16 bits unless it is told `--dtype float32`."
+    flag = "" if proof.dtype == "float16" else " vLLM serves such a model in 16 bits unless it is started with `--dtype float32`."
     return [f"- A server that loads it in bfloat16 loses part of what it learned.{flag}"]
 
 
@@ -201,7 +201,7 @@ def _use(config: RunConfig, proof: MergeProof) -> str:
             f"grpo export {name}@champion DIR    # the adapter alone, in float32, for peft and vLLM over the base",
             "```",
             "",
-            "The adapter that was merged is in `adapter/`, beside `model/` in the artifacts.",
+            "The adapter that was merged is in `adapter/`, next to `model/` in the artifacts.",
         ]
         if proof.policy.adapter is not None
         else ["```"]

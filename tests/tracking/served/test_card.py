@@ -47,7 +47,7 @@ def test_the_card_is_the_versions_description_and_an_edited_one_stays(
         "completions of up to 256",
         "Saved in float16: keeps 98.7 % of what training changed; not bfloat16: it keeps 24 % of the change of the weights.",
         "A server that loads it in bfloat16 loses part of what it learned.",
-        "The adapter that was merged is in `adapter/`, beside `model/` in the artifacts.",
+        "The adapter that was merged is in `adapter/`, next to `model/` in the artifacts.",
         "under the project's licence",
         f"models:/{config.registered_model}@champion",
     ):

@@ -3,7 +3,8 @@
 Found as `vllm` by the servers that tests start with this folder in PYTHONPATH: in 3 s instead of 45 s, and in 0.5 GB. It samples
 from real weights with real adapters, one completion per seed, as vLLM does. POST /test changes how it behaves: `delay_s` of every
 completion, `status` of every answer to a request for completions, `count` to restrict that to so many of them, `instead` to load
-the weights of this folder whatever is sent, or none with "nothing", as vLLM does with keys that match nothing.
+the weights of this folder whatever is sent, or none with "nothing", as vLLM does with keys that match nothing. The
+environment's TEST_INSTEAD is `instead` from the start.
 """
 
 import argparse
@@ -37,6 +38,7 @@ class Server(ThreadingHTTPServer):
         self.adapters, self.counts = {}, {"requests": 0, "running": 0, "most": 0}
         self.test = {"delay_s": 0.0, "status": 200, "count": None, "instead": None}
         self.models = {"base": self.read(model)}
+        self.test["instead"] = os.environ.get("TEST_INSTEAD")
 
     def read(self, folder, adapter=None):
         if self.test["instead"] == "nothing":
