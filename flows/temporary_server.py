@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,8 +25,10 @@ from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
 from prefect.states import Completed
+from sqlalchemy.engine import make_url
 
 from grpo_tasks.processes.lifetime import PARENT
+from schemas.errors import UserError
 from schemas.results.base import Result
 
 P = ParamSpec("P")
@@ -35,6 +38,26 @@ R = TypeVar("R")
 def is_temporary() -> bool:
     """Whether Prefect starts a server of its own for a flow. A profile may name a server even if the environment names none."""
     return get_current_settings().api.url is None
+
+
+def check_database() -> None:
+    """Refuse a folder in which the temporary server cannot keep its database; it would fail again and again.
+
+    Raises:
+        UserError: with the folder.
+    """
+    url = make_url(get_current_settings().server.database.connection_url.get_secret_value())
+    if not url.drivername.startswith("sqlite") or not url.database or ":memory:" in url.database:
+        return
+    file = Path(url.database)
+    # Prefect has tried to make its folder when it was imported.
+    refused = next((path for path in (file.parent, file) if path.exists() and not os.access(path, os.W_OK)), None)
+    if refused is not None or not file.parent.is_dir():
+        raise UserError(
+            f"Prefect cannot write to {refused or file.parent}, where its temporary server keeps a database",
+            place=f"PREFECT_HOME={get_current_settings().home}",
+            fix="export PREFECT_HOME=/folder/that/can/be/written, or PREFECT_API_URL of a running server",
+        )
 
 
 def lock_temporary_server() -> None:
