@@ -83,7 +83,7 @@ class FlowRun:
             return
         handle = self.tracked.handle
         # The step's own error must reach the user, even if MLflow cannot record it.
-        with suppress(TrackingError):
+        with suppress(TrackingError, OSError):
             handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
             for name in FAILURE_FILES:
                 if name.endswith(".txt") and (directory / name).exists():

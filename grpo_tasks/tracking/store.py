@@ -67,6 +67,8 @@ _MAX_CONFLICTS = 8
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
+# It logs a full disk with every frame, for each request, and raises it too.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 _log = logging.getLogger(__name__)
 
 
