@@ -103,7 +103,8 @@ def _bind_port(server: prefect_server.SubprocessASGIServer) -> int:
 
 def _not_started() -> OrchestratorError:
     _output.seek(0)
-    lines = [line for line in _output.read().decode(errors="replace").splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    printed = _output.read().decode(errors="replace").splitlines()
+    lines = [line for line in printed if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = f": {lines[-1][:300]}" if lines else ""
     full = any(disk_full(OSError(line)) for line in lines)
     return OrchestratorError(
