@@ -55,14 +55,13 @@ class LimitedModel:
         self._place = place
         self._process = WorkerProcess("grpo_tasks.content.serve_model", MEMORY_BYTES)
 
-    def check(self, revision: str | None) -> None:
+    def check(self, path: str, revision: str | None) -> None:
         """Load and try the tokenizer and the chat template, and read the headers of the weights.
 
         Raises:
             ModelError: one of them does not end, takes too much memory, or a header is damaged.
         """
-        path = resolve(self._place)
-        made = self._ask("check", {"path": path, "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
+        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
         if made.file:
             raise ModelError(
                 f"the weights cannot be read: {made.error}", place=made.file, fix="download the file again, or name another model"
@@ -143,11 +142,13 @@ def check_model_files(path: str, revision: str | None) -> None:
 
 @cache
 def _check_once(path: str, revision: str | None, state: tuple[tuple[str, int, int], ...]) -> None:  # noqa: ARG001 - the cache's key
-    model = LimitedModel(path)
+    current = limited_model()
+    model = current or LimitedModel(path)
     try:
-        model.check(revision)
+        model.check(path, revision)
     finally:
-        model.close()
+        if current is None:
+            model.close()
 
 
 def _state(path: str) -> tuple[tuple[str, int, int], ...]:

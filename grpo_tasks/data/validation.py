@@ -73,11 +73,11 @@ def validate_rows(
     began = time.perf_counter()
     check_answer_columns(origin.sources, inputs)
     table = pl.read_parquet(rows)
-    counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
-    # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
-    markers = counter.special_tokens
-    prepare(counter.tokenizer, model, rollout)
     with limited_templates(model.path):
+        counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
+        # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
+        markers = counter.special_tokens
+        prepare(counter.tokenizer, model, rollout)
         counter.check_stops(rollout)
         check_system_prompt(counter.tokenizer, inputs.data.system_prompt)
         verdict = judge(
