@@ -23,7 +23,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -69,14 +69,14 @@ _VARIABLE = re.compile(r"((?<![\w.-])([A-Z][A-Z0-9]{1,60}_[A-Z0-9_]{1,60})=)(?=[
 _LITERAL = re.compile(r"((?<![\w.-])([A-Za-z_][\w-]{0,60})\\?[\"']?\s{0,9}[:=]\s{0,9}(\\?[\"']))([^\"'\\\r\n]{1,500})(?=\3)")
 _WEBHOOK = re.compile(
     r"((?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/(?:v[0-9]{1,2}/)?webhooks|"
-    r"[\w.-]{1,99}\.webhook\.office\.com/webhookb2|outlook\.office\.com/webhook|hooks\.zapier\.com/hooks/catch|"
+    r"webhook\.office\.com/webhookb2|outlook\.office\.com/webhook|hooks\.zapier\.com/hooks/catch|"
     r"maker\.ifttt\.com/trigger|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot/v2/hook)/|api\.telegram\.org/bot)"
     r"[^\s\"'<>`]+"
 )
 _SHAPES = re.compile(
     # A line break that JSON or Python has written stands for one.
     r"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt]))(?:"
-    r"(?:hf|gh[pousr]|npm|pn[ub]|gsk|glpat|nvapi|api_org|github_pat|dckr_pat)[_-][A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|"
+    r"(?:(?:hf|gh[pousr]|npm|pn[ub]|gsk|api_org|github_pat|dckr_pat)_|(?:glpat|nvapi)-)[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|"
     r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|xox[abeprs]-[A-Za-z0-9-]{10,}|sk-(?=[A-Za-z_-]{0,99}[0-9])[A-Za-z0-9_-]{20,}|"
     r"AIza[\w-]{35}|dapi[0-9a-f]{32}|pypi-[\w-]{50,})"
 )
@@ -110,19 +110,32 @@ def hide_written(text: str) -> str:
 
 def _hide_shapes(text: str) -> str:
     """Without what a secret looks like, wherever it stands."""
-    text = _PRIVATE_KEY.sub(HIDDEN, text)
-    return _SHAPES.sub(HIDDEN, _WEBHOOK.sub(rf"\1{HIDDEN}", text))
+    for pattern in _possible((_PRIVATE_KEY, _SHAPES), text):
+        text = pattern.sub(HIDDEN, text)
+    for pattern in _possible((_WEBHOOK,), text):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return text
 
 
 def _hide_places(text: str) -> str:
     """Without what stands where a secret does."""
-    text = _ADDRESS.sub(_without_user, text)
-    text = _PARAMETER.sub(_without_value, text)
-    for header in (_HEADER, _BEARER, _COOKIE, _CONNECTION):
-        text = header.sub(rf"\1{HIDDEN}", text)
-    for named in (_OTHER_HEADER, _VARIABLE):
-        text = named.sub(lambda found: f"{found[1]}{HIDDEN}" if is_secret_name(found[2]) else found[0], text)
-    return _LITERAL.sub(lambda found: f"{found[1]}{HIDDEN}" if _is_secret_setting(found[2], found[4]) else found[0], text)
+    for pattern in _possible(_REPLACED, text):
+        text = pattern.sub(_REPLACED[pattern], text)
+    return text
+
+
+def _possible(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Pattern[str]]:
+    """Those that may find something: looking for a word takes a hundredth of the time of a pattern."""
+    lower = text.lower()
+    return [pattern for pattern in patterns if any(word in lower for word in _WORDS[pattern])]
+
+
+def _named(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if is_secret_name(found[2]) else found[0]
+
+
+def _literal(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if _is_secret_setting(found[2], found[4]) else found[0]
 
 
 def hide_output() -> None:
@@ -219,6 +232,33 @@ def _without_user(found: re.Match[str]) -> str:
 
 def _without_value(found: re.Match[str]) -> str:
     return f"{found[1]}{found[2]}={HIDDEN}" if is_secret_name(found[2]) else found[0]
+
+
+_REPLACED: dict[re.Pattern[str], Callable[[re.Match[str]], str] | str] = {
+    _ADDRESS: _without_user,
+    _PARAMETER: _without_value,
+    **dict.fromkeys((_HEADER, _BEARER, _COOKIE, _CONNECTION), rf"\1{HIDDEN}"),
+    **dict.fromkeys((_OTHER_HEADER, _VARIABLE), _named),
+    _LITERAL: _literal,
+}
+_WORDS = {
+    _PRIVATE_KEY: ("-----begin ",),
+    _SHAPES: (
+        *("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "npm_", "pnu_", "pnb_", "gsk_", "api_org_", "github_pat_", "dckr_pat_"),
+        *("glpat-", "nvapi-", "akia", "asia", "eyj", "xox", "sk-", "aiza", "dapi", "pypi-"),
+    ),
+    _WEBHOOK: ("hooks", "webhook", "/trigger/", "/hook/", "api.telegram.org/bot"),
+    _ADDRESS: ("://",),
+    _PARAMETER: ("=",),
+    _HEADER: ("authorization",),
+    _BEARER: ("bearer",),
+    _COOKIE: ("cookie",),
+    _CONNECTION: ("password=", "passwd=", "pwd="),
+    _OTHER_HEADER: ("x-",),
+    _VARIABLE: ("=",),
+    _LITERAL: ("'", '"'),
+}
+"""What a text contains, in lower case, if a pattern finds something in it."""
 
 
 def _known() -> set[str]:

@@ -108,7 +108,9 @@ class Store:
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault as an error that tells the user what to do."""
-        said = str(fault).strip().splitlines()[0][:500]
+        # SQLAlchemy may say in a first line when it asked, before what went wrong.
+        lines = [line for line in str(fault).strip().splitlines() if not line.startswith("(raised as a result of")]
+        said = lines[0][:500] if lines else type(fault).__name__
         if disk_full(fault):
             fix = "free some disk space, then run the same command: it resumes"
         elif _refuses_login(fault):

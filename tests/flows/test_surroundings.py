@@ -8,6 +8,8 @@ import yaml
 
 from tests.answering import answering
 from tests.flows.place import BIN, SMALL, Place
+from tests.flows.test_full_disk import fill
+from tests.flows.test_killed import wait_for_step
 from tests.ports import free_ports
 
 QUICK_S = 60.0
@@ -123,12 +125,9 @@ def test_a_disk_that_is_full_at_once_for_everything_is_one_message(tmp_path):
         stage = SMALL["stages"][0] | {"max_steps": 200, "save_steps": 5}
         place.write("small.yaml", yaml.safe_dump(SMALL | {"stages": [stage]}))
         process = place.start("run", "small.yaml")
-        from tests.flows.test_killed import wait_for_step
-
         wait_for_step("runs/small/train_stage/*/metrics.jsonl", tmp_path, 12, process)
-        with pytest.raises(OSError, match="No space left"), (tmp_path / "filler").open("wb", buffering=0) as file:
-            while True:
-                file.write(b"\0" * 4096)
+        with pytest.raises(OSError, match="No space left"):
+            fill(tmp_path / "filler")
         output, _ = process.communicate(timeout=300)
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)

@@ -124,3 +124,14 @@ def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_serve
     assert database.ok
     assert "it has 2 experiments" in database.detail, "MLflow's own default and ours"
     assert artifacts.ok
+
+
+@pytest.mark.parametrize(("uri", "status"), [("databricks", 1), ("", 0)])
+def test_the_exit_status_of_doctor_says_whether_something_is_wrong(tmp_path, monkeypatch, uri, status):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
+    outcome = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert outcome.exit_code == status, outcome.output
+    assert ("not the address of an MLflow server" in outcome.output) == (status == 1)
