@@ -9,10 +9,13 @@ from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
 from prefect.utilities.importtools import import_object
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from flows.deployments import deployments
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
+from grpo_tasks.operating import doctor
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
 from grpo_tasks.operating.doctor import _mlflow
