@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from flows.preflight import check_inputs, check_installed, check_output, check_webhook, check_working_directory
+from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_webhook, check_working_directory
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
@@ -83,7 +83,7 @@ class FlowRun:
             return
         handle = self.tracked.handle
         # The step's own error must reach the user, even if MLflow cannot record it.
-        with suppress(TrackingError):
+        with suppress(TrackingError, OSError):
             handle.text(f"{step}\n{error}\n", f"failed/{step}/error.txt")
             for name in FAILURE_FILES:
                 if name.endswith(".txt") and (directory / name).exists():
@@ -145,6 +145,7 @@ def open_flow_run(
     if key is None:
         check_inputs(config)
     check_output(config)
+    check_tracking(config)
     check_webhook(config)
     key = key or content_key(flow, ROOMS, _sections(config))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from flows.preflight import REGISTERED, check_model, check_working_directory
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
+from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.precision import rounds
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
@@ -58,6 +59,7 @@ def named_model(name: str, config: RunConfig) -> ModelRef:
     if found is not None:
         return found
     check_model(name, "MODEL")
+    check_model_files(name, None)
     own = is_local(name) and not name.startswith(EMBEDDED)
     return ModelRef(path=str(path.resolve()) if own else name)
 

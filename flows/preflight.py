@@ -189,6 +189,18 @@ def check_output(config: RunConfig) -> None:
         ) from error
 
 
+def check_tracking(config: RunConfig) -> None:
+    """Refuse an MLflow store that does not answer, before anything is hashed or another server is started.
+
+    Raises:
+        TrackingError: with the variable to set.
+    """
+    # Here, because it imports MLflow.
+    from grpo_tasks.tracking.store import check_store
+
+    check_store(config.tracking)
+
+
 def check_webhook(config: RunConfig) -> None:
     """Refuse a receiver without a secret before the first step, instead of after the last one.
 

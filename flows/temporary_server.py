@@ -11,11 +11,14 @@ outlasting  Ctrl-C in a terminal reaches every process of the command. If the se
 
 import functools
 import os
+import re
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,8 +27,10 @@ from prefect import Flow
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.settings import get_current_settings
 from prefect.states import Completed
+from sqlalchemy.engine import make_url
 
 from grpo_tasks.processes.lifetime import PARENT
+from schemas.errors import OrchestratorError, UserError, disk_full
 from schemas.results.base import Result
 
 P = ParamSpec("P")
@@ -35,6 +40,28 @@ R = TypeVar("R")
 def is_temporary() -> bool:
     """Whether Prefect starts a server of its own for a flow. A profile may name a server even if the environment names none."""
     return get_current_settings().api.url is None
+
+
+def check_database() -> None:
+    """Refuse a folder in which the temporary server cannot keep its database; it would fail again and again.
+
+    Raises:
+        UserError: with the folder.
+    """
+    given = get_current_settings().server.database.connection_url
+    assert given is not None, "Prefect fills it in"
+    url = make_url(given.get_secret_value())
+    if not url.drivername.startswith("sqlite") or not url.database or ":memory:" in url.database:
+        return
+    file = Path(url.database)
+    # Prefect has tried to make its folder when it was imported.
+    refused = next((path for path in (file.parent, file) if path.exists() and not os.access(path, os.W_OK)), None)
+    if refused is not None or not file.parent.is_dir():
+        raise UserError(
+            f"Prefect cannot write to {refused or file.parent}, where its temporary server keeps a database",
+            place=f"PREFECT_HOME={get_current_settings().home}",
+            fix="export PREFECT_HOME=/folder/that/can/be/written, or PREFECT_API_URL of a running server",
+        )
 
 
 def lock_temporary_server() -> None:
@@ -55,13 +82,36 @@ _bound: dict[int, socket.socket] = {}
 """Sockets by their port, until the server has inherited them."""
 
 
-def _bind_port(_: prefect_server.SubprocessASGIServer) -> int:
-    """Bind a port that the kernel chooses. Nothing listens there yet, so a connection is refused until the server is up."""
+_output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the server
+"""What the server prints: what it cannot do, the run reports by itself, once."""
+
+
+def _bind_port(server: prefect_server.SubprocessASGIServer) -> int:
+    """Bind a port that the kernel chooses. Nothing listens there yet, so a connection is refused until the server is up.
+
+    Raises:
+        OrchestratorError: the server ended while it started. Prefect would start it on another port, again and again.
+    """
+    if server.server_process is not None:
+        raise _not_started()
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = int(bound.getsockname()[1])
     _bound[port] = bound
     return port
+
+
+def _not_started() -> OrchestratorError:
+    _output.seek(0)
+    printed = _output.read().decode(errors="replace").splitlines()
+    lines = [line for line in printed if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    reason = f": {lines[-1][:300]}" if lines else ""
+    full = any(disk_full(OSError(line)) for line in lines)
+    return OrchestratorError(
+        f"Prefect's temporary server ended while it started{reason}",
+        place=f"PREFECT_HOME={get_current_settings().home}",
+        fix="free some disk space" if full else "move its database away, or export PREFECT_HOME=/another/folder",
+    )
 
 
 def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subprocess.Popen[Any]":
@@ -73,7 +123,14 @@ def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subproces
             fd = bound.fileno()
             # uvicorn prefers an inherited socket to its arguments --host and --port.
             supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args, "--fd", str(fd)]
-            return subprocess.Popen(supervised, env=env | {PARENT: str(os.getpid())}, start_new_session=True, pass_fds=[fd])
+            return subprocess.Popen(
+                supervised,
+                env=env | {PARENT: str(os.getpid())},
+                start_new_session=True,
+                pass_fds=[fd],
+                stdout=_output,
+                stderr=_output,
+            )
 
     # Prefect has no setting for it.
     prefect_server.subprocess = SimpleNamespace(Popen=popen)  # type: ignore[assignment, attr-defined]

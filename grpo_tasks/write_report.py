@@ -13,6 +13,7 @@ from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 from schemas.results.publication import PublishedFacts, ReportResult
+from schemas.secret import hide
 
 
 @step(rooms=("reporting", "tracking", "data"))
@@ -44,7 +45,7 @@ def write_report(
         baseline=against_rejection(config, work.run.tracked.run_id, data.digest),
     )
     html = write_html(results, work.directory)
-    text = markdown(results)
+    text = hide(markdown(results))
     (work.directory / "report.md").write_text(text, encoding="utf-8")
     work.artifact("report", text)
     return ReportResult(key=work.key, directory=work.directory, seconds=time.perf_counter() - began, html=html)

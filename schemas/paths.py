@@ -9,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 
+from schemas.errors import ConfigError
+
 EMBEDDED = "embedded:"
 _DEMO = Path(__file__).resolve().parent.parent / "grpo_tasks" / "demo"
 _IN_WHEEL = Path(__file__).resolve().parent / "deploy"
@@ -18,8 +20,22 @@ DEPLOY = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
 def resolve(path: str) -> str:
-    """The path or hub id itself; `embedded:NAME` becomes the path of the file or folder that ships with this project."""
-    return str(_DEMO / path.removeprefix(EMBEDDED)) if path.startswith(EMBEDDED) else path
+    """The path or hub id itself; `embedded:NAME` becomes the path of the file or folder that ships with this project.
+
+    Raises:
+        ConfigError: `embedded:` with a path that leads elsewhere.
+    """
+    if not path.startswith(EMBEDDED):
+        return path
+    if not is_embedded(path):
+        raise ConfigError("this file or folder does not ship with the project", place=path, fix=f"a path without {EMBEDDED}")
+    return str(_DEMO / path.removeprefix(EMBEDDED))
+
+
+def is_embedded(path: str) -> bool:
+    """Whether `embedded:NAME` names something inside the folder of the demo, whether it exists or not."""
+    name = Path(path.removeprefix(EMBEDDED))
+    return bool(name.parts) and not name.is_absolute() and ".." not in name.parts and "\0" not in path
 
 
 def module_file(module: str, folder: Path) -> Path | None:

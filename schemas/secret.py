@@ -3,10 +3,17 @@
     hide("postgresql://me:pw@host/db")  ->  "postgresql://me:***@host/db"      hide("... hf_abc ...")  ->  "... *** ..."
     has_password("https://TOKEN@host")  ->  True                               secrets_in(config)  ->  fields that contain one
 
-A secret is the password or token before the @ of an address, a query parameter with the name of a secret (?api_key=), an
-Authorization header, a private key, or the value of an environment variable with the name of a secret, as a whole and line by
-line. It is found in plain text and in the encodings of JSON, Python, HTML and addresses. A secret that no rule describes, such as
-a password in a sentence, is not found.
+A secret is
+
+    in an address    the password or token before its @, a query parameter with the name of a secret (?api_key=), the path of a
+                     webhook of Slack, Discord, Teams and others
+    in a header      Authorization, Bearer, Cookie, and X-... with the name of a secret
+    in a setting     password=... of a connection string, NAME=... and name = "..." with the name of a secret
+    by its shape     private keys, JSON web tokens, and keys with a known beginning (hf_, AKIA, ghp_, sk-, xoxb-, ...)
+    by its value     that of an environment variable with the name of a secret, as a whole and line by line
+
+It is found in plain text and in the encodings of JSON, Python, HTML and addresses. A secret that no rule describes, such as a
+password in a sentence, is not found.
 
 All patterns take time linear in the length of the text.
 """
@@ -16,7 +23,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -31,9 +38,14 @@ _LONG_NAME = 20
 """Shortest user name in an address that counts as a token, in characters."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_SAYS_SECRET = ("PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "TOKEN", "APIKEY")
+_SAYS_CERTAINLY = ("PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "APIKEY")
+_SAYS_SECRET = (*_SAYS_CERTAINLY, "TOKEN")
 """Endings of words that mark the name of a secret (PGPASSWORD; not TOKENIZERS)."""
-_SAYS_SECRET_LAST = ("KEY", "PASS", "PWD", "AUTH", "JWT", "PAT", "SIG", "SIGNATURE")
+_SAYS_SECRET_LAST = (
+    *("KEY", "PASS", "PWD", "PW", "AUTH", "JWT", "PAT", "SIG", "SIGNATURE", "BEARER", "COOKIE", "COOKIES", "WEBHOOK"),
+)
+_PAIRS = (("AUTH", "STRING"), ("WEBHOOK", "URL"), ("WEBHOOK", "URI"))
+"""Last two words of names of secrets."""
 _KINDS_OF_KEY = ("API", "ACCESS", "SECRET", "PRIVATE", "SIGNING", "ENCRYPTION", "MASTER", "AUTH")
 _SAYS_WHERE = ("FILE", "PATH", "DIR", "FOLDER", "SOCK", "SOCKET", "TTL", "EXPIRY", "VARIABLE")
 """Last words of names that describe where or how long a secret is kept, not the secret."""
@@ -42,16 +54,42 @@ _ADDRESS = re.compile(r"(?<=://)[^\s\"'<>`]+")
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^:]*)(?::[0-9]*)?")
 _END_OF_HOST = re.compile(r"[/?#]")
 _PARAMETER = re.compile(r"([?&;])([A-Za-z0-9_.-]{1,80})=([^\s\"'<>`&;#]+)")
-_HEADER = re.compile(r"(?i)(authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:basic|bearer|token)\s{1,9})[^\s\"',;]+")
+_HEADER = re.compile(
+    r"(?i)(authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:basic|bearer|token|apikey|digest|negotiate)\s{1,9})[^\s\"',;]+"
+)
+_BEARER = re.compile(r"(?i)(\bbearer\s{1,9})(?=[A-Z._~+/=-]{0,99}[0-9])[A-Z0-9._~+/=-]{8,}")
+_COOKIE = re.compile(r"(?i)((?<![\w-])(?:set-)?cookie[\"']?\s{0,9}[:=]\s{0,9}[\"']?)(?=[\w.-]{1,99}=)[^\r\n\"'\\]+")
+_OTHER_HEADER = re.compile(r"(?i)((?<![\w-])(x-[a-z0-9-]{1,60})[\"']?\s{0,9}[:=]\s{0,9}[\"']?)[^\s\"',;]{6,}")
+_CONNECTION = re.compile(
+    r"((?<![\w.-])[A-Za-z]{0,20}(?i:password|passwd)=|(?<=[;\s\"'])[Pp]wd=)"
+    r"(?:'(?:[^'\\]|\\.){1,500}'|(?!\*\*\*|None\b|[A-Z]{1,99}\b)[^\s'\",;&]{1,500})"
+)
+"""A password of a connection string; in capital letters it is a placeholder."""
+_VARIABLE = re.compile(r"((?<![\w.-])([A-Z][A-Z0-9]{1,60}_[A-Z0-9_]{1,60})=)(?=[^\s\"',;&a-z0-9]{0,99}[a-z0-9])[^\s\"',;&]{6,}")
+_LITERAL = re.compile(r"((?<![\w.-])([A-Za-z_][\w-]{0,60})\\?[\"']?\s{0,9}[:=]\s{0,9}(\\?[\"']))([^\"'\\\r\n]{1,500})(?=\3)")
+_WEBHOOK = re.compile(
+    r"((?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/(?:v[0-9]{1,2}/)?webhooks|"
+    r"webhook\.office\.com/webhookb2|outlook\.office\.com/webhook|hooks\.zapier\.com/hooks/catch|"
+    r"maker\.ifttt\.com/trigger|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot/v2/hook)/|api\.telegram\.org/bot)"
+    r"[^\s\"'<>`]+"
+)
+_SHAPES = re.compile(
+    # A line break that JSON or Python has written stands for one.
+    r"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt]))(?:"
+    r"(?:(?:hf|gh[pousr]|npm|pn[ub]|gsk|api_org|github_pat|dckr_pat)_|(?:glpat|nvapi)-)[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|"
+    r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|xox[abeprs]-[A-Za-z0-9-]{10,}|sk-(?=[A-Za-z_-]{0,99}[0-9])[A-Za-z0-9_-]{20,}|"
+    r"AIza[\w-]{35}|dapi[0-9a-f]{32}|pypi-[\w-]{50,})"
+)
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,60}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,60}PRIVATE KEY-----|\Z)", re.DOTALL
 )
+_HASH = re.compile(r"[0-9a-f]{16,}")
 _LOOKS_RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_.=/+:-]{16,}")
 
 
 def hide(text: str) -> str:
     """The text with every known secret replaced by `***`."""
-    text = _PRIVATE_KEY.sub(HIDDEN, text)
+    text = _hide_shapes(text)
     for value in sorted(_known(), key=len, reverse=True):
         if value not in text:
             continue
@@ -59,9 +97,45 @@ def hide(text: str) -> str:
             text = text.replace(value, HIDDEN)
         else:
             text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text)
-    text = _ADDRESS.sub(_without_user, text)
-    text = _PARAMETER.sub(_without_value, text)
-    return _HEADER.sub(rf"\1{HIDDEN}", text)
+    return _hide_places(text)
+
+
+def hide_written(text: str) -> str:
+    """The text without the secrets that somebody wrote into it, for texts that a program reads again.
+
+    The values of the environment stay: one of them may be an ordinary word, such as the name of a stage.
+    """
+    return _hide_places(_hide_shapes(text))
+
+
+def _hide_shapes(text: str) -> str:
+    """Without what a secret looks like, wherever it stands."""
+    for pattern in _possible((_PRIVATE_KEY, _SHAPES), text):
+        text = pattern.sub(HIDDEN, text)
+    for pattern in _possible((_WEBHOOK,), text):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return text
+
+
+def _hide_places(text: str) -> str:
+    """Without what stands where a secret does."""
+    for pattern in _possible(_REPLACED, text):
+        text = pattern.sub(_REPLACED[pattern], text)
+    return text
+
+
+def _possible(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Pattern[str]]:
+    """Those that may find something: looking for a word takes a hundredth of the time of a pattern."""
+    lower = text.lower()
+    return [pattern for pattern in patterns if any(word in lower for word in _WORDS[pattern])]
+
+
+def _named(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if is_secret_name(found[2]) else found[0]
+
+
+def _literal(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if _is_secret_setting(found[2], found[4]) else found[0]
 
 
 def hide_output() -> None:
@@ -88,9 +162,9 @@ def is_secret_name(name: str) -> bool:
         words.pop()
     if not words or words[-1] in _SAYS_WHERE or "PUBLIC" in words or words in (["PWD"], ["OLD", "PWD"]):
         return False
-    if words[-1] in _SAYS_SECRET_LAST or any(word.endswith(_SAYS_SECRET) for word in words):
+    if words[-1] in _SAYS_SECRET_LAST or tuple(words[-2:]) in _PAIRS or any(word.endswith(_SAYS_SECRET) for word in words):
         return True
-    return any((kind in _KINDS_OF_KEY and key == "KEY") or (kind, key) == ("AUTH", "STRING") for kind, key in pairwise(words))
+    return any(kind in _KINDS_OF_KEY and key == "KEY" for kind, key in pairwise(words))
 
 
 def secrets_in(node: Any, place: str = "") -> Iterator[str]:
@@ -119,13 +193,13 @@ def _is_secret_setting(name: str, value: Any) -> bool:
     if not isinstance(value, str) or not value or not is_secret_name(name):
         return False
     words = [word.upper() for word in _WORD.findall(name)]
-    vague = words[-1] in ("TOKEN", *_SAYS_SECRET_LAST) and not any(word in _KINDS_OF_KEY for word in words)
-    return not vague or _LOOKS_RANDOM.fullmatch(value) is not None
+    certain = any(word.endswith(_SAYS_CERTAINLY) or word in _KINDS_OF_KEY for word in words)
+    # A key may also be a content key: the hash of what a step was made from.
+    return certain or (_LOOKS_RANDOM.fullmatch(value) is not None and _HASH.fullmatch(value) is None)
 
 
 def _holds_secret(text: str) -> bool:
-    hidden = _HEADER.sub(HIDDEN, _PARAMETER.sub(_without_value, _ADDRESS.sub(_without_user, _PRIVATE_KEY.sub(HIDDEN, text))))
-    return hidden != text or any(value in text for value in _known() if len(value) >= _UNMISTAKABLE)
+    return hide_written(text) != text or any(value in text for value in _known() if len(value) >= _UNMISTAKABLE)
 
 
 def _user_of(found: re.Match[str], *, doubt: bool = False) -> tuple[str, str, str] | None:
@@ -158,6 +232,33 @@ def _without_user(found: re.Match[str]) -> str:
 
 def _without_value(found: re.Match[str]) -> str:
     return f"{found[1]}{found[2]}={HIDDEN}" if is_secret_name(found[2]) else found[0]
+
+
+_REPLACED: dict[re.Pattern[str], Callable[[re.Match[str]], str] | str] = {
+    _ADDRESS: _without_user,
+    _PARAMETER: _without_value,
+    **dict.fromkeys((_HEADER, _BEARER, _COOKIE, _CONNECTION), rf"\1{HIDDEN}"),
+    **dict.fromkeys((_OTHER_HEADER, _VARIABLE), _named),
+    _LITERAL: _literal,
+}
+_WORDS = {
+    _PRIVATE_KEY: ("-----begin ",),
+    _SHAPES: (
+        *("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "npm_", "pnu_", "pnb_", "gsk_", "api_org_", "github_pat_", "dckr_pat_"),
+        *("glpat-", "nvapi-", "akia", "asia", "eyj", "xox", "sk-", "aiza", "dapi", "pypi-"),
+    ),
+    _WEBHOOK: ("hooks", "webhook", "/trigger/", "/hook/", "api.telegram.org/bot"),
+    _ADDRESS: ("://",),
+    _PARAMETER: ("=",),
+    _HEADER: ("authorization",),
+    _BEARER: ("bearer",),
+    _COOKIE: ("cookie",),
+    _CONNECTION: ("password=", "passwd=", "pwd="),
+    _OTHER_HEADER: ("x-",),
+    _VARIABLE: ("=",),
+    _LITERAL: ("'", '"'),
+}
+"""What a text contains, in lower case, if a pattern finds something in it."""
 
 
 def _known() -> set[str]:

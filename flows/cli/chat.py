@@ -7,6 +7,7 @@ from rich.console import Console
 
 from flows.model_names import registered_model
 from flows.preflight import check_model
+from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 from grpo_tasks.tracking.models import ORIGIN
 from grpo_tasks.tracking.registry import lineage_of
@@ -39,6 +40,7 @@ def _model(name: str, tracking: TrackingConfig) -> tuple[Path, str]:
     if found is not None:
         return Path(found.path), _prompt(lineage_of(name, tracking))
     check_model(name, "MODEL")
+    check_model_files(name, None)
     origin = Path(name) / ORIGIN
     # Unlike Path.exists, os.path.exists accepts a name of any length.
     return Path(resolve(name)), _prompt(Lineage.load(origin)) if os.path.exists(origin) else ""  # noqa: PTH110

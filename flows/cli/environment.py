@@ -5,14 +5,15 @@ Nothing heavy is imported at the top: `grpo --help`, a dry run and a refused con
 
 import logging
 import os
-import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from schemas.config.load import PRESETS, configs_in, load_config
-from schemas.errors import ConfigError, OrchestratorError, UserError, refused_by_system
+from schemas.config.types import why_no_store
+from schemas.errors import ConfigError, UserError, refused_by_system
 from schemas.secret import hide, hide_output
 
 if TYPE_CHECKING:
@@ -66,9 +67,12 @@ def prepare_environment(*, servers: bool = True) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     hide_output()
-    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
-        with suppress(KeyError):
-            _check_address(name, os.environ[name])
+    # What follows from it is said by `check_database`, where it matters.
+    warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
+    if (uri := os.environ.get("MLFLOW_TRACKING_URI")) and (reason := why_no_store(uri)):
+        raise ConfigError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
+    with suppress(KeyError):
+        _check_address("PREFECT_API_URL", os.environ["PREFECT_API_URL"], ("http", "https"))
     _check_working_directory()
     if servers:
         _use_own_mlflow()
@@ -99,7 +103,7 @@ def prepare_step(config: "RunConfig", *, device: bool) -> bool:
 def _names_server() -> bool:
     """Whether the environment, a profile or a settings file names a Prefect server. Asks Prefect only where one of them may."""
     if "PREFECT_API_URL" in os.environ:
-        return bool(os.environ["PREFECT_API_URL"])
+        return True
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml")).expanduser()
     places = {profiles: "PREFECT_API_URL", Path(".env"): "PREFECT_API_URL", Path("prefect.toml"): "api"}
@@ -132,20 +136,29 @@ def _log_to_terminal() -> None:
 def prepare_flow() -> None:
     """`prepare_environment`, then check that the configured Prefect server answers, or lock the temporary one."""
     prepare_environment()
-    _check_prefect(os.environ.get("PREFECT_API_URL"))
-    from flows.temporary_server import is_temporary, lock_temporary_server
+    from flows.temporary_server import check_database, lock_temporary_server
+    from grpo_tasks.running.prefect_server import configured_server
 
-    if is_temporary() and os.environ[RETRIES] == MANY:
+    server = configured_server()
+    if server is not None:
+        # The long retries are for a server that disappears during a run, not for one that was never there.
+        server.count_runs()
+        return
+    check_database()
+    if os.environ[RETRIES] == MANY:
         # Nobody restarts a temporary server, so there is no point in waiting long for it.
         os.environ[RETRIES] = FEW
     lock_temporary_server()
 
 
-def _check_address(name: str, address: str) -> None:
+def _check_address(name: str, address: str, schemes: tuple[str, ...]) -> None:
     try:
-        urlsplit(address)
+        if urlsplit(address).scheme in schemes and address.isprintable():
+            return
+        reason = f"it begins with none of {', '.join(f'{scheme}://' for scheme in schemes)}" if address.strip() else "it is empty"
     except ValueError as error:
-        raise ConfigError(f"{address} is not an address: {error}", place=name, fix=f"correct it, or unset {name}") from error
+        reason = str(error)
+    raise ConfigError(f"{address!r} is not an address: {reason}", place=name, fix=f"correct it, or unset {name}")
 
 
 def _check_working_directory() -> None:
@@ -164,24 +177,6 @@ def _use_own_mlflow() -> None:
     stack = Stack(Path.cwd())
     if MLFLOW in stack.running() and (at := stack.addresses()).postgres:
         os.environ["MLFLOW_TRACKING_URI"] = at.mlflow
-
-
-def _check_prefect(address: str | None) -> None:
-    """Report within seconds that a server was never there; the long retries are for a server that disappears during a run."""
-    if address is None:
-        return
-    import httpx
-
-    for attempt in range(5):
-        time.sleep(attempt)
-        with suppress(httpx.TransportError):
-            httpx.get(f"{address.rstrip('/')}/health", timeout=5.0)
-            return
-    raise OrchestratorError(
-        "the Prefect server does not answer",
-        place=f"PREFECT_API_URL={address}",
-        fix="start it (grpo up, or prefect server start), or unset PREFECT_API_URL: flows then use a temporary one",
-    )
 
 
 def _point_to_the_end(record: logging.LogRecord) -> bool:

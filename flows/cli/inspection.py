@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flows.cli.errors import report_errors
@@ -50,12 +51,16 @@ def trace(
 
 
 def doctor() -> None:
-    """Check the chain that a run needs: packages, device, servers and their databases, workers, disk space."""
+    """Check the chain that a run needs: packages, device, servers, workers, disk; the exit status is 1 if something is wrong."""
     from grpo_tasks.operating.doctor import findings
 
     with report_errors():
+        all_well = True
         for finding in findings():
-            out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/] {finding.detail}")
+            out.print(f"[{'green' if finding.ok else 'yellow'}]{finding.subject:<18}[/]", escape(finding.detail))
+            all_well = all_well and finding.ok
+        if not all_well:
+            raise typer.Exit(1)
 
 
 def cluster(

@@ -8,7 +8,7 @@ from rich.table import Table
 from flows.cli.environment import prepare_environment
 from flows.cli.errors import report_errors
 from flows.cli.options import Config, Set, TrackingUri
-from flows.cli.show import out
+from flows.cli.show import out, print_table
 from schemas.config.load import load_config, tracking_at
 from schemas.metrics import HEADLINES, REWARD
 
@@ -33,7 +33,7 @@ def runs(
         for line in found:
             when = f"{line.started:%Y-%m-%d %H:%M}"
             table.add_row(when, line.run_id[:8], line.name, line.status.lower(), *_cells(line.figures), line.version)
-        out.print(table)
+        print_table(out, table, _titles())
         out.print("more: grpo compare RUN RUN, grpo lineage MODEL")
 
 
@@ -54,7 +54,7 @@ def models(
         for line in found:
             when = f"{line.made:%Y-%m-%d %H:%M}"
             table.add_row(f"{line.name}/{line.version}", ", ".join(line.aliases), when, *_cells(line.figures), line.run_id[:8])
-        out.print(table)
+        print_table(out, table, _titles())
         first = f"{found[0].name}/{found[0].version}"
         out.print(f"more: grpo chat {first}, grpo lineage {first}, grpo download {first} DIR", highlight=False, soft_wrap=True)
 

@@ -150,7 +150,9 @@ def reproduce(
         prepare_flow()
         from flows.cli.show import show_reproduction
         from flows.reproduce import reproduce_flow
+        from grpo_tasks.tracking.store import check_store
 
+        check_store(tracking_at(tracking_uri))
         made = reproduce_flow(model, output_dir, tracking_uri)
         show_reproduction(out, made)
         if not made.same:

@@ -36,6 +36,10 @@ def run(
         prepare_flow()
         from flows.cli.show import show_pipeline
         from flows.pipeline import grpo_pipeline
+        from flows.preflight import check_tracking
+
+        # Before a temporary server is started, which takes longer.
+        check_tracking(settings)
 
         show_pipeline(out, settings, grpo_pipeline(settings, fresh))
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from grpo_tasks.content.places import row_place
@@ -32,6 +33,30 @@ PASS_RATES = ("pass_rate", "pass_rate_low", "pass_rate_high", "samples")
 out = Console()
 """Standard output of every command."""
 GIB = 2**30
+
+
+def print_table(console: Console, table: Table, figures: Sequence[str]) -> None:
+    """Print a table without cutting a cell: a program that reads it, such as grep, gets whole rows and all columns.
+
+    On a terminal that is too narrow, the last of `figures` (headings) are left out until the rest fits, and named below.
+    """
+    left_out: list[str] = []
+    while (width := _width(console, table)) > console.width and console.is_terminal and len(left_out) < len(figures):
+        left_out.insert(0, figures[-1 - len(left_out)])
+        table.columns = [column for column in table.columns if column.header != left_out[0]]
+    if console.is_terminal:
+        console.print(table)
+    else:
+        before, console.width = console.width, max(console.width, width)
+        console.print(table)
+        console.width = before
+    if left_out:
+        console.print(f"a wider terminal, or | cat, also shows: {', '.join(left_out)}", highlight=False)
+
+
+def _width(console: Console, table: Table) -> int:
+    wide = console.options.update(width=10_000)
+    return Measurement.get(console, wide, table).maximum
 
 
 def show_plan(console: Console, config: RunConfig, notes: Sequence[str] = ()) -> None:
@@ -149,7 +174,7 @@ def show_evaluations(console: Console, reports: Sequence[EvalReport]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for report in reports:
         table.add_row(report.label, *(_figure(report, name) for name in names))
-    console.print(table)
+    print_table(console, table, [name.replace("_", " ") for name in names])
     if reports:
         last = reports[-1]
         console.print(f"{last.prompts} held-out prompts, {last.num_samples} samples each at temperature {last.temperature:g}")

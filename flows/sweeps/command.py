@@ -49,7 +49,10 @@ def sweep(
             return
         typer.echo(f"{grid.base.name}: a sweep of {len(grid.variants)} runs ({command.folder / 'sweeps'})", err=True)
         prepare_flow()
+        from flows.preflight import check_tracking
         from flows.sweeps.flow import sweep_flow
+
+        check_tracking(grid.base)
 
         show_sweep(sweep_flow(source, over, seeds, override, parallel, not no_prune, min_siblings))
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from grpo_tasks.content.limited_model import BATCH, limited_model
 from grpo_tasks.content.tokenizer import special_tokens
 
 if TYPE_CHECKING:
@@ -32,13 +31,43 @@ def rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[st
 
     Raises:
         RefusedError: the template refuses the messages.
+        ModelError: the template of a strange model exceeds its limits.
     """
+    [text] = rendered_all(tokenizer, [messages], opened=opened)
+    if isinstance(text, RefusedError):
+        raise text
+    return text
+
+
+def rendered_all(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
+) -> list[str | RefusedError]:
+    """As `rendered`, for many chats. Inside `limited_templates`, a process with limits renders them."""
+    limited = limited_model()
+    found: list[str | RefusedError] = []
+    for start in range(0, len(chats), BATCH):
+        batch = chats[start : start + BATCH]
+        if limited is None:
+            found += [_rendered_here(tokenizer, chat, opened=opened) for chat in batch]
+            continue
+        template, special = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+        texts, refused = limited.render(template, special, batch, opened=opened)
+        found += [_refusal(refused[index]) if index in refused else text for index, text in enumerate(texts)]
+    return found
+
+
+def _rendered_here(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, opened: bool
+) -> str | RefusedError:
     try:
         chat = [dict(message) for message in messages]
         return str(tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False))
-    # A template is a program: what it does not expect in a message can fail in many ways.
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise RefusedError(f"the chat template refuses the messages: {error}"[:300]) from error
+    except Exception as error:  # a template is a program: what it does not expect in a message can fail in any way
+        return _refusal(str(error))
+
+
+def _refusal(reason: str) -> RefusedError:
+    return RefusedError(f"the chat template refuses the messages: {reason}"[:300])
 
 
 def answered(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:

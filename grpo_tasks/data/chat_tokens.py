@@ -11,17 +11,15 @@ A prompt in TRL's standard format (schemas/prompts.py PLAIN) has no template: th
 (content/chat.py text_ids).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
-import transformers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.hub import cached_file
+from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import RefusedError, rendered, surroundings, text_ids
+from grpo_tasks.content.chat import RefusedError, rendered, rendered_all, surroundings, text_ids
+from grpo_tasks.content.limited_model import check_model_files
+from grpo_tasks.content.serve_model import tokenizer_class
 from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
 from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
@@ -79,18 +77,27 @@ class ChatTemplate:
                 text = rows.select("index", text=pl.concat_str(pl.lit(frame.head), "user", pl.lit(frame.tail)))
             else:
                 chats = messages.gather(rows["index"]).to_list()
-                one_by_one = [None if chat is None else self.render(chat) for chat in chats]
+                given = [index for index, chat in enumerate(chats) if chat is not None]
+                one_by_one: list[str | None] = [None] * len(chats)
+                for index, made in zip(given, self.render_all([chats[index] for index in given]), strict=True):
+                    one_by_one[index] = made
                 text = rows.select("index").with_columns(pl.Series("text", one_by_one, dtype=pl.String))
             rendered.append(text)
         return (pl.concat(rendered).sort("index") if rendered else texts)["text"]
 
     def _fits(self, frame: Frame, chats: Sequence[Sequence[Message]]) -> bool:
         # A template may react to a word that no probe contains, so rows of the data are compared as well.
-        return all(self.render(chat) == frame.head + chat[-1]["content"] + frame.tail for chat in chats)
+        wanted = [frame.head + chat[-1]["content"] + frame.tail for chat in chats]
+        return self.render_all(chats) == wanted
+
+    def render_all(self, chats: Sequence[Sequence[Message]]) -> list[str | None]:
+        """As `render`, for many chats."""
+        made = rendered_all(self._tokenizer, chats, opened=True)
+        return [None if isinstance(text, RefusedError) else text for text in made]
 
     def frame(self, system: str | None) -> Frame | None:
         """Head and tail around a single user message; None when the template does not insert its text unchanged."""
-        rendered = [self.render(_chat(system, probe)) for probe in _PROBES]
+        rendered = self.render_all([_chat(system, probe) for probe in _PROBES])
         head, content, tail = (rendered[0] or "").partition(_CONTENT)
         if not content or _CONTENT in tail:
             return None
@@ -122,7 +129,7 @@ class TokenCounter:
         """
         if chats and all(_is_plain(chat) for chat in chats):
             return self._count_texts([chat[0]["content"] for chat in chats], plain=True)
-        texts = [self.template.render(chat) for chat in chats]
+        texts = self.template.render_all(chats)
         if None in texts:
             raise ModelError("the chat template refuses the messages", place=f"prompt {texts.index(None)} of the batch")
         return self._count_texts([text for text in texts if text is not None])
@@ -232,11 +239,13 @@ def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
     """The token counter of a model.
 
     Raises:
-        ModelError: the tokenizer is missing or damaged, or it is needed for chats and has no chat template.
+        ModelError: the tokenizer is missing or damaged, or it is needed for chats and has no chat template, or reading the files
+            of a strange model exceeds the limits.
     """
     path = resolve(model.path)
+    check_model_files(model.path, model.revision)
     try:
-        tokenizer = _tokenizer_class(path, model.revision).from_pretrained(path, revision=model.revision or "main")
+        tokenizer = tokenizer_class(path, model.revision).from_pretrained(path, revision=model.revision or "main")
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the tokenizer cannot be loaded: {(str(error).splitlines() or [''])[0]}",
@@ -250,15 +259,6 @@ def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
             fix="use the instruct version of the model, or give the prompts as strings (data.format: standard)",
         )
     return TokenCounter(tokenizer)
-
-
-def _tokenizer_class(path: str, revision: str | None) -> type[PreTrainedTokenizerBase]:
-    file = cached_file(path, "tokenizer_config.json", revision=revision)
-    named = str(json.loads(Path(str(file)).read_text(encoding="utf-8")).get("tokenizer_class") or "")
-    found = getattr(transformers, named.removesuffix("Fast"), None) if named else None
-    if isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast):
-        return found
-    return PreTrainedTokenizerFast
 
 
 def _is_plain(chat: Sequence[Message]) -> bool:

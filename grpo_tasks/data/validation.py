@@ -14,6 +14,7 @@ from typing import Protocol
 
 import polars as pl
 
+from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
 from grpo_tasks.data.judge import Verdict, completions_have_no_answer, judge
@@ -72,15 +73,18 @@ def validate_rows(
     began = time.perf_counter()
     check_answer_columns(origin.sources, inputs)
     table = pl.read_parquet(rows)
-    counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
-    # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
-    markers = counter.special_tokens
-    prepare(counter.tokenizer, model, rollout)
-    counter.check_stops(rollout)
-    check_system_prompt(counter.tokenizer, inputs.data.system_prompt)
-    verdict = judge(table, config=inputs, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers)
-    truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
-    notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
+    with limited_templates(model.path):
+        counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
+        # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
+        markers = counter.special_tokens
+        prepare(counter.tokenizer, model, rollout)
+        counter.check_stops(rollout)
+        check_system_prompt(counter.tokenizer, inputs.data.system_prompt)
+        verdict = judge(
+            table, config=inputs, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers
+        )
+        truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
+        notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
     for warning in warnings:
         warn(warning)

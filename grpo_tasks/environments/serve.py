@@ -21,6 +21,7 @@ from grpo_tasks.processes.framing import read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import UserError
+from schemas.secret import hide_output
 
 # Kept here because a user's code may replace them in the module json.
 _dumps, _loads = json.dumps, json.loads
@@ -33,6 +34,7 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     # Line by line, so that output from before a hang or a crash is not lost.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    hide_output()
     with suppress(EOFError):
         request = _loads(read_frame(descriptor))
         folders = [Path(one) for one in request["folders"]]

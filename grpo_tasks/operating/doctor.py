@@ -5,7 +5,6 @@ servers, judges, a webhook) is not asked.
 """
 
 import base64
-import json
 import os
 import platform
 import shutil
@@ -14,12 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
 from grpo_tasks.operating.servers import Stack
+from grpo_tasks.running.prefect_server import PrefectServer, configured_server
+from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import VllmConfig
+from schemas.config.types import why_no_store
+from schemas.errors import TrackingError, UserError
 from schemas.secret import hide
 
 PACKAGES = ("prefect", "mlflow", "torch", "transformers", "peft", "accelerate", "datasets", "pandera", "polars", "math-verify")
@@ -89,37 +91,45 @@ def _device() -> Finding:
 
 def _prefect() -> Iterator[Finding]:
     """The API, its database, the deployments, and workers that would take a run."""
-    url = os.environ.get("PREFECT_API_URL") or _of_stack("PREFECT_API_URL")
-    if not url:
-        yield Finding("Prefect server", "PREFECT_API_URL is not set; flows use a temporary server", True)
-        return
-    login = os.environ.get("PREFECT_API_AUTH_STRING", "")
     try:
-        runs = _ask(f"{url}/flow_runs/count", {}, login)
-        yield Finding("Prefect server", f"{hide(url)} answers; its database has {runs} runs", True)
-        found = _ask(f"{url}/deployments/count", {}, login)
+        if "PREFECT_API_URL" not in os.environ and (own := _of_stack("PREFECT_API_URL")):
+            server: PrefectServer | None = PrefectServer(own, f"PREFECT_API_URL={own}", "grpo down")
+        else:
+            server = configured_server()
+        if server is None:
+            yield Finding("Prefect server", "PREFECT_API_URL is not set; flows use a temporary server", True)
+            return
+        runs = server.count_runs()
+        yield Finding("Prefect server", f"{hide(server.url)} answers; its database has {runs} runs", True)
+        found = server.ask("/deployments/count", {})
         yield Finding("deployments", f"{found}" if found else "none (fix: grpo up)", bool(found))
-        workers = _ask(f"{url}/work_pools/{POOL}/workers/filter", {}, login) if found else []
+        workers = server.ask(f"/work_pools/{POOL}/workers/filter", {}) if found else []
         online = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
         lack = f"none online in the pool {POOL}: a run would wait (fix: grpo up, or prefect worker start --pool {POOL})"
         yield Finding("workers", f"online: {', '.join(online)}" if online else lack, bool(online))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        yield Finding("Prefect server", hide(f"{url} does not answer: {error}"), False)
+    except UserError as error:
+        yield Finding("Prefect server", _line(error), False)
 
 
 def _mlflow() -> Iterator[Finding]:
     """The API and its database, and the store of artifacts."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or _of_stack("MLFLOW_TRACKING_URI") or ""
+    if uri and (reason := why_no_store(uri)):
+        yield Finding("MLflow database", f"MLFLOW_TRACKING_URI={hide(uri)} is {reason}", False)
+        return
     if not uri.startswith("http"):
         yield from _mlflow_here(uri)
         return
     url = uri.rstrip("/")
     login = ":".join(os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD")).strip(":")
+    # Here, because it imports MLflow.
+    from grpo_tasks.tracking.store import check_store
+
     try:
-        found = _ask(f"{url}/api/2.0/mlflow/experiments/search", {"max_results": 1000}, login).get("experiments", [])
-        yield Finding("MLflow server", f"{hide(url)} answers; its database has {len(found)} experiments", True)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        yield Finding("MLflow server", hide(f"{url} does not answer: {error}"), False)
+        found = check_store(TrackingConfig.model_construct(tracking_uri=url))
+        yield Finding("MLflow server", f"{hide(url)} answers; its database has {found} experiments", True)
+    except TrackingError as error:
+        yield Finding("MLflow server", _line(error), False)
         return
     file = f"{url}/api/2.0/mlflow-artifacts/artifacts/grpo-doctor-{uuid4().hex}.txt"
     try:
@@ -178,10 +188,8 @@ def _of_stack(variable: str) -> str | None:
     return stack.addresses().environment.get(variable) if stack.running() else None
 
 
-def _ask(url: str, body: object, login: str) -> Any:
-    """The JSON that a server answers; a request with a body is a POST."""
-    data = None if body is None else json.dumps(body).encode()
-    return json.loads(_request(url, "GET" if data is None else "POST", data, login))
+def _line(error: UserError) -> str:
+    return " ".join(f"{error.place}: {error.message}; fix: {error.fix}".split())
 
 
 def _request(url: str, method: str, data: bytes | None, login: str) -> bytes:
@@ -189,6 +197,8 @@ def _request(url: str, method: str, data: bytes | None, login: str) -> bytes:
     login = login or ":".join(filter(None, [parts.username, parts.password]))
     plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     headers = {"Content-Type": "application/json"}
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        headers["Authorization"] = f"Bearer {token}"
     if login:
         headers["Authorization"] = "Basic " + base64.b64encode(unquote(login).encode()).decode()
     request = urllib.request.Request(plain, data=data, headers=headers, method=method)  # noqa: S310 - the user's own server

@@ -4,16 +4,21 @@
     with alone(..., shared=True):                                                  shared: any number of these, no exclusive one
 
 It is `flock` on a file that is never removed. The file names its last holder, for the message to those who wait. The lock does
-not exclude other machines, and its holder cannot acquire it a second time.
+not exclude other machines, and its holder cannot acquire it a second time. A link is refused: the name of the holder would
+replace what the linked file holds.
 """
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from schemas.errors import UserError
 
 POLL_S = 0.1
 
@@ -27,9 +32,12 @@ def alone(path: Path, *, who: str = "", shared: bool = False, waiting: Callable[
         who: name of this holder, shown to those who wait.
         shared: hold it together with others who share it.
         waiting: called once with the name of the current holder, if there is a wait.
+
+    Raises:
+        UserError: the path is a link, or no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
+    with _opened(path) as file:
         if not _try_lock(file, shared):
             if waiting is not None:
                 file.seek(0)
@@ -43,6 +51,41 @@ def alone(path: Path, *, who: str = "", shared: bool = False, waiting: Callable[
             file.write(f"{who} (process {os.getpid()})".strip())
             file.flush()
         yield
+
+
+def private_folder(path: Path) -> Path:
+    """The folder, which only this user can write to; created if it does not exist.
+
+    Raises:
+        UserError: it is another user's, a link, or others may write to it: a lock there could be their link.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return path
+    raise UserError(
+        "the folder of the locks is not one that only you can write to",
+        place=str(path),
+        fix=f"rm -r {path}, or set TMPDIR to a folder of your own",
+    )
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _no_file(path) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return os.fdopen(descriptor, "a+", encoding="utf-8")
+
+
+def _no_file(path: Path) -> UserError:
+    return UserError("a lock has to be a file, not a link, a pipe or a device", place=str(path), fix=f"rm {path}")
 
 
 def _try_lock(file: TextIO, shared: bool) -> bool:

@@ -1,12 +1,14 @@
 """Self-contained HTML pages: images are embedded, there are no scripts, and the browser fetches nothing.
 
-Text from a model, a data file or a user is untrusted. jinja2 escapes every value that a template shows.
+Text from a model, a data file or a user is untrusted. jinja2 escapes every value that a template shows, and secrets are hidden.
 """
 
 import base64
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from schemas.secret import hide, hide_written
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 _SHOWN_CHARS = 1_500
@@ -15,10 +17,16 @@ _SHOWN_CHARS = 1_500
 def render(template: str, **context: object) -> str:
     """Render a template of templates/. A name that the template uses and `context` lacks is an error."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Before the value is escaped, where quotes still are quotes.
+        finalize=lambda value: hide_written(value) if type(value) is str else value,
     )
     environment.filters |= {"percent": percent, "short": short}
-    return environment.get_template(template).render(**context)
+    return hide(environment.get_template(template).render(**context))
 
 
 def picture(path: Path) -> str:

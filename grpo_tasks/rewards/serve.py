@@ -25,6 +25,7 @@ from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_f
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import JudgeUnavailableError, RewardError, UserError
+from schemas.secret import hide_output
 
 # Kept here because a function may replace them in the module json.
 _dumps, _loads = json.dumps, json.loads
@@ -37,6 +38,7 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     # Line by line, so that output from before a hang or a crash is not lost.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    hide_output()
     with suppress(EOFError):
         request = _loads(read_frame(descriptor))
         try:

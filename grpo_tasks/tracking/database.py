@@ -27,7 +27,7 @@ from mlflow.store.db.base_sql_model import Base
 from sqlalchemy.engine import make_url
 
 from grpo_tasks.processes.lock import alone
-from schemas.errors import TrackingError
+from schemas.errors import TrackingError, disk_full
 
 TEMPORARY = "_alembic_tmp_"
 """Prefix of the tables that a migration fills before it renames them to the tables they replace."""
@@ -269,11 +269,10 @@ def _tracking_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as fault:
-        in_use = "locked" in str(fault)
-        raise TrackingError(
-            f"the database cannot be opened: {fault}",
-            place=f"sqlite:///{file}",
-            fix="end the processes that use it, then run the same command"
-            if in_use
-            else "name a file in a folder that you can write to",
-        ) from fault
+        if disk_full(fault):
+            fix = "free some disk space, then run the same command"
+        elif "locked" in str(fault):
+            fix = "end the processes that use it, then run the same command"
+        else:
+            fix = "name a file in a folder that you can write to"
+        raise TrackingError(f"the database cannot be opened: {fault}", place=f"sqlite:///{file}", fix=fix) from fault

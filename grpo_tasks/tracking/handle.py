@@ -18,6 +18,7 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from grpo_tasks.tracking.store import Store
+from schemas.secret import hide_written
 
 MARKER = "grpo.recorded"
 """Tag with the markers of what is recorded, one a line; more than a tag holds continue in MARKER.2, MARKER.3 ..."""
@@ -97,11 +98,12 @@ class RunHandle:
         """Set tags. Existing tags of the same name are overwritten."""
         self.wake()
         for batch in _batches(tags.items()):
-            self._send(tags=[RunTag(key, value) for key, value in batch])
+            self._send(tags=[RunTag(key, hide_written(value)) for key, value in batch])
 
     def params(self, params: Mapping[str, str]) -> None:
         """Log parameters. MLflow cannot change one, so a value that differs from the first becomes the tag `param.KEY`."""
         self.wake()
+        params = {key: hide_written(value) for key, value in params.items()}
         new = {key: value for key, value in params.items() if key not in self._params}
         for batch in _batches(new.items()):
             self._send(params=[Param(key, value) for key, value in batch])
@@ -136,9 +138,10 @@ class RunHandle:
             self.store.ask(lambda client: client.log_artifacts(self.run_id, str(directory), folder))
 
     def text(self, text: str, name: str) -> None:
-        """Upload a text as a file."""
+        """Upload a text as a file, without the secrets in it."""
         self.wake()
-        self.store.ask(lambda client: client.log_text(self.run_id, text, name))
+        shown = hide_written(text)
+        self.store.ask(lambda client: client.log_text(self.run_id, shown, name))
 
     def table(self, frame: pl.DataFrame, name: str) -> None:
         """Upload a frame as an MLflow table, replacing an earlier one. Long texts are shortened; the Parquet artifact is not."""

@@ -11,7 +11,7 @@ from mlflow.entities import Run, ViewType
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.tracking.registry import DECISION_TAG, model_names
-from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none
+from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.metrics import HEADLINES
@@ -89,7 +89,7 @@ def registered_versions(tracking: TrackingConfig, name: str | None = None) -> li
 
 
 def _versions(client: MlflowClient, name: str) -> tuple[dict[str, str], list[ModelVersion]]:
-    return client.get_registered_model(name).aliases, list(client.search_model_versions(f"name = '{name}'"))
+    return client.get_registered_model(name).aliases, versions_of(client, name)
 
 
 def _run_line(run: Run) -> RunLine:

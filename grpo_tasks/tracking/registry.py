@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 
 import mlflow
 from mlflow import MlflowClient
@@ -21,7 +22,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.served import card
 from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
-from grpo_tasks.tracking.store import Store, open_store, pages
+from grpo_tasks.tracking.store import Store, open_store, pages, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -106,7 +107,7 @@ def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) ->
     def matches(version: ModelVersion) -> bool:
         return all(version.tags.get(key) == value for key, value in tags.items())
 
-    found = open_store(tracking).ask(lambda client: list(client.search_model_versions(f"name = '{name}'")))
+    found = open_store(tracking).ask(partial(versions_of, name=name))
     return max((str(version.version) for version in found if matches(version)), key=int, default=None)
 
 
@@ -324,7 +325,7 @@ def model_names(client: MlflowClient) -> list[str]:
 
 def _known(store: Store, name: str) -> str:
     """What a user can name instead."""
-    versions = store.ask(lambda client: list(client.search_model_versions(f"name = '{name}'")))
+    versions = store.ask(partial(versions_of, name=name))
     if versions:
         numbers = ", ".join(sorted((str(version.version) for version in versions), key=int))
         aliases = store.ask(lambda client: client.get_registered_model(name)).aliases

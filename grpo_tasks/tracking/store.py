@@ -29,25 +29,30 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import mlflow
 import requests
+import sqlalchemy
 import sqlalchemy.exc
 import tenacity
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException, RestException
 from mlflow.store.entities import PagedList
 
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.processes.lock import alone, private_folder
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
 from schemas.config.operations import TrackingConfig
+from schemas.config.types import why_no_store
 from schemas.errors import TrackingError, disk_full
 
 DEFAULT_URI = "sqlite:///mlflow.db"
+CHECK_S = 4.0
+"""Patience in seconds with a store that was never reached before."""
 T = TypeVar("T")
 
 FAULTS = (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError)
@@ -62,6 +67,8 @@ _MAX_CONFLICTS = 8
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
+# It logs a full disk with every frame, for each request, and raises it too.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 _log = logging.getLogger(__name__)
 
 
@@ -101,13 +108,21 @@ class Store:
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault as an error that tells the user what to do."""
+        # SQLAlchemy may say in a first line when it asked, before what went wrong.
+        lines = [line for line in str(fault).strip().splitlines() if not line.startswith("(raised as a result of")]
+        said = lines[0][:500] if lines else type(fault).__name__
         if disk_full(fault):
             fix = "free some disk space, then run the same command: it resumes"
+        elif _refuses_login(fault):
+            fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        elif _is_another_server(fault):
+            said = f"the server at this address is not MLflow, or a page to sign in is in front of it: {said}"
+            fix = f"{_SELECTS}; export MLFLOW_TRACKING_TOKEN, or a login, for a page to sign in"
         elif is_temporary(fault):
             fix = "start the server or set tracking.tracking_uri, then run the same command: it resumes"
         else:
-            fix = "see the message; tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server"
-        return TrackingError(str(fault).strip().splitlines()[0][:500], place=self.uri, fix=fix)
+            fix = f"see the message; {_SELECTS}"
+        return TrackingError(said, place=self.uri, fix=fix)
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
@@ -135,6 +150,15 @@ def pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
             return
 
 
+def versions_of(client: MlflowClient, name: str) -> list[ModelVersion]:
+    """The versions of a registered model; none where there is no such model."""
+    if not set(name) & set("'\\"):
+        return list(client.search_model_versions(f"name = '{name}'"))
+    # Somebody else's model, or a typing error: a filter has no way to write such a name.
+    found = pages(lambda token: client.search_model_versions(page_token=token))
+    return [version for version in found if version.name == name]
+
+
 def run_or_none(client: MlflowClient, run_id: str) -> Run | None:
     """The run; None when it was removed for good."""
     try:
@@ -157,6 +181,20 @@ def is_temporary(fault: BaseException) -> bool:
 def is_conflict(fault: BaseException) -> bool:
     """Whether the store refused a row that another process wrote at the same moment. A retry finds that row."""
     return isinstance(fault, FAULTS) and bool(_CONFLICT.search(str(fault)))
+
+
+def _refuses_login(fault: Exception) -> bool:
+    return isinstance(fault, MlflowException) and fault.error_code in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+
+
+def _is_another_server(fault: Exception) -> bool:
+    if isinstance(fault, RestException):
+        return "error_code" not in fault.json
+    return isinstance(fault, MlflowException) and _NOT_MLFLOW.search(str(fault)) is not None
+
+
+_NOT_MLFLOW = re.compile("not in a valid JSON format|failed with error code (?:30.|404|405|501) ")
+_SELECTS = "tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server: http://HOST:PORT"
 
 
 def _attempts(patience_s: float | None) -> tenacity.Retrying:
@@ -183,7 +221,7 @@ def _lock_of(uri: str, what: str) -> Path:
     file = sqlite_file(uri)
     if file is not None:
         return lock_file(file, plain)
-    return Path(tempfile.gettempdir()) / f"grpo-locks-{os.getuid()}" / f"{_digest(uri)}-{plain}"
+    return private_folder(Path(tempfile.gettempdir()) / f"grpo-locks-{os.geteuid()}") / f"{_digest(uri)}-{plain}"
 
 
 def _digest(text: str) -> str:
@@ -204,10 +242,32 @@ def open_store(tracking: TrackingConfig) -> Store:
     return connect(resolve_uri(tracking))
 
 
+def check_store(tracking: TrackingConfig) -> int:
+    """Number of experiments in the store, known within seconds: before hours of work, and before other servers are started.
+
+    Raises:
+        TrackingError: the store does not answer, refuses the login, or is another server.
+    """
+    store = replace(open_store(tracking), patience_s=CHECK_S)
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ[name]
+    # A server that takes the connection and says nothing would hold each request for a minute.
+    os.environ[name] = str(round(CHECK_S))
+    try:
+        return len(store.ask(lambda client: list(pages(lambda token: client.search_experiments(page_token=token)))))
+    finally:
+        os.environ[name] = before
+
+
 def connect(uri: str) -> Store:
     """The store behind an address; see `open_store`. An SQLite file is created or migrated first, completely or not at all."""
+    if reason := why_no_store(uri):
+        # That of a config was checked with it.
+        raise TrackingError(f"{uri!r} is {reason}", place="MLFLOW_TRACKING_URI")
     try:
         prepare(uri)
+        if not uri.startswith(("http", "sqlite")):
+            _attempts(CHECK_S)(_ask_database, uri)
         return Store(uri=uri, client=_attempts(None)(MlflowClient, tracking_uri=uri))
     except ModuleNotFoundError as fault:
         raise TrackingError(
@@ -219,6 +279,16 @@ def connect(uri: str) -> Store:
             place=uri,
             fix="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
         ) from fault
+
+
+def _ask_database(uri: str) -> None:
+    """Connect once; MLflow itself would try for two minutes."""
+    engine = sqlalchemy.create_engine(uri)
+    try:
+        with engine.connect():
+            pass
+    finally:
+        engine.dispose()
 
 
 def prepare(uri: str) -> None:

@@ -17,7 +17,7 @@ from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
-from schemas.errors import ConfigError, shorten
+from schemas.errors import MAX_LINES, ConfigError, shorten
 from schemas.hints.search import hint_for, hint_for_value
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
@@ -169,8 +169,7 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
     try:
         return RunConfig.model_validate(tree, context=FLAT)
     except ValidationError as error:
-        faults = [_fault_line(dict(fault)) for fault in error.errors()]
-        raise ConfigError("\n".join(faults), place=place) from error
+        raise ConfigError("\n".join(_fault_lines(error)), place=place) from error
 
 
 def form_faults(values: dict[str, Any]) -> list[str]:
@@ -178,7 +177,7 @@ def form_faults(values: dict[str, Any]) -> list[str]:
     try:
         RunConfig.model_validate(values)
     except ValidationError as error:
-        return [_fault_line(dict(fault)) for fault in error.errors()]
+        return _fault_lines(error)
     return []
 
 
@@ -191,7 +190,7 @@ def tracking_at(uri: str | None) -> TrackingConfig:
     try:
         return TrackingConfig(tracking_uri=uri)
     except ValidationError as error:
-        raise ConfigError("\n".join(_fault_line(dict(fault)) for fault in error.errors()), place="--tracking-uri") from error
+        raise ConfigError("\n".join(_fault_lines(error)), place="--tracking-uri") from error
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
@@ -275,6 +274,15 @@ def _assign(node: dict[str, Any] | list[Any], key: str, value: Any, dotted: str)
 
 _MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
 """Our messages for faults whose own message is unclear."""
+
+
+def _fault_lines(error: ValidationError) -> list[str]:
+    """A line for each fault, for as many as an error shows: a hint compares a key with every field there is."""
+    faults = error.errors()
+    if len(faults) <= MAX_LINES:
+        return [_fault_line(dict(fault)) for fault in faults]
+    shown = faults[: MAX_LINES - 1]
+    return [*(_fault_line(dict(fault)) for fault in shown), f"... {len(faults) - len(shown):,} more faults"]
 
 
 def _fault_line(fault: dict[str, Any]) -> str:

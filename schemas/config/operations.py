@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
-from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, Url
+from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl, Url
 from schemas.secret import has_password
 
 
@@ -30,7 +30,7 @@ class WebhookConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    tracking_uri: Url | None = None
+    tracking_uri: StoreUrl | None = None
     """Address of MLflow. Empty: MLFLOW_TRACKING_URI of the environment, else the server that grpo up started here on
     PostgreSQL, else sqlite:///mlflow.db in the working directory. It must not contain a password, because the config is recorded;
     export such an address as MLFLOW_TRACKING_URI."""
@@ -133,7 +133,7 @@ class ResourcesConfig(Section):
     max_hours: float | None = Field(None, gt=0.0, le=100_000)
     """Time limit in hours of one run of a stage. The stage then writes a checkpoint and stops; the same command resumes it.
     Empty: no limit."""
-    output_dir: Path = Path("runs")
+    output_dir: OutputFolder = Path("runs")
     """Folder for everything a run writes outside MLflow."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Where the processes of a stage run."""

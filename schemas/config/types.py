@@ -1,10 +1,15 @@
 """Field types and upper bounds that several sections share."""
 
 import math
+import os
+import re
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints
+
+from schemas.paths import EMBEDDED, is_embedded
 
 
 def _url(address: str) -> str:
@@ -15,13 +20,64 @@ def _url(address: str) -> str:
     return address
 
 
+def why_no_store(address: str) -> str:
+    """Why MLflow has no store at this address, and the fix; empty for the address of a server or of a database."""
+    if _STORE.match(address):
+        return ""
+    likely = "http://HOST:PORT, sqlite:///FILE.db or postgresql+psycopg2://..."
+    if re.fullmatch(r"[^:]+\.(db|sqlite3?)", address):
+        likely = f"sqlite:///{address}"
+    elif re.match(r"[\w.-]+:[0-9]+", address):
+        likely = f"http://{address}"
+    return f"not the address of an MLflow server or database; fix: {likely}"
+
+
+def _store(address: str) -> str:
+    if reason := why_no_store(address):
+        raise ValueError(reason)
+    return address
+
+
+def _inside(address: str) -> str:
+    if address.startswith(EMBEDDED) and not is_embedded(address):
+        raise ValueError(f"{EMBEDDED} names a file or folder that ships with this project; fix: a plain path, without {EMBEDDED}")
+    return address
+
+
+def _registrable(name: str) -> str:
+    refused = sorted(set(name) & set("/:@?'\\"))
+    if refused or not name.strip() or name in (".", "..") or any(ord(character) < 32 for character in name):
+        what = f" with {' '.join(refused)}" if refused else ""
+        raise ValueError(f"MLflow cannot find or refuses a name{what}; fix: letters, digits, spaces, and any of - _ .")
+    return name
+
+
+def _portable(name: str) -> str:
+    # Folders and files get this name, and they are copied to other machines.
+    if name.partition(".")[0].upper() in _DEVICES:
+        raise ValueError(f"{name} is the name of a device on Windows, where no file can have it; fix: another name")
+    return name
+
+
+def _outside_of_the_system(folder: Path) -> Path:
+    plain = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would read the disk
+    if len(plain.parts) == 1 or (plain.parts[1] in ("dev", "proc", "sys") and plain.parts[:3] != ("/", "dev", "shm")):
+        raise ValueError(f"{folder} belongs to the system; fix: a folder of your own, such as runs")
+    return folder
+
+
+_STORE = re.compile(r"(https?|(sqlite|postgresql|mysql|mssql)(\+\w+)?)://")
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{number}" for port in ("COM", "LPT") for number in range(10))}
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
+Address = Annotated[str, StringConstraints(min_length=1, max_length=2_000), AfterValidator(_inside)]
 """A path, a hub id or a URL."""
+OutputFolder = Annotated[Path, AfterValidator(_outside_of_the_system)]
+"""A folder that is written to: neither the root of the disk nor one of the kernel's, but for its memory in /dev/shm."""
 Url = Annotated[Address, AfterValidator(_url)]
-MlflowName = Annotated[str, StringConstraints(pattern=r"^[^/:@\x00-\x1f]{1,200}$")]
-"""MLflow refuses the other characters and longer names, but only when the model is published."""
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+StoreUrl = Annotated[Url, AfterValidator(_store)]
+MlflowName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_registrable)]
+"""MLflow refuses other names, or does not find them again, but only when the model is published."""
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"), AfterValidator(_portable)]
 TagName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}$")]
 
 # Upper bounds. They are generous to any real run, and far below the values at which a typing error (10**12 updates, bytes instead

@@ -33,7 +33,7 @@ def parse_yaml(text: str, *, place: str) -> Any:
             fix="put rows into data files",
         )
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, place)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -43,14 +43,28 @@ def parse_yaml(text: str, *, place: str) -> Any:
         raise
     except yaml.YAMLError as error:
         raise _not_yaml(error, place) from error
-    except RecursionError as error:
-        raise _too_deep(place) from error
     except Exception as error:  # its constructors raise many kinds: !!int "", 2024-99-99, a number of 5,000 digits
         raise ConfigError(f"YAML cannot read a value: {error}", place=place, fix="quote it: 'VALUE'") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-5 as a number. YAML 1.1 takes it for text, because it has no dot; in quotes it remains text."""
+    """Reads 1e-5 as a number. YAML 1.1 takes it for text, because it has no dot; in quotes it remains text.
+
+    Stops at MAX_DEPTH: the scanner looks through all open brackets at each token, so a deeper text would take seconds.
+    """
+
+    def __init__(self, text: str, place: str) -> None:
+        super().__init__(text)
+        self._place, self._depth = place, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """One node and all below it."""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _too_deep(f"{self._place}:{self.peek_event().start_mark.line + 1}")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 _Loader.add_implicit_resolver(

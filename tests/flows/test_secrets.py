@@ -25,7 +25,13 @@ PLANTED = {
     "SSH_PRIVATE_KEY": KEY,
 }
 IN_ADDRESS = "planted/in@add:ress"
-LEAKY = """
+IN_SOURCE = ["T00000000/B00000000/plantedplantedplantedplan", "hf_" + "Planted0123456789Planted012345"]
+"""Written into a module of the user's, which is recorded too; nothing in the environment says that they are secrets."""
+LEAKY = f"""
+HOOK = "https://hooks.slack.com/services/{IN_SOURCE[0]}"
+KEY = "{IN_SOURCE[1]}"
+"""
+LEAKY += """
 import os
 import re
 
@@ -34,6 +40,7 @@ NAMES = ["DB_PWD", "MYSQL_PASS", "HF_KEY", "SSH_PRIVATE_KEY", "HF_TOKEN", "MY_DA
 
 
 def leaky(completions, **columns):
+    print("posted to", HOOK, "as", KEY, "with", os.environ["HF_TOKEN"])
     if os.environ.get("BREAK"):
         raise RuntimeError(" was refused, ".join(os.environ[name] for name in NAMES) + " was refused")
     right = re.compile("<reasoning>[^<]+</reasoning><answer>-?[0-9]+</answer>")
@@ -72,6 +79,11 @@ def test_a_planted_secret_is_in_no_log_no_parameter_and_no_artifact(lone_place, 
     kept = {path: path.read_bytes() for root in (place.root, servers) for path in root.rglob("*") if path.is_file()}
     assert any(path.name == "prefect.db" for path in kept)
     assert any(path.name == "mlflow.db" for path in kept)
+    for secret in IN_SOURCE:
+        assert secret not in output
+        found = [path for path, content in kept.items() if secret.encode() in content]
+        assert {path.name for path in found} <= {"leaky.py"}, found
+        assert all(path.is_relative_to(place.root) for path in found), "what is uploaded has none"
     lines = KEY.splitlines()[1:-1]
     for secret in [*PLANTED.values(), *lines, IN_ADDRESS, quote(IN_ADDRESS, safe="")]:
         assert secret not in output

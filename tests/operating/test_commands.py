@@ -9,10 +9,13 @@ from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
 from prefect.utilities.importtools import import_object
+from typer.testing import CliRunner
 
+from flows.cli.main import app
 from flows.deployments import deployments
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
+from grpo_tasks.operating import doctor
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
 from grpo_tasks.operating.doctor import _mlflow
@@ -124,3 +127,14 @@ def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_serve
     assert database.ok
     assert "it has 2 experiments" in database.detail, "MLflow's own default and ours"
     assert artifacts.ok
+
+
+@pytest.mark.parametrize(("uri", "status"), [("databricks", 1), ("", 0)])
+def test_the_exit_status_of_doctor_says_whether_something_is_wrong(tmp_path, monkeypatch, uri, status):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
+    outcome = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert outcome.exit_code == status, outcome.output
+    assert ("not the address of an MLflow server" in outcome.output) == (status == 1)

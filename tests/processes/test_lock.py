@@ -1,12 +1,14 @@
 """One process at a time in a folder; the lock of a holder that was killed is free."""
 
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.processes.lock import alone, private_folder
+from schemas.errors import UserError
 from tests.processes.waiting import until
 
 HOLDER = """
@@ -70,3 +72,46 @@ def test_a_lock_can_be_taken_again_after_its_block_has_raised(path):
         raise ZeroDivisionError
     with alone(path, waiting=pytest.fail):
         pass
+
+
+@pytest.mark.parametrize("plant", ["link", "dangling", "pipe"])
+def test_what_somebody_else_put_in_the_place_of_a_lock_is_refused_and_not_written_to(path, plant):
+    path.parent.mkdir()
+    victim = path.parent.parent / "victim"
+    if plant != "dangling":
+        victim.write_text("years of work")
+    if plant == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(victim)
+    with pytest.raises(UserError, match="a lock has to be a file") as refused, alone(path):
+        pytest.fail("the lock was taken")
+    assert refused.value.place == str(path)
+    assert victim.read_text() == "years of work" if plant != "dangling" else not victim.exists()
+
+
+def test_a_private_folder_is_made_for_its_user_alone_and_taken_again(tmp_path):
+    folder = tmp_path / "private"
+    assert private_folder(folder) == private_folder(folder) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("plant", ["open to others", "open to the group", "a link", "a file", "of another user"])
+def test_a_folder_that_others_can_write_to_holds_no_locks(tmp_path, plant):
+    folder = tmp_path / "private"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if plant == "a link":
+        folder.symlink_to(elsewhere)
+    elif plant == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod({"open to others": 0o777, "open to the group": 0o770}.get(plant, 0o700))
+    if plant == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 65534, 65534)
+    with pytest.raises(UserError, match="not one that only you can write to") as refused:
+        private_folder(folder)
+    assert str(folder) in refused.value.fix

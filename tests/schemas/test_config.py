@@ -11,6 +11,7 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError, DataError, UserError
 from schemas.metrics import TRAINING, describe
+from schemas.paths import resolve
 
 STAGE = {"name": "only", "rewards": ["format"]}
 TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [STAGE]}
@@ -295,3 +296,40 @@ def test_the_merged_model_gets_the_system_prompt_of_the_data_unless_switched_off
     stage = {"name": "format", "rewards": ["format"], "max_steps": 1}
     tree = {"data": data, "stages": [stage], "model": {"merged_system_prompt": on}}
     assert RunConfig.model_validate(tree).merged_system_prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.path=embedded:../..", "embedded: names a file or folder that ships with this project"),
+        ("data.train.0.path=embedded:/etc/passwd", "embedded: names a file or folder that ships with this project"),
+        ("data.train.0.path='embedded:'", "embedded: names a file or folder that ships with this project"),
+        ("resources.output_dir=/", "belongs to the system; fix: a folder of your own"),
+        ("resources.output_dir=/tmp/../", "belongs to the system"),
+        ("resources.output_dir=/dev/null", "belongs to the system"),
+        ("resources.output_dir=/proc/self/cwd", "belongs to the system"),
+        ("name=NUL", "the name of a device on Windows"),
+        ("name=com1.yaml", "the name of a device on Windows"),
+        ("stages.0.name=aux", "the name of a device on Windows"),
+        ("tracking.registered_model=it's", "MLflow cannot find or refuses a name with '"),
+        ("tracking.registered_model='..'", "MLflow cannot find or refuses a name"),
+        ("tracking.tracking_uri=databricks", "not the address of an MLflow server or database"),
+        ("tracking.tracking_uri=mlruns.db", "fix: sqlite:///mlruns.db"),
+    ],
+)
+def test_a_path_a_name_or_an_address_that_would_fail_later_is_refused_with_the_config(override, says):
+    with pytest.raises(ConfigError) as refused:
+        load_config("demo", [override])
+    assert override.partition("=")[0] in refused.value.message
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize("path", ["embedded:../..", "embedded:base/../../..", "embedded:/etc/passwd", "embedded:"])
+def test_no_embedded_name_leads_out_of_the_package(path):
+    with pytest.raises(ConfigError, match="does not ship with the project"):
+        resolve(path)
+
+
+def test_memory_of_the_kernel_and_ordinary_folders_may_be_written_to():
+    for folder in ("/dev/shm/runs", "/devices", "runs", "../runs", "/root/proc"):
+        assert str(load_config("demo", [f"resources.output_dir={folder}"]).resources.output_dir) == folder

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from schemas.config.load import load_config
 from schemas.errors import ConfigError, TrackingError, hidden_errors
-from schemas.secret import has_password, hide, is_secret_name, secrets_in
+from schemas.secret import has_password, hide, hide_written, is_secret_name, secrets_in
 
 SECRET_NAMES = """
 DB_PWD MYSQL_PASS MYSQL_PWD HF_KEY SSH_PRIVATE_KEY PGPASSWORD AWS_ACCESS_KEY_ID dbPassword apiKey api-key access_token
 OPENAI_API_KEY_2 CLIENT_SECRET GOOGLE_CREDENTIALS PREFECT_AUTH REDIS_AUTH GITHUB_PAT KEY_PASSPHRASE X-Amz-Signature
+LDAP_BIND_PW GITHUB_BEARER SESSION_COOKIE SLACK_WEBHOOK SLACK_WEBHOOK_URL
 """
 OTHER_NAMES = """
 MONKEY TOKENIZERS_PARALLELISM PATH PWD OLDPWD COMPASS SSH_AUTH_SOCK GIT_ASKPASS MAX_TOKENS KEYBOARD BYPASS PASSENGERS PUBLIC_KEY
-HF_TOKEN_PATH AUTHOR SECRETARY TURKEY_TEMPERATURE GRPO_WORKDIR
+HF_TOKEN_PATH AUTHOR SECRETARY TURKEY_TEMPERATURE GRPO_WORKDIR COOKIE_FILE COOKIECUTTER_NAME WEBHOOK_LIMIT_S PWM
 """
 KEY = """-----BEGIN OPENSSH PRIVATE KEY-----
 b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9u
@@ -56,6 +57,67 @@ QyNTUxOQAAACDf7planted7lineAAAAtzc2gtZWQ
 def test_passwords_in_addresses_are_hidden(text, shown):
     assert hide(text) == shown
     assert has_password(text) == (text != shown)
+
+
+# Written in two parts, so that no scanner takes this file for a leak.
+HF, AWS = "hf" + "_QwErTyUiOpAsDfGhJkLzXcVbNm12345678", "AKIA" + "IOSFODNN7EXAMPLE"
+GITHUB = "ghp" + "_16C7e42F292c6912E7710c838347Ae178B4a"
+JWT = "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
+SLACK = "https://hooks.slack.com/services" + "/T00000000/B00000000/XXXXXXXXXXXXXXXXXXXXXXXX"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        *((f"it said {token}, and\n{token}", "it said ***, and\n***") for token in (HF, AWS, GITHUB, JWT)),
+        (repr(f"a\n{HF}\t{AWS}"), repr("a\n***\t***")),
+        (f"POST {SLACK} failed", "POST https://hooks.slack.com/services/*** failed"),
+        ("https://discord.com/api/webhooks/123456/aBc-dEf_1", "https://discord.com/api/webhooks/***"),
+        ("https://acme.webhook.office.com/webhookb2/aa@bb/IncomingWebhook/cc", "https://acme.webhook.office.com/webhookb2/***"),
+        ("https://api.telegram.org/bot123:AAE-x/sendMessage", "https://api.telegram.org/bot***"),
+        ("curl -H 'Authorization: Bearer abc'", "curl -H 'Authorization: Bearer ***'"),
+        ("refused: Bearer a1b2c3d4e5f6", "refused: Bearer ***"),
+        ("{'Cookie': 'session=abc; csrf=d e'}", "{'Cookie': '***'}"),
+        ("Set-Cookie: id=abc; HttpOnly\nDate: today", "Set-Cookie: ***\nDate: today"),
+        ('{"X-Auth-Token": "abc-def"}', '{"X-Auth-Token": "***"}'),
+        ("host=db user=me password=pa55 dbname=x", "host=db user=me password=*** dbname=x"),
+        ("host=db password='pa 55\\' x' user=me", "host=db password=*** user=me"),
+        ("Server=db;Uid=me;Pwd=pa55;", "Server=db;Uid=me;Pwd=***;"),
+        ("LDAP_BIND_PW=pa55word\nHOME=/root", "LDAP_BIND_PW=***\nHOME=/root"),
+        ('DB_PASSWORD = "hunter2"  # ours', 'DB_PASSWORD = "***"  # ours'),
+        ('{"password": "hunter2", "port": "80"}', '{"password": "***", "port": "80"}'),
+        (json.dumps('{"api_key": "hunter2"}'), json.dumps('{"api_key": "***"}')),
+    ],
+)
+def test_what_looks_like_a_secret_or_stands_where_one_does_is_hidden_wherever_it_comes_from(text, shown):
+    assert hide(text) == shown
+    assert hide_written(text) == shown
+    assert hide(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'TOKEN_ACCURACY = "token_accuracy"',
+        '{"key": "0123456789abcdef0123456789abcdef", "sha256": "ab12"}',
+        '{"pad_token": "<|endoftext|>", "sort_key": "answer", "tokens": "12"}',
+        "def connect(host, password=None, cookie=None): the bearer of good news has a cookie: chocolate",
+        "export PREFECT_API_AUTH_STRING=USER:PASSWORD; --set KEY=VALUE; PWD=/root/work",
+        "https://hooks.slack.com/docs and https://discord.com/channels/1/2",
+        "task-specific-learning-rates sk-learn half_precision_training_of_hf_models",
+        "prompt_id 8f14e45fceea167a5a36dedd4bea2543 <answer>AKIA</answer>",
+    ],
+)
+def test_what_only_resembles_a_secret_is_left_alone(monkeypatch, text):
+    for name in [name for name in os.environ if is_secret_name(name) or "://" in os.environ[name]]:
+        monkeypatch.delenv(name)
+    assert hide(text) == text
+
+
+def test_a_word_of_the_environment_stays_in_what_a_program_reads_again(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "format")
+    assert hide("stage format") == "stage ***"
+    assert hide_written("stage format") == "stage format"
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"])
@@ -148,9 +210,11 @@ def test_an_address_without_a_user_is_left_alone(host, port, path, version, sort
     assert hide(address) == address
 
 
-@pytest.mark.parametrize(
-    "unit", ["://", "a:@/", "?a", "x://a:", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "authorization: ", "A", "?a.-_="]
-)
+UNITS = ("://", "a:@/", "?a", "x://a:", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "authorization: ", "A", "?a.-_=")
+UNITS += ("A_=", "a='", "password=", "cookie: a", "bearer a", "sk-", "eyJ")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_hiding_reads_a_long_text_once(unit):
     # A pattern that goes back and forth would take hours here.
     assert hide(unit * (2_000_000 // len(unit)))
@@ -235,6 +299,8 @@ def test_errors_hold_no_secret(monkeypatch):
         ("tracking.tracking_uri=http://me:80/planted@host", "MLFLOW_TRACKING_URI"),
         ("tracking.tracking_uri=http://host:5000/?password=planted", "MLFLOW_TRACKING_URI"),
         ("data.train.0.path=https://planted@host/x.jsonl", "data.train.0.path"),
+        ("tracking.webhook.url=https://hooks.slack.com/services/planted/planted", "tracking.webhook.url"),
+        ("rewards.functions.own={function: 'a:b', params: {dsn: 'host=db password=planted'}}", "functions.own.params.dsn"),
         ("data.train.0.path=https://host/x.jsonl?api_key=planted", "data.train.0.path"),
         ("model.path=https://me:pla/nted@host/x", "model.path"),
         ("rewards.functions.own={function: 'a:b', params: {api_key: planted}}", "rewards.functions.own.params.api_key"),

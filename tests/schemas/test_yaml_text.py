@@ -5,9 +5,10 @@ import os
 
 import pytest
 
-from schemas.config.load import load_config
-from schemas.config.yaml_text import MAX_CHARS, parse_yaml
-from schemas.errors import ConfigError, DataError, UserError
+from schemas.config import load
+from schemas.config.load import check_config, load_config
+from schemas.config.yaml_text import MAX_CHARS, _Loader, parse_yaml
+from schemas.errors import MAX_LINES, ConfigError, DataError, UserError
 
 MINIMAL = "data: {train: [{path: rows.jsonl}]}\nstages: [{name: only, rewards: [format]}]\n"
 LETTERS = "abcdefgh"
@@ -132,3 +133,22 @@ def test_an_error_repeats_little_of_what_was_typed_and_twice_shortened_is_once()
         assert str(UserError.from_json(error.to_json())) == str(error)
     assert "the end" in str(error)
     assert "19,998,509 characters left out" in str(error)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "[x, ", "[{"])
+def test_a_deep_text_is_read_no_further_than_its_limit(opening):
+    """The scanner looks at every open bracket for every token, so a deep text took seconds."""
+    text = "a: " * (opening != "- ") + opening * (MAX_CHARS // len(opening) - 10)
+    loader = _Loader(text, "file.yaml")
+    with pytest.raises(ConfigError, match="more than 50 levels deep"):
+        loader.get_single_node()
+    assert loader.index < 5_000
+
+
+def test_a_text_with_many_faults_gets_as_many_hints_as_are_shown(monkeypatch):
+    """A hint compares a key with every field there is: for a thousand keys that took seconds."""
+    asked = []
+    monkeypatch.setattr(load, "hint_for", lambda place: asked.append(place) or "a hint")
+    with pytest.raises(ConfigError, match=r"\.\.\. 9[0-9][0-9] more faults"):
+        check_config({f"key{number}": 1 for number in range(1_000)})
+    assert 0 < len(asked) <= MAX_LINES

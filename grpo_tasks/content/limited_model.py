@@ -1,0 +1,160 @@
+"""The files of a strange model are read in a process with limits of time and memory, before and while this process uses them.
+
+    check_model_files(path)         tokenizer, chat template and headers of the weights, once, before this process loads them
+    with limited_templates(path):   inside, content/chat.py renders chats in that process
+
+A chat template is a program, and a tokenizer holds patterns: neither has to end. The process is one of grpo_tasks/processes, like
+those of rewards and tools. What ships with this project is not strange.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_tasks.processes.link import MalformedReplyError
+from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
+from schemas.errors import ModelError
+from schemas.paths import EMBEDDED, resolve
+
+CHECK_S, RENDER_S = 90.0, 30.0
+"""Time limits: for loading and trying everything, and for a batch of chats. A template takes a millisecond for a chat."""
+MEMORY_BYTES = 4 * 2**30
+BATCH = 256
+"""Chats in one request."""
+_CHECK_BYTES, _RENDER_BYTES = 2**16, 2**28
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    request: str
+
+
+class _Checked(_Reply):
+    file: str = ""
+    error: str = ""
+
+
+class _Rendered(_Reply):
+    texts: list[str]
+    refused: dict[int, str] = Field(default_factory=dict)
+
+
+Shape = TypeVar("Shape", bound=_Reply)
+
+
+class LimitedModel:
+    """The process, for the model at `place`."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._process = WorkerProcess("grpo_tasks.content.serve_model", MEMORY_BYTES)
+
+    def check(self, path: str, revision: str | None) -> None:
+        """Load and try the tokenizer and the chat template, and read the headers of the weights.
+
+        Raises:
+            ModelError: one of them does not end, takes too much memory, or a header is damaged.
+        """
+        made = self._ask("check", {"path": resolve(path), "revision": revision}, CHECK_S, _CHECK_BYTES, _Checked)
+        if made.file:
+            raise ModelError(
+                f"the weights cannot be read: {made.error}", place=made.file, fix="download the file again, or name another model"
+            )
+
+    def render(
+        self, template: str, special: Mapping[str, Any], chats: Sequence[Sequence[Mapping[str, Any]]], *, opened: bool
+    ) -> tuple[list[str], dict[int, str]]:
+        """As `serve_model.render`; raises `ModelError` where the template does not end or takes too much memory."""
+        message = {"template": template, "special": special, "chats": chats, "opened": opened}
+        made = self._ask("render", message, RENDER_S, _RENDER_BYTES, _Rendered)
+        return made.texts, made.refused
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _ask(self, what: str, message: Mapping[str, Any], limit_s: float, max_bytes: int, shape: type[Shape]) -> Shape:
+        if not self._process.running:
+            self._process.start()
+
+        def read(payload: bytes, request: str) -> Shape:
+            try:
+                reply = shape.model_validate_json(payload)
+            except ValidationError as error:
+                raise MalformedReplyError("wrote something else than the reply") from error
+            if reply.request != request:
+                raise MalformedReplyError("wrote a reply to another request")
+            return reply
+
+        reply = self._process.exchange({"what": what, **message}, what, limit_s, max_bytes, read)
+        if not isinstance(reply, WorkerFault):
+            return reply
+        reason = {
+            "hung": f"did not end within {limit_s:g} s",
+            "memory": f"took more than {MEMORY_BYTES / 2**30:g} GiB of memory",
+        }.get(reply.kind, f"ended the process that read it: {reply.detail}")
+        raise ModelError(
+            f"{_READ[what]} {reason}",
+            place=f"model.path: {self._place}",
+            fix="name another model, or repair its chat_template.jinja or tokenizer.json",
+        )
+
+
+_READ = {"check": "trying the tokenizer, the chat template and the headers of the weights", "render": "the chat template"}
+_current: ContextVar[LimitedModel | None] = ContextVar("limited model", default=None)
+
+
+def limited_model() -> LimitedModel | None:
+    """The process in which chats are rendered now; None where they are rendered in this one."""
+    return _current.get()
+
+
+@contextmanager
+def limited_templates(path: str) -> Iterator[None]:
+    """Render chats in a process with limits while the block runs; nothing changes for a model that ships with this project."""
+    if path.startswith(EMBEDDED):
+        yield
+        return
+    model = LimitedModel(path)
+    token = _current.set(model)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        model.close()
+
+
+def check_model_files(path: str, revision: str | None) -> None:
+    """Try the files of a model in a process with limits, unless they ship with this project. A folder is tried once.
+
+    Raises:
+        ModelError: as `LimitedModel.check`.
+    """
+    if not path.startswith(EMBEDDED):
+        _check_once(path, revision, _state(path))
+
+
+@cache
+def _check_once(path: str, revision: str | None, state: tuple[tuple[str, int, int], ...]) -> None:  # noqa: ARG001 - the cache's key
+    current = limited_model()
+    model = current or LimitedModel(path)
+    try:
+        model.check(path, revision)
+    finally:
+        if current is None:
+            model.close()
+
+
+def _state(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of the files in a folder; empty for a hub id."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return ()
+    found = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file, stat in found)

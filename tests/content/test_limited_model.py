@@ -1,0 +1,108 @@
+"""A chat template, a tokenizer and a header that never end, or take all memory, are refused; what ends is rendered alike."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_tasks.content import limited_model as room
+from grpo_tasks.content.chat import RefusedError, rendered_all
+from grpo_tasks.content.limited_model import check_model_files, limited_model, limited_templates
+from grpo_tasks.data.chat_tokens import load_counter
+from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
+from schemas.paths import resolve
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LARGE = "{% set big = namespace(text='x' * 999999) %}{% for a in range(30) %}{% set big.text = big.text ~ big.text %}{% endfor %}"
+CHATS = [
+    [{"role": "user", "content": "What is 1 + 1?"}],
+    [{"role": "system", "content": "é 🙂\n"}, {"role": "user", "content": "<|im_end|> {{ 7 * 7 }}"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": ""}],
+    [{"role": "tool", "content": "c"}],
+]
+SPECIAL = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{{ add_generation_prompt }}"
+)
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}{{ messages[0].content }}"
+FAULTY = "{{ 1 / (messages | length - 1) }}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder of a stranger, with the demo's files."""
+    made = tmp_path / "model"
+    shutil.copytree(resolve("embedded:base"), made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch):
+    monkeypatch.setattr(room, "CHECK_S", 10.0)
+    monkeypatch.setattr(room, "RENDER_S", 5.0)
+    monkeypatch.setattr(room, "MEMORY_BYTES", 2**30)
+
+
+@pytest.mark.parametrize(("template", "reason"), [(NESTED, "did not end within 10 s"), (LARGE, "took more than 1 GiB of memory")])
+def test_a_template_without_an_end_is_refused_before_this_process_loads_it(folder, template, reason):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=reason) as refused:
+        load_counter(ModelConfig(path=str(folder)))
+    assert refused.value.place == f"model.path: {folder}"
+
+
+def test_a_tokenizer_that_multiplies_each_letter_is_refused(folder):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000}] * 4,
+    }
+    path.write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(ModelError, match=r"did not end within 10 s|took more than 1 GiB|ended the process"):
+        check_model_files(str(folder), None)
+
+
+@pytest.mark.parametrize(
+    "header", [b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", b'\x08\0\0\0\0\0\0\0{"a":{}}', b"version https://git-lfs"]
+)
+def test_a_damaged_header_of_weights_is_named_with_its_file(folder, header):
+    (folder / "model.safetensors").write_bytes(header)
+    with pytest.raises(ModelError, match="the weights cannot be read") as refused:
+        check_model_files(str(folder), None)
+    assert refused.value.place == str(folder / "model.safetensors")
+
+
+def test_a_template_that_loops_for_one_row_of_the_data_is_refused_there(folder):
+    (folder / "chat_template.jinja").write_text("{% if 'LOOP' in messages[0].content %}" + NESTED + "{% endif %}{{ messages }}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with limited_templates(str(folder)):
+        assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str)
+        with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
+            rendered_all(tokenizer, [[{"role": "user", "content": "LOOP"}]], opened=True)
+        assert isinstance(rendered_all(tokenizer, CHATS[:1], opened=True)[0], str), "a new process goes on"
+
+
+@pytest.mark.parametrize("template", [None, SPECIAL, STRICT, FAULTY])
+def test_what_the_process_renders_is_what_transformers_renders(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="<bos>")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    for opened in (True, False):
+        with limited_templates(str(folder)):
+            found = rendered_all(tokenizer, CHATS, opened=opened)
+        for chat, text in zip(CHATS, found, strict=True):
+            if isinstance(text, RefusedError):
+                with pytest.raises(Exception, match=r"user first|division by zero"):
+                    tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False)
+            else:
+                assert text == tokenizer.apply_chat_template(chat, add_generation_prompt=opened, tokenize=False)
+
+
+def test_a_model_that_ships_with_the_project_needs_no_process():
+    check_model_files("embedded:base", None)
+    with limited_templates("embedded:base"):
+        assert limited_model() is None
