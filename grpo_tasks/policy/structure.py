@@ -7,6 +7,7 @@ second, instead of in the first update.
 """
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -60,12 +61,25 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
         A warning where the model computes positions that it was not trained on; empty where all fit.
 
     Raises:
-        ConfigError: the model has a table of positions, and it is shorter.
+        ConfigError: the model has a table of positions, and it is shorter; or its angles change beyond some length.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    reach = f"prompts and completions of up to {longest:,} tokens together"
+    if angles_depend_on_length(model):
+        # Keys in a cache, and short rows beside a long one, would be rotated as the model rotates no row of their own.
+        ropes = getattr(config, "rope_parameters", None) or {}
+        # Where layers differ, each kind of layer has parameters of its own.
+        kinds = [part for part in ropes.values() if isinstance(part, Mapping)] or [ropes]
+        turn = min(kind.get("original_max_position_embeddings") or limit or longest for kind in kinds)
+        if longest > turn:
+            raise ConfigError(
+                f"{reach}, and the model's rotary angles change with the length of a row beyond {turn:,} tokens",
+                place="validation.max_prompt_length, rollout.max_completion_length",
+                fix=f"lower them to {turn:,} tokens together",
+            )
     if limit is None or longest <= limit:
         return ""
-    reach = f"prompts and completions of up to {longest:,} tokens together"
     if has_position_table(model, limit):
         raise ConfigError(
             f"{reach}, and the model has a table of {limit:,} positions",
@@ -73,6 +87,14 @@ def check_positions(model: PreTrainedModel, longest: int) -> str:
             fix=f"lower them to {limit:,} tokens together",
         )
     return f"{reach}, and the model was made for {limit:,} (max_position_embeddings): beyond them its answers may be worse"
+
+
+def angles_depend_on_length(model: PreTrainedModel) -> bool:
+    """True if the model chooses its rotary angles by the longest row, a number for which every step makes the host wait."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    # Where layers differ, each kind of layer has a type of its own.
+    found = {kind for each in kinds for kind in (each.values() if isinstance(each, Mapping) else [each])}
+    return not found.isdisjoint({"dynamic", "longrope"})
 
 
 def has_position_table(model: PreTrainedModel, limit: int) -> bool:

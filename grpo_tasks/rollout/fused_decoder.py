@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from grpo_tasks.attention.shared_prompt import UnsupportedError
 from grpo_tasks.policy.folded_adapter import LowRankLinear
+from grpo_tasks.policy.structure import angles_depend_on_length
 from grpo_tasks.rollout.decoding_cache import DecodingCache, multiply_into
 
 
@@ -173,14 +174,6 @@ class FusedDecoder:
         # Rotated keys beside the values are stored together, in one kernel.
         multiply_into(rotated, partial(torch.bmm, key, rotation))
         return torch.bmm(query, rotation)[:, :, None], heads[:, : 2 * count].unflatten(1, (2, count))
-
-
-def angles_depend_on_length(model: PreTrainedModel) -> bool:
-    """True if the model chooses its rotary angles by the longest row, a number for which every step makes the host wait."""
-    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
-    # Where layers differ, each kind of layer has a type of its own.
-    found = {kind for each in kinds for kind in (each.values() if isinstance(each, Mapping) else [each])}
-    return not found.isdisjoint({"dynamic", "longrope"})
 
 
 def _layer(layer: Any, window: int | None) -> _Layer:

@@ -25,10 +25,11 @@ from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.forward_check import CheckRows, Scores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
+from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
 from grpo_tasks.rollout.decoding_cache import DecodingCache
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop, MakeState
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, Sampling
-from grpo_tasks.rollout.fused_decoder import FusedDecoder, angles_depend_on_length
+from grpo_tasks.rollout.fused_decoder import FusedDecoder
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError, Notice
@@ -118,8 +119,11 @@ class LocalEngine:
         """One completion per request, in order; see `RolloutEngine`.
 
         Raises:
+            ConfigError: the model has no positions for the longest prompt with its completion.
             ModelError: no way of decoding samples from the model.
         """
+        reach = [len(one.prompt_ids) + (one.max_tokens or sampling.max_completion_length) for one in requests]
+        check_positions(causal_model(self._model), max(reach, default=0))
         if self._make_state is None:
             self._make_state = self._fitting_state()
         return self._generate(requests, sampling, self._make_state)

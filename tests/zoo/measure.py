@@ -26,6 +26,7 @@ from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer, trainable_policy
 from grpo_tasks.policy.logprobs import TokenScores
+from grpo_tasks.policy.structure import check_positions
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
@@ -111,6 +112,11 @@ def measure(name: str, folder: Path, *, whole: bool = True) -> Verdict:
     base = truth.load(folder, ATTENTION.get(name, "eager"))
     ref = ModelRef(path=str(folder))
     config = ModelConfig(path=ref.path)
+    with _watched(verdict, "positions", refusable=True):
+        # As before a run (flows/preflight.py).
+        check_positions(base, max(len(prompt) for prompt in PROMPTS) + max(map(len, COMPLETIONS)))
+    if verdict.refused:
+        return verdict
     if whole:
         with _watched(verdict, "sampling, base", refusable=True):
             _sampling(verdict, "base", base, load_policy(ref, config, device=CPU), whole=True)
