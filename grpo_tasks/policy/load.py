@@ -156,11 +156,29 @@ def load_base(
     Raises:
         ModelError: the weights cannot be loaded.
     """
+    model = _from_files(ref, config, device, dtype=dtype or loading_dtype(ref, config), quantize=quantize)
+    if adds_tokens(ref, config):
+        tokenizer = load_tokenizer(ModelRef(path=ref.path, revision=ref.revision))
+        new_ids = add_tokens(tokenizer, added_tokens(config))
+        like = starting_rows(tokenizer, added_tokens(config), new_ids)
+        widen(model, len(tokenizer), new_ids, seed=token_seed, like=like)
+    if not getattr(model, "is_quantized", False):
+        # A quantized model is loaded straight to its device and cannot be moved.
+        model = model.to(device)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # On a CPU, bitsandbytes repacks the weights in eval mode; no gradient can pass through them afterwards.
+            module.support_avx512bf16_for_cpu = False
+    return model.eval().requires_grad_(False)
+
+
+def _from_files(ref: ModelRef, config: ModelConfig, device: torch.device, *, dtype: str, quantize: bool) -> PreTrainedModel:
+    """The model as transformers loads it, with attention that computes what the model says, and without noise."""
     load = partial(
         AutoModelForCausalLM.from_pretrained,
         resolve(ref.path),
         revision=ref.revision,
-        dtype=getattr(torch, dtype or loading_dtype(ref, config)),
+        dtype=getattr(torch, dtype),
         use_safetensors=True,
         **(_quantized(config, device) if quantize and config.quantization != "none" else {}),
     )
@@ -183,19 +201,7 @@ def load_base(
     if config.attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
         # torch's kernels leave the caps out (Gemma 2), and so would compute other numbers without a word.
         model.set_attn_implementation("eager")
-    if adds_tokens(ref, config):
-        tokenizer = load_tokenizer(ModelRef(path=ref.path, revision=ref.revision))
-        new_ids = add_tokens(tokenizer, added_tokens(config))
-        like = starting_rows(tokenizer, added_tokens(config), new_ids)
-        widen(model, len(tokenizer), new_ids, seed=token_seed, like=like)
-    if not getattr(model, "is_quantized", False):
-        # A quantized model is loaded straight to its device and cannot be moved.
-        model = model.to(device)
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # On a CPU, bitsandbytes repacks the weights in eval mode; no gradient can pass through them afterwards.
-            module.support_avx512bf16_for_cpu = False
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _disable_noise(model: PreTrainedModel) -> None:
