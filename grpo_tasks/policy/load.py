@@ -246,12 +246,15 @@ def _over(base: PreTrainedModel, adapter: Path, *, is_trainable: bool = False) -
     """
     with load_errors("the adapter", str(adapter)):
         policy = PeftModel.from_pretrained(base, str(adapter), is_trainable=is_trainable)
-        saved, loaded = load_peft_weights(str(adapter), device="cpu"), get_peft_model_state_dict(policy)
+        saved = load_peft_weights(str(adapter), device="cpu")
+        loaded = get_peft_model_state_dict(policy, save_embedding_layers=False)
     # peft only warns of what it does not find again under transformers' renamings of checkpoints (Laguna's shared experts).
-    lost = [name for name, tensor in saved.items() if name not in loaded or not _same(loaded[name], tensor)]
+    # Beside its own tensors a file may hold the base's embeddings.
+    own = {name: tensor for name, tensor in saved.items() if ".lora_" in name or name in loaded}
+    lost = [name for name, tensor in own.items() if name not in loaded or not _same(loaded[name], tensor)]
     if lost:
         raise ModelError(
-            f"{len(lost)} of the adapter's {len(saved)} tensors do not reach the model: {', '.join(lost[:3])}",
+            f"{len(lost)} of the adapter's {len(own)} tensors do not reach the model: {', '.join(lost[:3])}",
             place=str(adapter),
             fix="check that the adapter belongs to this base model; if it does, train one without these layers",
         )

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from grpo_tasks.policy.adapter_targets import add_adapter, bypassed_layers, uncovered
+from grpo_tasks.policy.adapter_targets import add_adapter, uncovered, unfit_layers
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
 from grpo_tasks.policy.load import order_modules
 from grpo_tasks.policy.structure import check_positions, check_structure, empty_model
@@ -145,7 +145,40 @@ def test_what_gets_no_adapter_is_said(name, targets, on, without):
 def test_nothing_is_said_where_every_layer_that_is_meant_has_one(name, targets):
     settings = LoraConfig(r=2, target_modules=targets)
     assert uncovered(add_adapter(model_of(name, "meta"), settings), settings) == ""
-    assert bypassed_layers(model_of(name, "meta")) == []
+    assert unfit_layers(model_of(name)) == {}
+
+
+def test_a_layer_that_text_does_not_call_or_that_returns_more_gets_no_adapter():
+    model = model_of_with_tower()
+    router = model.model.layers[0].self_attn.o_proj
+    router.forward = lambda states: torch.nn.functional.linear(states, router.weight) * 2
+    assert unfit_layers(model) == {
+        "model.tower": "the model does not call it for text",
+        "model.layers.0.self_attn.o_proj": "it computes more than W x + b",
+    }
+    adapted = [name for name, _ in add_adapter(model, LoraConfig(r=2)).named_parameters() if "lora_A" in name]
+    assert not [name for name in adapted if "tower" in name or "layers.0.self_attn.o_proj" in name]
+    assert [name for name in adapted if "layers.1.self_attn.o_proj" in name]
+    with pytest.raises(ConfigError, match="tower cannot have an adapter: the model does not call it for text"):
+        add_adapter(model_of_with_tower(), LoraConfig(r=2, target_modules=["q_proj", "tower"]))
+
+
+def model_of_with_tower():
+    model = model_of("untied")
+    model.model.tower = torch.nn.Linear(4, 4)
+    return model
+
+
+def test_layers_that_share_a_weight_are_refused():
+    model = model_of("untied")
+    first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+    second.weight = first.weight
+    with pytest.raises(
+        ConfigError, match=r"layers.0.self_attn.q_proj and model.layers.1.self_attn.q_proj share one weight"
+    ) as caught:
+        add_adapter(model, LoraConfig(r=2))
+    assert "k_proj" in caught.value.fix
+    assert "q_proj" not in caught.value.fix
 
 
 def test_an_adapters_file_is_the_same_in_every_process(tmp_path):
