@@ -6,6 +6,7 @@
 A run without a deployment cannot be started again by a worker. It ends with the version registered, and `grpo promote` decides.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +18,9 @@ from prefect import suspend_flow_run
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause, PrefectHTTPStatusError
+from prefect.exceptions import Pause
 from prefect.input import RunInput
-from prefect.input.actions import create_flow_run_input, read_flow_run_input
+from prefect.input.actions import create_flow_run_input, delete_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
@@ -29,7 +30,7 @@ from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from schemas.config.run import RunConfig
-from schemas.errors import ModelError
+from schemas.errors import DamagedError, ModelError
 from schemas.results.base import Result
 from schemas.results.publication import Approval, Publication, Trained
 from schemas.secret import hide
@@ -62,15 +63,44 @@ class Asked(Result):
 
 
 def what_was_asked() -> Asked | None:
-    """What this run was suspended with; None when it never was."""
+    """What this run was suspended with; None when it never was.
+
+    Raises:
+        DamagedError: the file is not the one that a person was asked about.
+    """
     file = _kept()
     if file is None:
         return None
     try:
-        return Asked.load(file)
+        return read_asked(file)
     except (OSError, TypeError, ValueError):
         run_logger().warning("what this run was suspended with cannot be read; it continues with its parameters as they are now")
         return None
+
+
+def write_asked(asked: Asked, folder: Path) -> Path:
+    """A file whose name is its SHA-256. Prefect keeps the name, so whoever edits the file cannot make it agree."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f"{flow_run.id}.json"
+    asked.save(written)
+    return written.replace(folder / f"{hashlib.sha256(written.read_bytes()).hexdigest()}.json")
+
+
+def read_asked(file: Path) -> Asked:
+    """What `write_asked` wrote.
+
+    Raises:
+        DamagedError: it was changed since.
+    """
+    content = file.read_bytes()
+    # An earlier release has named it after the run: there the results within it are sealed, each by itself.
+    if file.stem not in (hashlib.sha256(content).hexdigest(), str(flow_run.id)):
+        raise DamagedError(
+            "what this run was suspended with has changed since a person was asked about it (its SHA-256 differs)",
+            place=str(file),
+            fix="start a new run of the same config: finished steps are skipped, and it asks with the figures that they recorded",
+        )
+    return Asked.parse(content, place=file)
 
 
 @contextmanager
@@ -85,11 +115,12 @@ def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
 def _keep(asked: Asked) -> None:
     """Write it next to the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
     folder = asked.config.resources.output_dir.resolve() / asked.config.name / ".asked"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{flow_run.id}.json"
-    asked.save(file)
-    # There is one already when the run failed after this line and was started again: with the same name.
-    with suppress(PrefectHTTPStatusError):
+    file = write_asked(asked, folder)
+    # There is one already when the run was asked before: with the same contents, unless that file was gone.
+    known = read_flow_run_input(_ASKED)
+    if known is not None and known != str(file):
+        delete_flow_run_input(_ASKED)
+    if known != str(file):
         create_flow_run_input(_ASKED, str(file))
 
 

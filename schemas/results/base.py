@@ -6,6 +6,7 @@ same inputs and the same code. Durations are recorded but do not count in the ke
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -31,8 +32,21 @@ class Result(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote."""
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        """Read what `save` wrote.
+
+        Raises:
+            DamagedError: it is, or holds, the result of a step that changed since the step wrote it.
+        """
+        return cls.parse(path.read_bytes(), place=path)
+
+    @classmethod
+    def parse(cls, content: bytes, *, place: Path) -> Self:
+        """`load` from the bytes of a file that was read already."""
+        result = cls.model_validate_json(content)
+        for found in _step_results(result):
+            if found.seal and found.seal != found._digest():
+                raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(place))
+        return result
 
 
 class OutputFile(Result):
@@ -74,12 +88,9 @@ class StepResult(Result):
             DamagedError: the file changed since it was written.
         """
         try:
-            result = super().load(path)
+            return super().load(path)
         except ValueError as error:
             raise DamagedError("the result cannot be read", place=str(path)) from error
-        if result.seal and result.seal != result._digest():
-            raise DamagedError("the result changed since its step wrote it (the seal differs)", place=str(path))
-        return result
 
     def moved_to(self, directory: Path) -> Self:
         """The result after its folder was moved: all paths inside the folder change with it."""
@@ -98,3 +109,17 @@ class StepResult(Result):
 
     def _digest(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
+
+
+def _step_results(value: object) -> Iterator[StepResult]:
+    """Every result of a step in a value, at any depth, itself included."""
+    if isinstance(value, StepResult):
+        yield value
+    if isinstance(value, BaseModel):
+        value = [getattr(value, name) for name in type(value).model_fields]
+    elif isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for item in value:
+        yield from _step_results(item)

@@ -1,9 +1,12 @@
 """promotion.approval: manual. A version that passed its tests waits for a person, and `grpo promote` records the decision."""
 
+import json
+
 import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
+from flows.approval import Asked, read_asked, write_asked
 from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, find_champion
@@ -13,8 +16,8 @@ from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.shown.headline import NOTE
 from schemas.config.evaluation import PromotionConfig
-from schemas.errors import ModelError
-from schemas.results.publication import Approval, Publication
+from schemas.errors import DamagedError, ModelError
+from schemas.results.publication import Approval, Publication, Trained
 
 from .test_publishing import result_of
 
@@ -157,3 +160,55 @@ def test_an_approval_is_refused_when_another_version_became_champion_meanwhile(w
     client.set_registered_model_alias(name, "champion", "3")
     with pytest.raises(ModelError, match=r"version 3 is the champion now, and version 2 was compared with version 1"):
         decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking)
+
+
+@pytest.fixture
+def asked(make_config, make_merge, make_evaluation, data_report):
+    """What a run is suspended with: results that their steps have sealed."""
+    evaluations = [make_evaluation(label, accuracy).sealed(()) for label, accuracy in (("base", 0.2), ("merged", 0.34))]
+    trained = Trained(data=data_report.sealed(()), merged=make_merge().sealed(()), evaluations=evaluations, guards=[])
+    return Asked(config=make_config(None), run_key="k", trained=trained, tags={"grpo.retrain_key": "1"})
+
+
+def _figure(tree):
+    tree["trained"]["evaluations"][1]["metrics"]["accuracy"]["value"] = 0.99
+
+
+def _unsealed_figure(tree):
+    _figure(tree)
+    tree["trained"]["evaluations"][1]["seal"] = ""
+
+
+def _weights(tree):
+    tree["trained"]["merged"]["sha256"] = "0" * 64
+
+
+def _alpha(tree):
+    tree["config"]["promotion"]["alpha"] = 0.5
+
+
+def _tags(tree):
+    tree["tags"] = {}
+
+
+@pytest.mark.parametrize("edit", [_figure, _unsealed_figure, _weights, _alpha, _tags])
+def test_what_a_suspended_run_continues_with_is_what_a_person_was_asked_about(asked, tmp_path, edit):
+    file = write_asked(asked, tmp_path / ".asked")
+    assert read_asked(file) == asked
+    assert write_asked(asked, tmp_path / ".asked") == file, "a retry asks with the same file"
+    tree = json.loads(file.read_text())
+    edit(tree)
+    file.write_text(json.dumps(tree))
+    with pytest.raises(DamagedError, match="changed since a person was asked"):
+        read_asked(file)
+
+
+@pytest.mark.parametrize("edit", [_figure, _weights])
+def test_a_sealed_result_within_another_one_is_checked_when_it_is_read(asked, tmp_path, edit):
+    asked.save(tmp_path / "asked.json")
+    assert Asked.load(tmp_path / "asked.json") == asked
+    tree = json.loads((tmp_path / "asked.json").read_text())
+    edit(tree)
+    (tmp_path / "asked.json").write_text(json.dumps(tree))
+    with pytest.raises(DamagedError, match="the seal differs"):
+        Asked.load(tmp_path / "asked.json")
