@@ -30,12 +30,14 @@ MODELS = {
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=8),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
-LONG = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+# Beyond that many tokens the angles of a whole row change, which is refused (policy/structure.py).
+ONE_ANGLE = YARN | {"original_max_position_embeddings": 128}
+LONG = ONE_ANGLE | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 ROTATED = {
     **MODELS,
     "llama": LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
     "llama-yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
-    "llama-dynamic": LlamaConfig(**SMALL, rope_parameters=YARN | {"rope_type": "dynamic"}),
+    "llama-dynamic": LlamaConfig(**SMALL, rope_parameters=ONE_ANGLE | {"rope_type": "dynamic"}),
     "llama-longrope": LlamaConfig(**SMALL, rope_parameters=LONG),
     "qwen3": Qwen3Config(**SMALL, head_dim=24),
 }
