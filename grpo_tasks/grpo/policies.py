@@ -102,10 +102,8 @@ class Policies:
             ModelError: none does.
         """
         causal, rows = causal_model(self.model), CheckRows.of(self.model)
-        name, tokens = (
-            type(causal).__name__,
-            token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device),
-        )
+        name = type(causal).__name__
+        tokens = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=self.model.device)
         shared = None
         if self.spec.resources.share_prompts:
             with attention(causal.config):

@@ -129,7 +129,10 @@ def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict
     was_training = model.training
     try:
         model.train()
-        model(input_ids=torch.arange(_ROW, device=model.device)[None] % _words(model), use_cache=False)
+        words = len(model.get_input_embeddings().weight)
+        model(input_ids=torch.arange(_ROW, device=model.device)[None] % words, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # on the meta device, or where training wants more than text: the forward check says it better
         return None
     finally:
@@ -137,10 +140,6 @@ def _called_layers(model: PreTrainedModel, layers: dict[str, nn.Module]) -> dict
         for handle in hooks:
             handle.remove()
     return found
-
-
-def _words(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _is_plain(module: Any, given: tuple[Any, ...], out: Any) -> bool:

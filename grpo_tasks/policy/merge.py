@@ -54,7 +54,7 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Fingerprint:
-    """Two numbers by which a weight is told from another one, without keeping it."""
+    """Two numbers that differ where two weights differ, so that the first need not be kept."""
 
     norm: float
     mark: float

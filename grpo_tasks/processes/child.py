@@ -32,7 +32,7 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
         UserError: the one that the child wrote to error.json.
         ChildDied: the child ended with an error code or a signal and wrote no error.
     """
-    notices, told = directory / NOTICES, set[str]()
+    notices, shown = directory / NOTICES, set[str]()
     notices.unlink(missing_ok=True)  # of an earlier run of the step
     child = Child(module, directory)
     try:
@@ -42,8 +42,8 @@ def run_module(module: str, directory: Path, *, tick: Callable[[], None] | None 
             # Ranks of a stage say the same; a line that is being written has no end yet.
             lines = notices.read_text(encoding="utf-8").splitlines(keepends=True) if notices.exists() else []
             for line in dict.fromkeys(line.strip() for line in lines if line.endswith("\n")):
-                if line not in told:
-                    told.add(line)
+                if line not in shown:
+                    shown.add(line)
                     warnings.warn(line, Notice, stacklevel=2)
             if tick is not None:
                 tick()

@@ -59,6 +59,18 @@ def test_a_head_that_leaves_something_out_is_found_before_the_first_update(confi
         Policies(adapted(config), policies.spec, policies.ranks).scores(batch)
 
 
+@pytest.mark.filterwarnings("ignore::schemas.errors.Notice")
+def test_noise_of_the_base_in_training_is_found_before_the_first_update(stages):
+    policies = policies_of(stages, sharp(SCALED), Accelerator(cpu=True))
+    batch = token_batch(PROMPTS, [[8, 9], [10, 11, 12]], [0, 1], device=torch.device("cpu"))
+    policies.model.get_input_embeddings().register_forward_hook(
+        lambda module, _, out: out * torch.randn_like(out) if module.training else out
+    )
+    # As BigBird's dropout, which is built in the first pass, and the sampled routes of PhiMoE.
+    with pytest.raises(ModelError, match=r"log-probabilities of GraniteForCausalLM: off by .* nats"):
+        policies.scores(batch)
+
+
 @pytest.mark.parametrize("name", DEAF)
 def test_a_model_that_would_not_see_its_prompt_is_sampled_from_in_the_slow_way(name, tokenizer):
     model = sharp(DEAF[name]).requires_grad_(False)

@@ -21,11 +21,14 @@ from transformers import (
 
 from grpo_tasks.policy.adapter_targets import add_adapter, uncovered, unfit_layers
 from grpo_tasks.policy.folded_adapter import FoldedPolicy
-from grpo_tasks.policy.load import order_modules
+from grpo_tasks.policy.load import load_tokenizer, order_modules
 from grpo_tasks.policy.structure import check_positions, check_structure, empty_model
+from grpo_tasks.rollout.engine import Request, Sampling
+from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import LoraConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError
-from schemas.results.model import StructureSpec
+from schemas.results.model import ModelRef, StructureSpec
 
 SIZES = {
     "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -203,6 +206,22 @@ def test_lengths_beyond_a_table_of_positions_are_refused_with_the_limit(name, tm
     # As the model itself would have failed, after the base was evaluated on shorter ones.
     with pytest.raises((IndexError, RuntimeError)):
         model_of(name)(input_ids=torch.full((1, 140), 3))
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_lengths_at_which_rotary_angles_change_are_refused_with_the_limit(rope):
+    parameters = {
+        "rope_type": rope, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=parameters)).eval()
+    assert check_positions(model, 64) == ""
+    with pytest.raises(ConfigError, match="rotary angles change with the length of a row beyond 64 tokens") as caught:
+        check_positions(model, 65)
+    assert "64 tokens together" in caught.value.fix
+    engine = LocalEngine(model, load_tokenizer(ModelRef(path="embedded:base")))
+    with pytest.raises(ConfigError, match="beyond 64 tokens"):
+        engine.generate([Request([5, 6, 7], 0)], Sampling.of(RolloutConfig(max_completion_length=62)))
 
 
 @pytest.mark.parametrize("name", ["untied", "shared"])

@@ -1,11 +1,15 @@
+import warnings
+from functools import partial
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from grpo_tasks.policy.load import load_base, load_policy, pick_device, save_trained, trainable_policy
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
+from schemas.errors import ModelError
 from schemas.results.model import ModelRef
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -23,6 +27,23 @@ def test_capped_attention_scores_are_capped(tmp_path):
     ids = torch.randint(1, 320, (1, 20), generator=torch.Generator().manual_seed(2))
     loaded = load_base(ModelRef(path=str(tmp_path)), ModelConfig(), device=torch.device("cpu"), dtype="float32")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_which_a_part_reaches_no_layer_is_refused(base_ref, tokenizer, tmp_path):
+    policy = trainable_policy(base_ref, ModelConfig(), device=torch.device("cpu"), seed=1)
+    save_trained(policy, tokenizer, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    # What peft makes of Laguna's shared experts: it renames them, finds no such layer, and warns.
+    name = next(name for name in tensors if "o_proj.lora_B" in name)
+    save_file({key.replace("o_proj", "out_proj") if key == name else key: each for key, each in tensors.items()}, file)
+    ref = base_ref.model_copy(update={"adapter": tmp_path})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for load in (load_policy, partial(trainable_policy, seed=1)):
+            with pytest.raises(ModelError, match=f"1 of the adapter's {len(tensors)} tensors do not reach the model") as caught:
+                load(ref, ModelConfig(), device=torch.device("cpu"))
+            assert caught.value.place == str(tmp_path)
 
 
 def test_deterministic_kernels_do_not_fill_new_memory():
