@@ -13,7 +13,7 @@ Knows token ids only. policy/batch.py places them in a row.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 MAX_LEVELS = 32
 """How often a branch is looked into for further ones; conversations rarely branch more often."""
@@ -53,37 +53,48 @@ def branches(prompt_tokens: int, completions: Sequence[Sequence[int]]) -> list[B
     ordered = [texts[index] for index in order]
 
     @cache
-    def divided(first: int, end: int, above: int | None, level: int) -> _Division:
+    def divided(places: tuple[int, ...], above: int | None, level: int) -> _Division:
         """The best division of these places of the order, below a stem with `above` tokens of their start, if there is one."""
-        if end - first == 1 and above is not None:
+        if len(places) == 1 and above is not None:
             # A stem of its own would repeat the prompt for nothing. Most divisions are of one completion.
-            return _Division(max(0, len(ordered[first]) - above), above=[order[first]])
-        start = _common_start(ordered[first:end])
-        parts = _parts(ordered, first, end, start) if level < MAX_LEVELS else []
-        members = [] if len(parts) > 1 else order[first:end]
+            return _Division(max(0, len(ordered[places[0]]) - above), above=[order[places[0]]])
+        start = _common_start([ordered[place] for place in places])
+        ways = _parts(ordered, places, start) if level < MAX_LEVELS else []
+
+        def best(depth: int | None) -> _Division:
+            found = [_joined([divided(part, depth, level + 1) for part in parts]) for parts in ways]
+            return min(found, key=lambda division: division.tokens)
 
         def below(depth: int) -> _Division:
-            own = sum(max(0, len(texts[member]) - depth) for member in members)
-            found = [divided(*part, depth, level + 1) for part in parts] if len(parts) > 1 else []
-            return _joined([_Division(own, above=members), *found])
+            if ways:
+                return best(depth)
+            return _Division(
+                sum(max(0, len(ordered[place]) - depth) for place in places), above=[order[place] for place in places]
+            )
 
         inner = below(start)
         with_stem = _Division(prompt_tokens + start + inner.tokens, [Branch(start, sorted(inner.above)), *inner.branches])
         if above is None:
-            apart = _joined([divided(*part, None, level + 1) for part in parts]) if len(parts) > 1 else with_stem
-            return min(with_stem, apart, key=lambda division: division.tokens)
+            return min([with_stem, *([best(None)] if ways else [])], key=lambda division: division.tokens)
         return min(below(above), with_stem, key=lambda division: division.tokens)
 
     # A stem that nothing continues is the cheaper choice only by its absence, so none is empty.
-    return list(divided(0, len(order), None, 0).branches)
+    return list(divided(tuple(range(len(order))), None, 0).branches)
 
 
-def _parts(ordered: Sequence[Sequence[int]], first: int, end: int, start: int) -> list[tuple[int, int]]:
-    """Neighbouring places whose texts have the same token behind the common start."""
-    # A text that ends within the start costs nothing, whatever it is put with.
-    after = [text[start] if len(text) > start else None for text in ordered[first:end]]
-    cuts = [place for place, (one, other) in enumerate(pairwise(after), 1) if one is not None and one != other]
-    return list(pairwise([first, *(first + cut for cut in cuts), end]))
+def _parts(ordered: Sequence[Sequence[int]], places: tuple[int, ...], start: int) -> list[list[tuple[int, ...]]]:
+    """Ways to divide places into those whose texts have the same token behind the common start; none where all have.
+
+    A text that ends within the start costs nothing below a stem that holds it, so each part in turn gets all of these.
+    """
+    short = tuple(place for place in places if len(ordered[place]) <= start)
+    parts = [tuple(part) for _, part in groupby(places[len(short) :], key=lambda place: ordered[place][start])]
+    if len(parts) < 2:
+        return []
+    return [
+        [short + part if number == chosen else part for number, part in enumerate(parts)]
+        for chosen in range(len(parts) if short else 1)
+    ]
 
 
 def _joined(divisions: Sequence[_Division]) -> _Division:

@@ -154,8 +154,11 @@ class Policies:
         finally:
             for module in noise:
                 module.train()
-        cells = list(zip(tokens.completion_mask, scores.logps, scores.entropies, strict=True))
-        found = Scores([logps[mask] for mask, logps, _ in cells], [entropies[mask] for mask, _, entropies in cells])
+        lengths = [len(completion) for completion in rows.completions]
+        logps, entropies = (
+            [row[:length] for row, length in zip(each, lengths, strict=True)] for each in (scores.logps, scores.entropies)
+        )
+        found = Scores(logps, entropies)
         return fault_of(found.difference(truth), self.spec.model.dtype)
 
     def _prepare_reference(self, device: torch.device) -> None:

@@ -97,5 +97,7 @@ def test_the_layers_of_the_architecture_page_are_those_of_the_import_rules():
 
 def test_the_changelog_begins_with_the_version_of_the_project():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    [first, *_] = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    [first, *rest] = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if first == "Unreleased":
+        first = rest[0]
     assert re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", first)

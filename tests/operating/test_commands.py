@@ -1,7 +1,10 @@
 """Commands and addresses of the servers, and the record of what runs, without starting any server."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -9,13 +12,10 @@ from mlflow import MlflowClient
 from prefect.events import Resource
 from prefect.events.actions import DoNothing
 from prefect.utilities.importtools import import_object
-from typer.testing import CliRunner
 
-from flows.cli.main import app
 from flows.deployments import deployments
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
-from grpo_tasks.operating import doctor
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
 from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
 from grpo_tasks.operating.doctor import _mlflow
@@ -130,11 +130,11 @@ def test_doctor_opens_the_database_and_the_artifacts_of_a_folder_without_a_serve
 
 
 @pytest.mark.parametrize(("uri", "status"), [("databricks", 1), ("", 0)])
-def test_the_exit_status_of_doctor_says_whether_something_is_wrong(tmp_path, monkeypatch, uri, status):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
-    outcome = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
-    assert outcome.exit_code == status, outcome.output
-    assert ("not the address of an MLflow server" in outcome.output) == (status == 1)
+def test_the_exit_status_of_doctor_says_whether_something_is_wrong(tmp_path, uri, status):
+    # A process of its own: other tests leave a Prefect server in the settings of this one.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    env |= {"MLFLOW_TRACKING_URI": uri, "PREFECT_HOME": str(tmp_path / "prefect")}
+    command = [sys.executable, "-c", "from flows.cli.main import app; app()", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("not the address of an MLflow server" in " ".join(done.stdout.split())) == (status == 1)

@@ -225,17 +225,10 @@ def test_the_uri_in_the_environment_is_the_default(monkeypatch, tmp_path):
     assert resolve_uri(TrackingConfig(tracking_uri="sqlite:///x.db")) == "sqlite:///x.db"
 
 
-@pytest.mark.parametrize(
-    ("uri", "word"),
-    [
-        ("carrier-pigeon://x", "unsupported URI"),
-        ("sqlite:////proc/nothing/mlflow.db", "cannot be opened"),
-        ("./mlruns", "filesystem"),
-    ],
-)
-def test_an_impossible_store_is_refused_at_once_with_uri_and_fix(uri, word):
+def test_an_impossible_store_is_refused_at_once_with_uri_and_fix():
+    uri = "sqlite:////proc/nothing/mlflow.db"
     began = time.monotonic()
-    with pytest.raises(TrackingError, match=word) as caught:
+    with pytest.raises(TrackingError, match="cannot be opened") as caught:
         open_store(TrackingConfig(tracking_uri=uri)).ask(lambda client: client.search_experiments())
     assert caught.value.place == uri
     assert caught.value.fix

@@ -156,7 +156,10 @@ def test_the_artifact_holds_the_weights_once_nothing_pickled_and_no_path_of_the_
     mlflow.set_tracking_uri(server)
     folder = Path(mlflow.artifacts.download_artifacts(chat_champion[0], dst_path=str(tmp_path / "artifact")))
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    assert [name for name in names if name.endswith((".safetensors", ".bin", ".pt"))] == ["model/model.safetensors"]
+    assert [name for name in names if name.endswith((".safetensors", ".bin", ".pt"))] == [
+        "adapter/adapter_model.safetensors",
+        "model/model.safetensors",
+    ]
     assert [name for name in names if name.endswith((".pkl", ".pickle"))] == []
     assert [name for name in names if str(tmp_path) in (folder / name).read_bytes().decode(errors="ignore")] == []
     assert "trust_remote_code" not in (folder / "MLmodel").read_text()
