@@ -4,8 +4,8 @@
 
 The folder is logged as files. A process of its own loads the logged model and asks it; one that answers otherwise than the merged
 model is deleted. A model with the same bytes (by SHA-256) that this run logged or
-registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, and if
-that champion is still the champion. The old champion becomes `previous`; a candidate that is not promoted becomes `challenger`.
+registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, if
+that champion is still the champion, and if nobody rolled these bytes back. The old champion becomes `previous`; a candidate that is not promoted becomes `challenger`.
 What this module does not do: evaluate (the tests come from the evaluation room).
 """
 
@@ -43,6 +43,7 @@ from grpo_tasks.tracking.registry import (
     approval_of,
     await_approval,
     hashes_tag,
+    rolled_back_as,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
@@ -114,13 +115,17 @@ def publish(
     version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
+    # A user rolled it back on purpose: no run restores it, neither the same one nor another one that makes the same bytes.
+    rolled_back = None if is_champion else rolled_back_as(run.store, name, proof.sha256)
     if ROLLED_BACK_TAG in version.tags and not is_champion:
-        # A user rolled it back on purpose. Running the same run again must not restore it.
         obstacle = f"version {version.version} was rolled back before"
         return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle)
     decision = decide(
         str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
     )
+    if rolled_back is not None:
+        obstacle = f"version {rolled_back}, which has the same bytes, was rolled back before"
+        decision = replace(decision, champion=False, reason=obstacle, obstacle=obstacle)
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
@@ -135,7 +140,8 @@ def publish(
         said = decision_text(decision.champion, decision.reason)
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
-    _move_aliases(run.store, name, decision, current)
+    if rolled_back is None:
+        _move_aliases(run.store, name, decision, current)
     return decision
 
 
