@@ -97,7 +97,9 @@ def chat(
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=1.0, help="Sample from the most likely tokens that together have this probability. Default: the model's."
+            min=0.01,
+            max=1.0,
+            help="Sample from the most likely tokens that together have this probability. Default: the model's.",
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,

@@ -26,7 +26,19 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
-from grpo_tasks.policy.change import KEPT, Distance, Record, Shares, Text, changes, complete, distance, kept, record, weight_shares
+from grpo_tasks.policy.change import (
+    KEPT,
+    Distance,
+    Record,
+    Shares,
+    Text,
+    changes,
+    complete,
+    distance,
+    kept,
+    record,
+    weight_shares,
+)
 from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer

@@ -312,7 +312,14 @@ def test_math_equality_works_outside_the_main_thread():
     "text",
     [
         *["B", "b", "(B)", "B.", "**B**", " [B] ", "B) Paris", "(B) Paris", "B: Paris", "**B.** Paris", "$B$", "B: b"],
-        *["B. U.S.A. law", "B) e.g. Paris, i.e. Rome", "(B) f(a) = g(b)", "B) both (i) and (ii)", "B) a:b = 2:3", "B. vitamin c."],
+        *[
+            "B. U.S.A. law",
+            "B) e.g. Paris, i.e. Rome",
+            "(B) f(a) = g(b)",
+            "B) both (i) and (ii)",
+            "B) a:b = 2:3",
+            "B. vitamin c.",
+        ],
     ],
 )
 def test_the_letter_of_a_choice_is_found(text):
@@ -324,7 +331,16 @@ def test_the_letter_of_a_choice_is_found(text):
     "text",
     [
         *["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB", "B) " + "Paris " * 60],
-        *["(a) Rome (b) Paris", "a) b)", "b) Paris A) Rome", "B: Paris\na: Rome", "a.Rome b.Paris", "b] x a] y", "A) or B", "(B) (a)"],
+        *[
+            "(a) Rome (b) Paris",
+            "a) b)",
+            "b) Paris A) Rome",
+            "B: Paris\na: Rome",
+            "a.Rome b.Paris",
+            "b] x a] y",
+            "A) or B",
+            "(B) (a)",
+        ],
     ],
 )
 def test_a_listing_of_choices_is_none(text):

@@ -162,7 +162,9 @@ def test_a_saved_model_that_transformers_lets_generate_otherwise_is_refused(spec
         return config
 
     monkeypatch.setattr(merging, "generation_of", forgetful)
-    with pytest.raises(MergeError, match=r"does not answer with the saved model as the training did\n  where: .*generation_config.json"):
+    with pytest.raises(
+        MergeError, match=r"does not answer with the saved model as the training did\n  where: .*generation_config.json"
+    ):
         merged(spec, tmp_path)
 
 
