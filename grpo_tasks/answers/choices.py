@@ -12,8 +12,8 @@ MAX_CHOICE_CHARS = 300
 
 _ALONE = re.compile(r"[\s*_(\[{\"'$]*([A-Za-z])[\s*_)\]}\"'$.:]*")
 _MARKED = re.compile(r"[\s*_(\[]*([A-Za-z])[)\].:][\s*_]*\S")
-# A capital or a small letter. U.S., e.g. and f(a) hold none. A small letter that ends a sentence (5 g.) or stands in a ratio (a:b) is
-# none either, and (i) is a numeral.
+# A capital or small letter. U.S., e.g. and f(a) hold none. A small letter that ends a sentence (5 g.) or stands in a ratio (a:b)
+# marks nothing, and (i) is a numeral.
 _MARK = re.compile(
     r"(?<![\w])(?<!\w[(.])(?:[A-Z](?:[):\]]|\.(?![A-Za-z]\.))|[a-hj](?:[)\]]|[.:](?=\s+\S|\w\w)))",
 )

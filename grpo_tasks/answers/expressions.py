@@ -9,11 +9,11 @@ would run for ever. So the whole answer must be one expression within these boun
     at most four digits in all exponents together, and no power of a power
 
 A unit in \text{} or a percent sign at the end is dropped, and so are spaces between digits (10\,000). Words that change the value
-or leave it open are no unit (`3\text{ or so}`, `3\text{ million}`). `x \approx 11` states the result 11. Variables in another case
-are other variables: X is not x. Decimals are exact, but for the rule of numerals.py: 0.333333 = 1/3, 0.50000001 is not 1/2.
+or leave it open are no unit (`3\text{ or so}`, `3\text{ million}`). `x \approx 11` states the result 11. Variables in another
+case are other variables: X is not x. Decimals are exact, but for the rule of numerals.py: 0.333333 = 1/3, 0.50000001 is not 1/2.
 
-Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`, `1, 2`) equal as many solutions in any order; a listing equals no
-single value, not even `3, 3` the value 3. Ordered pairs and intervals keep their order.
+Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`, `1, 2`) equal as many solutions in any order; a listing equals
+no single value, not even `3, 3` the value 3. Ordered pairs and intervals keep their order.
 
 The comparison then gets half a second of computing time (a signal, so in the main thread
 only). In any other thread the bounds alone protect.
@@ -54,10 +54,11 @@ _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _UNIT = re.compile(r"\\(?:text|mathrm)\{(?P<words>[^{}0-9]*)\}$|(?<=[0-9])\s*(?:per ?cent|\\?%)$")
 _UNIT_WORDS = re.compile(r"[^\W\d_]+(?:[\s./'°²³·-]+[^\W\d_]+){0,4}[.²³]*|[°$€£¥₹]\w?|\\?%|")
-_NO_UNITS = frozenset(
-    "or and so not no to than up if but is are it i think guess about around roughly approximately approx nearly almost maybe perhaps "
-    "possibly probably likely more less fewer least most over under above below plus minus times else other either neither each "
-    "hundred thousand million billion trillion dozen dozens half double twice k hundreds thousands millions billions".split()
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|so|not?|to|than|up|if|but|is|are|it|i|think|guess|about|around|roughly|approx(?:imately)?|nearly|almost|maybe|perhaps"
+    r"|possibly|probably|likely|more|less|fewer|least|most|over|under|above|below|plus|minus|times|else|other|either|neither|each"
+    r"|(?:hundred|thousand|million|billion|trillion|dozen)s?|half|double|twice|k)\b",
+    re.IGNORECASE,
 )
 """Words that change the value before them, or leave it open."""
 _THIN_SPACE = re.compile(r"\\[,;:!]|[\u2009\u202f\u00a0]")
@@ -125,7 +126,7 @@ def _without_unit(text: str) -> str:
     if found is None:
         return text
     words = (found["words"] or "").strip("\\ \t~")
-    is_unit = _UNIT_WORDS.fullmatch(words) and not _NO_UNITS & {*re.split(r"[^a-z]+", words.lower())}
+    is_unit = _UNIT_WORDS.fullmatch(words) and not _NO_UNIT.search(words)
     return text[: found.start()] if is_unit else text
 
 

@@ -8,9 +8,9 @@ Percent and currency are units and do not change the value: 42% = 42, not 0.42. 
 number. Digits of any one script count by their value (٤٢ = 42); digits of mixed scripts, superscripts, ½ and Roman numerals do
 not count.
 
-A long decimal may stand for a value that it cannot write. The one rule for that, which only `math` uses (expressions.py): a decimal
-with at least six decimals and six significant digits equals every value that rounds to it. 0.333333 = 1/3; 0.333 is not 1/3, and
-0.50000001 is not 1/2.
+A long decimal may stand for a value that it cannot write. The one rule for that, which only `math` uses (expressions.py): a
+decimal with at least six decimals and six significant digits equals every value that rounds to it. 0.333333 = 1/3; 0.333 is not
+1/3, and 0.50000001 is not 1/2.
 """
 
 import re

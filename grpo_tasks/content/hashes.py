@@ -4,10 +4,10 @@
     file_sha256(path, remembered=True)    large file: read unless (path, size, mtime, ctime, inode) is known
     folder_sha256(folder)                 names and contents of all its files, sorted by name
 
-What is published, proved or compared with a recorded hash is read. `remembered` is for what a run only refers to, such as the base
-model in the key of a step: it would be read a dozen times per run. Those hashes are cached in a small database in the user's cache
-folder, which all processes share. An ordinary write changes a file's ctime even if somebody restores its mtime; a write through a
-memory map may change neither. If the cache cannot be written, every file is read each time.
+What is published, proved or compared with a recorded hash is read. `remembered` is for what a run only refers to, such as the
+base model in the key of a step: it would be read a dozen times per run. Those hashes are cached in a small database in the user's
+cache folder, which all processes share. An ordinary write changes a file's ctime even if somebody restores its mtime; a write
+through a memory map may change neither. If the cache cannot be written, every file is read each time.
 """
 
 import hashlib

@@ -211,8 +211,9 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), `rollout` (the variables of
-            the chat template, and how tokens are drawn), `data.system_prompt`, and the section interaction, whose tools the template of the merged model shows.
+        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), rollout (the variables of the chat
+            template, and how tokens are drawn), `data.system_prompt`, and the section interaction, whose tools the template of
+            the merged model shows.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.

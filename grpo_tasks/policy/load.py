@@ -355,7 +355,7 @@ def save_trained(
 def generation_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> GenerationConfig:
     """How transformers and vLLM generate by default with a model of this training: drawn as it was, ended where it did.
 
-    Of the base's own settings only tokens, lengths and the kind of cache are left. No engine of a training applies the others, such
+    Of the base's settings only tokens, lengths and the kind of cache are left. No engine of a training applies the others, such
     as a penalty, suppressed or forced tokens: they would change what the policy says.
     """
     given = model.generation_config
