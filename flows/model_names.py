@@ -168,7 +168,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
 def with_fixed_date(config: RunConfig) -> RunConfig:
     """The config with the day that the model's chat template writes: that of the first run in the folder of its results.
 
-    Without it the prompts of a run that goes on tomorrow, or is repeated, would be other prompts. Unchanged where the template
+    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts. Unchanged where the template
     writes no day, or the config names one.
     """
     given, model = config.rollout.chat_template_kwargs, config.model

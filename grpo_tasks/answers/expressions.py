@@ -223,9 +223,10 @@ def _is_same(library: Any, ours: tuple[str, list[Any]], wanted: tuple[str, list[
     if not (ours[1] and wanted[1]):
         return False
     allowed = rounding(_result(ours[0]), _result(wanted[0]))
-    values = [_value(parsed[0]) for _, parsed in (ours, wanted)] if allowed else [None]
-    if None not in values:
-        return bool(abs(values[0] - values[1]) <= allowed)
+    if allowed:
+        one, other = _value(ours[1][0]), _value(wanted[1][0])
+        if one is not None and other is not None:
+            return abs(one - other) <= allowed
     # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
     return bool(library.verify(wanted[1], ours[1], timeout_seconds=None))
 
