@@ -111,22 +111,17 @@ def publish(
         DamagedError: the files differ from those that the merge proof covers. Nothing was registered.
         TrackingError: the store cannot be reached or refuses. Publishing again resumes.
     """
-    name = run.config.registered_model
+    name, checks = run.config.registered_model, [*regressions, *guards]
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
-    # A user rolled it back on purpose: no run restores it, neither the same one nor another one that makes the same bytes.
-    rolled_back = None if is_champion else rolled_back_as(run.store, name, proof.sha256)
-    if ROLLED_BACK_TAG in version.tags and not is_champion:
-        obstacle = f"version {version.version} was rolled back before"
-        return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle)
-    decision = decide(
-        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
-    )
-    if rolled_back is not None:
-        obstacle = f"version {rolled_back}, which has the same bytes, was rolled back before"
-        decision = replace(decision, champion=False, reason=obstacle, obstacle=obstacle)
+    rolled_back = "" if is_champion else _rolled_back(run.store, version, proof.sha256)
+    if rolled_back and ROLLED_BACK_TAG in version.tags:
+        return Decision(str(version.version), proof.sha256, False, rolled_back, obstacle=rolled_back)
+    decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=checks)
+    if rolled_back:
+        decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back)
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
@@ -134,16 +129,24 @@ def publish(
     if is_champion:
         # Report why it became champion, not that it still is.
         decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
-    tags = decision_tags(decision.reason, tests, evaluation, [*regressions, *guards]) | hashes_tag(origin or {})
+    tags = decision_tags(decision.reason, tests, evaluation, checks) | hashes_tag(origin or {})
     # Publishing the champion again compares it with nothing that it was compared with before it became champion.
     run.store.ask(partial(tag_decision, version=version, tags=tags, keep=is_champion))
     if not (is_champion and version.description):
         said = decision_text(decision.champion, decision.reason)
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
-    if rolled_back is None:
+    if not rolled_back:
         _move_aliases(run.store, name, decision, current)
     return decision
+
+
+def _rolled_back(store: Store, version: ModelVersion, sha256: str) -> str:
+    """Why a version must not become the champion: a person rolled its bytes back, and no run undoes that. Else empty."""
+    if ROLLED_BACK_TAG in version.tags:
+        return f"version {version.version} was rolled back before"
+    other = rolled_back_as(store, version.name, sha256)
+    return f"version {other}, which has the same bytes, was rolled back before" if other else ""
 
 
 def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
