@@ -111,7 +111,8 @@ def publish(
         DamagedError: the files differ from those that the merge proof covers. Nothing was registered.
         TrackingError: the store cannot be reached or refuses. Publishing again resumes.
     """
-    name, checks = run.config.registered_model, [*regressions, *guards]
+    name = run.config.registered_model
+    checks: list[Regression | GuardCheck] = [*regressions, *guards]
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
@@ -120,8 +121,7 @@ def publish(
     if rolled_back and ROLLED_BACK_TAG in version.tags:
         return Decision(str(version.version), proof.sha256, False, rolled_back, obstacle=rolled_back)
     decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=checks)
-    if rolled_back:
-        decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back)
+    decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back) if rolled_back else decision
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
