@@ -12,18 +12,26 @@ A folder on this disk wins over a registered name.
 
 import os
 import shutil
+from contextlib import suppress
+from datetime import date, datetime
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from flows.preflight import REGISTERED, check_model, check_working_directory
+from grpo_tasks.content.chat import asks_for_date
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
 from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.precision import rounds
 from schemas.config.operations import TrackingConfig
+from schemas.config.rollout import TEMPLATE_DATE
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import EMBEDDED, is_local, resolve
 from schemas.results.model import ModelRef
+
+DATE = "template_date"
+"""File in the folder of a config's results: the day that the chat template writes in all its runs."""
 
 
 def is_registered_name(name: str) -> bool:
@@ -152,9 +160,37 @@ def with_local_model(config: RunConfig) -> RunConfig:
     name = config.model.path
     found = registered_model(name, config.tracking, config.resources.output_dir / "models")
     _refuse_rounding(config, Path(found.path if found is not None else resolve(name)), registered=found is not None)
-    if found is None:
+    if found is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": found.path, "revision": None})})
+    return with_fixed_date(config)
+
+
+def with_fixed_date(config: RunConfig) -> RunConfig:
+    """The config with the day that the model's chat template writes: that of the first run in the folder of its results.
+
+    Without it the prompts of a run that is resumed or repeated tomorrow would be other prompts. Unchanged where the template
+    writes no day, or the config names one.
+    """
+    given, model = config.rollout.chat_template_kwargs, config.model
+    if TEMPLATE_DATE in given or not asks_for_date(resolve(model.path), model.revision):
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": found.path, "revision": None})})
+    file = config.resources.output_dir / config.name / DATE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as new:
+        new.write(datetime.now().astimezone().date().isoformat())
+        new.flush()
+        # Whole or not at all; two runs that start at once both get the day of the first one.
+        with suppress(FileExistsError):
+            os.link(new.name, file)
+    day = file.read_text(encoding="utf-8").strip()
+    try:
+        date.fromisoformat(day)
+    except ValueError as error:
+        raise ConfigError(
+            f"{day[:40]!r} is no date", place=str(file), fix="delete the file, or set rollout.chat_template_kwargs.strftime_now"
+        ) from error
+    rollout = config.rollout.model_copy(update={"chat_template_kwargs": {**given, TEMPLATE_DATE: day}})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _refuse_rounding(config: RunConfig, folder: Path, *, registered: bool) -> None:

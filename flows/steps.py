@@ -27,7 +27,7 @@ from schemas.results.data import DataReport, GuardData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport, GuardCheck
 from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof, ModelRef, StageResult
+from schemas.results.model import MergeProof, ModelRef, Sampling, StageResult
 
 MEASURING_SEED = 0
 """Seed of measured pass rates. It is not the seed of the run, so that runs with other seeds use the same measurement."""
@@ -158,6 +158,7 @@ def merged_model(run: FlowRun, ref: ModelRef, data: DataReport) -> MergeProof:
         data,
         model=config.model,
         chat_template_kwargs=config.rollout.chat_template_kwargs,
+        sampling=Sampling.of(config.rollout),
         interaction=config.interaction,
         system_prompt=config.merged_system_prompt,
     )

@@ -11,7 +11,7 @@ from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.results.data import DataReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, percent
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, Sampling, percent
 
 
 @step(rooms=("policy", "attention", "data", "environments"), retries=1, device=True)
@@ -22,6 +22,7 @@ def merge_adapter(
     *,
     model: ModelConfig,
     chat_template_kwargs: dict[str, Any],
+    sampling: Sampling,
     interaction: InteractionConfig,
     system_prompt: str | None,
 ) -> MergeProof:
@@ -42,6 +43,7 @@ def merge_adapter(
         max_new_tokens=PROOF_TOKENS,
         chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
+        sampling=sampling,
     )
     proof = merge_and_prove(spec, work.directory, key=work.key)
     work.artifact("merge", _markdown(proof))

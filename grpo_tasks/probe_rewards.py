@@ -16,7 +16,7 @@ from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import LabInputs
 from schemas.results.data import DataReport
 from schemas.results.lab import LabCheck, LabReport
@@ -49,7 +49,7 @@ def probe_rewards(
         return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
     rows = read_prompts(data.train)
     played = _played(interaction, inputs, rows, model, work.directory / LOG)
-    checks = [weighed(check, inputs.lab) for check in played]
+    checks = [weighed(check, inputs.lab) for check in [*_date(rollout), *played]]
     if any(check.outcome == "failed" for check in checks):
         # Nothing can be sampled from conversations that go wrong by themselves.
         return _reported(work, LabFindings(checks, [], pl.DataFrame(), [NOT_SAMPLED]), began)
@@ -77,6 +77,13 @@ def probe_rewards(
         log=work.directory / LOG,
     )
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
+
+
+def _date(rollout: RolloutConfig) -> list[LabCheck]:
+    """A warning where the chat template writes a day into every prompt: the policy has seen no other."""
+    day = rollout.chat_template_kwargs.get(TEMPLATE_DATE)
+    detail = f"the chat template writes a date: {day} in all prompts of this run, and by default in those of the merged model"
+    return [] if day is None else [LabCheck(function="data", check="date", outcome="warned", detail=detail)]
 
 
 def _played(

@@ -91,10 +91,17 @@ def chat(
         str | None, typer.Argument(metavar="QUESTION", help="One question. Without it you can ask several in turn.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message. Default: the one that the model was trained with.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 0.7,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Sampling temperature. Default: that of the model, as it was trained.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Sample from the most likely tokens that together have this probability.")
-    ] = 0.9,
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Sample from the most likely tokens that together have this probability. Default: the model's.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the most likely token.")] = False,
     tracking_uri: TrackingUri = None,

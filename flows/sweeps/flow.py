@@ -6,7 +6,7 @@ from dataclasses import replace
 from prefect.client.orchestration import get_client
 
 from flows.flow_run import state_in_prefect
-from flows.model_names import with_pinned_model
+from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
 from flows.sweeps.supervise import Options, Supervisor, keys_of
 from flows.temporary_server import locked_flow
@@ -92,7 +92,7 @@ def pinned(grid: Grid) -> Grid:
         path = config.model.path
         if path not in found:
             found[path] = with_pinned_model(config).model
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": found[path].path})})
+        return with_fixed_date(config.model_copy(update={"model": config.model.model_copy(update={"path": found[path].path})}))
 
     return replace(grid, variants=tuple(replace(variant, config=pin(variant.config)) for variant in grid.variants))
 

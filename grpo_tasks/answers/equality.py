@@ -1,7 +1,7 @@
 """When an answer is right: one prediction compared with one ground truth.
 
     exact    the same text after trimming and Unicode NFC
-    numeric  the same value                      (numerals.py)
+    numeric  exactly the same value              (numerals.py)
     math     the same mathematical expression    (expressions.py)
     choice   the same letter                     (choices.py)
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.extraction import is_blank
-from grpo_tasks.answers.numerals import parse_number
+from grpo_tasks.answers.numerals import parse_number, rounding
 from schemas.config.completion import Equality
 
 MAX_ANSWER_CHARS = 10_000
@@ -39,9 +39,11 @@ def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
         letter = choice_letter(prediction)
         return letter is not None and letter == choice_letter(truth)
     number, expected = parse_number(prediction), parse_number(truth)
-    # Two plain numbers are compared here even under `math`: exact, and far cheaper than sympy.
-    if how == "numeric" or (number is not None and expected is not None):
+    if how == "numeric":
         return number is not None and number == expected
+    if number is not None and expected is not None:
+        # Two plain numbers need no sympy, which takes a thousand times as long.
+        return number == expected or abs(number - expected) <= rounding(prediction, truth)
     return prediction == truth or expressions_equal(prediction, truth)
 
 

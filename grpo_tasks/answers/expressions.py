@@ -8,11 +8,12 @@ would run for ever. So the whole answer must be one expression within these boun
     no listing (`42 43` would be read as a mixed number) and no chain of equations
     at most four digits in all exponents together, and no power of a power
 
-A unit in \text{} or a percent sign at the end is dropped, and so are spaces between digits (10\,000). `x \approx 11` states the
-result 11.
+A unit in \text{} or a percent sign at the end is dropped, and so are spaces between digits (10\,000). Words that change the value
+or leave it open are no unit (`3\text{ or so}`, `3\text{ million}`). `x \approx 11` states the result 11. Variables in another
+case are other variables: X is not x. Decimals are exact, but for the rule of numerals.py: 0.333333 = 1/3, 0.50000001 is not 1/2.
 
-Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`) equal as many solutions in any order. A bare list such as `1, 2`
-only counts as solutions when the other side says that it does. Ordered pairs and intervals keep their order.
+Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`, `1, 2`) equal as many solutions in any order; a listing equals
+no single value, not even `3, 3` the value 3. Ordered pairs and intervals keep their order.
 
 The comparison then gets half a second of computing time (a signal, so in the main thread
 only). In any other thread the bounds alone protect.
@@ -24,11 +25,12 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cache, lru_cache
 from types import FrameType
 from typing import Any
 
-from grpo_tasks.answers.numerals import unwrap
+from grpo_tasks.answers.numerals import rounding, unwrap
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 6
@@ -50,7 +52,15 @@ _KNOWN_COMMAND = re.compile(
 _KNOWN_WORD = re.compile(r"sqrt|arcsin|arccos|arctan|[pb]matrix")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _WORD = re.compile(r"[A-Za-z]{4,}")
-_UNIT = re.compile(r"\\(?:text|mathrm)\{[^{}0-9]*\}$|(?<=[0-9])\s*(?:per ?cent|\\?%)$")
+_UNIT = re.compile(r"\\(?:text|mathrm)\{(?P<words>[^{}0-9]*)\}$|(?<=[0-9])\s*(?:per ?cent|\\?%)$")
+_UNIT_WORDS = re.compile(r"[^\W\d_]+(?:[\s./'°²³·-]+[^\W\d_]+){0,4}[.²³]*|[°$€£¥₹]\w?|\\?%|")
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|so|not?|to|than|up|if|but|is|are|it|i|think|guess|about|around|roughly|approx(?:imately)?|nearly|almost|maybe|perhaps"
+    r"|possibly|probably|likely|more|less|fewer|least|most|over|under|above|below|plus|minus|times|else|other|either|neither|each"
+    r"|(?:hundred|thousand|million|billion|trillion|dozen)s?|half|double|twice|k)\b",
+    re.IGNORECASE,
+)
+"""Words that change the value before them, or leave it open."""
 _THIN_SPACE = re.compile(r"\\[,;:!]|[\u2009\u202f\u00a0]")
 _GROUPED_DIGITS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|[\u2009\u202f\u00a0])(?=[0-9]{3}(?![0-9]))")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\u2248")
@@ -62,6 +72,11 @@ _SET = re.compile(r"(?:\\left)?\\\{(.*?)(?:\\right)?\\\}", re.DOTALL)
 _STACKED = re.compile(r"\^\s*(?:\{[^{}]*\}|\([^()]*\)|\\?[A-Za-z0-9]+)\s*\^")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\\?[A-Za-z0-9]+))")
 _NUMBERS_SIDE_BY_SIDE = re.compile(r"[0-9.]\s+[0-9.]")
+_LISTS = re.compile(r",(?![0-9]{3}(?![0-9]))|;")
+_RELATION = re.compile(r"[<>≤≥≠∈]|\\(?:leq?|geq?|lt|gt|neq?|in)(?![A-Za-z])")
+_LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_FREE_LETTERS = "abcghjklmnopqrstuvwxyz"
+"""Names for variables that occur in both cases: without those that sympy reads as a constant, a differential or a function."""
 _SIDE = re.compile(r"\s*(?:[A-Za-z]|\\[A-Za-z]+)\s*(?:\([A-Za-z]\)\s*)?")
 
 
@@ -75,13 +90,14 @@ def expressions_equal(prediction: str, truth: str) -> bool:
         return False
     ours, theirs = _plain(prediction), _plain(truth)
     solutions, wanted = _solutions(ours), _solutions(theirs)
-    if min(len(solutions), len(wanted)) > 1 and (_is_unordered(ours) or _is_unordered(theirs)):
+    named = "=" in ours + theirs
+    if min(len(solutions), len(wanted)) > 1 and (_is_unordered(ours) or _is_unordered(theirs) or not named):
         return _same_solutions(solutions, wanted)
-    if _JOIN.search(ours) or _JOIN.search(theirs):
+    if _JOIN.search(ours) or _JOIN.search(theirs) or _is_one_of_a_list(ours, theirs):
         return False
     if not (is_harmless(ours) and is_harmless(theirs)) or ("=" in ours and "=" not in theirs and not _names_result(ours)):
         return False
-    return _verify((ours,), (theirs,))
+    return _compare((ours,), (theirs,))
 
 
 def is_harmless(expression: str) -> bool:
@@ -102,7 +118,22 @@ def is_harmless(expression: str) -> bool:
 def _plain(text: str) -> str:
     text = _JOIN_IN_TEXT.sub(r" \1 ", _GROUPED_DIGITS.sub("", unwrap(text)))
     text = _APPROXIMATELY.sub("=", _THIN_SPACE.sub(" ", text)).replace("\\cfrac", "\\frac")
-    return _UNIT.sub("", text.strip()).replace("**", "^").replace("\u2212", "-").strip()
+    return _without_unit(text.strip()).replace("**", "^").replace("\u2212", "-").strip()
+
+
+def _without_unit(text: str) -> str:
+    found = _UNIT.search(text)
+    if found is None:
+        return text
+    words = (found["words"] or "").strip("\\ \t~")
+    is_unit = _UNIT_WORDS.fullmatch(words) and not _NO_UNIT.search(words)
+    return text[: found.start()] if is_unit else text
+
+
+def _is_one_of_a_list(ours: str, theirs: str) -> bool:
+    """Whether one side lists and the other is a single value. An interval may be written as a relation: [1,2) and 1 <= x < 2."""
+    lists = [_LISTS.search(one) is not None for one in (ours, theirs)]
+    return lists[0] != lists[1] and _RELATION.search(theirs if lists[0] else ours) is None
 
 
 def _is_unordered(expression: str) -> bool:
@@ -120,7 +151,7 @@ def _solutions(expression: str) -> list[str]:
             parts.append(text[start : found.start()])
             start = found.end()
         index = max(index + 1, found.end() if found else 0)
-    return [_UNIT.sub("", _result(part.strip())) for part in [*parts, text[start:]]]
+    return [_without_unit(_result(part.strip())) for part in [*parts, text[start:]]]
 
 
 def _result(solution: str) -> str:
@@ -131,7 +162,7 @@ def _same_solutions(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Whether each solution of one side equals exactly one of the other's."""
     if len(ours) != len(theirs) or len(ours) > MAX_SOLUTIONS or not all(map(is_harmless, [*ours, *theirs])):
         return False
-    return all([*ours, *theirs]) and _verify(tuple(ours), tuple(theirs))
+    return all([*ours, *theirs]) and _compare(ours, theirs)
 
 
 def _names_result(expression: str) -> bool:
@@ -155,18 +186,30 @@ def _depth(expression: str) -> int:
     return deepest
 
 
+def _compare(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """`_verify` of expressions whose variables differ in more than their case: the parser reads X as x."""
+    letters = {letter for text in (*ours, *theirs) for letter in _LETTER.findall(text) if len(letter) == 1}
+    both = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
+    free = [letter for letter in _FREE_LETTERS if not {letter, letter.upper()} & letters]
+    if len(free) < len(both):
+        return False
+    names = dict(zip(both, free, strict=False))
+    left, right = (
+        tuple(_LETTER.sub(lambda found: names.get(found[0], found[0]), text) for text in side) for side in (ours, theirs)
+    )
+    return _verify(left, right)
+
+
 @lru_cache(maxsize=4096)
 def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
     """Whether the expressions are equal in some order; as many on each side."""
     library = _math_verify()
     try:
         with _deadline(TIME_LIMIT_S):
-            left = [_parse(library, prediction) for prediction in predictions]
+            left = [(prediction, _parse(library, prediction)) for prediction in predictions]
             for truth in truths:
-                wanted = _parse(library, truth)
-                # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
-                equal = (ours for ours in left if ours and wanted and library.verify(wanted, ours, timeout_seconds=None))
-                found = next(equal, None)
+                wanted = truth, _parse(library, truth)
+                found = next((ours for ours in left if _is_same(library, ours, wanted)), None)
                 if found is None:
                     return False
                 left = [ours for ours in left if ours is not found]
@@ -175,10 +218,35 @@ def _verify(predictions: tuple[str, ...], truths: tuple[str, ...]) -> bool:
         return False
 
 
+def _is_same(library: Any, ours: tuple[str, list[Any]], wanted: tuple[str, list[Any]]) -> bool:
+    """Whether two parsed expressions, each with its text, are equal."""
+    if not (ours[1] and wanted[1]):
+        return False
+    allowed = rounding(_result(ours[0]), _result(wanted[0]))
+    if allowed:
+        one, other = _value(ours[1][0]), _value(wanted[1][0])
+        if one is not None and other is not None:
+            return abs(one - other) <= allowed
+    # math-verify's own time limits are whole seconds and fail outside the main thread, so they are off.
+    return bool(library.verify(wanted[1], ours[1], timeout_seconds=None))
+
+
 def _parse(library: Any, expression: str) -> list[Any]:
+    """The expression as sympy has it, its decimals as fractions: math-verify would round them all to six digits."""
+    import sympy
+
     targets = [library.LatexExtractionConfig()]
-    parsed: list[Any] = library.parse(f"${expression}$", targets, fallback_mode="no_fallback", parsing_timeout=None)
-    return parsed
+    parsed = library.parse(f"${expression}$", targets, fallback_mode="no_fallback", parsing_timeout=None)
+    return [one.xreplace({real: sympy.Rational(str(real)) for real in one.atoms(sympy.Float)}) for one in parsed]
+
+
+def _value(expression: Any) -> Fraction | None:
+    """The value of a real number, or of a named one (`x = 2`), to 40 digits; None for anything else."""
+    number = getattr(expression, "rhs", expression)
+    if not (getattr(number, "is_number", False) and number.is_real):
+        return None
+    found = number.evalf(40)
+    return Fraction(str(found)) if found.is_Float or found.is_Rational else None
 
 
 @cache

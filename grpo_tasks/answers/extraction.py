@@ -1,13 +1,14 @@
 """What a completion contains, whatever its format, and which text counts as blank."""
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 LENIENT_WINDOW = 2_000
 """Characters at the end of a completion that are searched for a last number."""
 
-# Python calls these printable, yet they show nothing: Braille blank and the Hangul fillers.
-_FILLERS = frozenset("\u2800\u3164\u115f\u1160\uffa0")
+# Python calls these printable, yet they show nothing: Braille blank, the Hangul fillers and the null notehead.
+_FILLERS = frozenset("\u2800\u3164\u115f\u1160\uffa0\U0001d159")
 # A minus right after a digit or a closing bracket is an operator, not a sign: "54-21" ends in 21. The pattern succeeds at every
 # digit and never has to backtrack, so the search is linear.
 _NUMBER = re.compile(r"(?:(?<![\d)\]])[-\u2212])?\d[\d,]*(?:\.\d+)?")
@@ -42,7 +43,7 @@ class Extraction:
 
 
 def is_blank(text: str) -> bool:
-    """Whether the text shows nothing: only whitespace, control, format and filler characters."""
+    """Whether the text shows nothing: only whitespace, control, format and filler characters, and marks without a letter."""
     # The beginning decides nearly every case. A set over a million characters costs tens of milliseconds.
     return not _shows_something(text[:1_000]) and not _shows_something(text[1_000:])
 
@@ -54,4 +55,9 @@ def last_number(text: str) -> str | None:
 
 
 def _shows_something(text: str) -> bool:
-    return any(letter.isprintable() and letter != " " and letter not in _FILLERS for letter in set(text))
+    return any(letter.isprintable() and letter != " " and letter not in _FILLERS and not _is_mark(letter) for letter in set(text))
+
+
+def _is_mark(letter: str) -> bool:
+    # Accents, variation selectors, enclosing marks: they change the letter before them, and are nothing without one.
+    return unicodedata.category(letter).startswith("M")

@@ -7,6 +7,10 @@ around it ($42$, \\boxed{42}, **42**).
 Percent and currency are units and do not change the value: 42% = 42, not 0.42. A decimal comma is not guessed: 1,23 is no
 number. Digits of any one script count by their value (٤٢ = 42); digits of mixed scripts, superscripts, ½ and Roman numerals do
 not count.
+
+A long decimal may stand for a value that it cannot write. The one rule for that, which only `math` uses (expressions.py): a
+decimal with at least six decimals and six significant digits equals every value that rounds to it. 0.333333 = 1/3; 0.333 is not
+1/3, and 0.50000001 is not 1/2.
 """
 
 import re
@@ -16,6 +20,9 @@ from fractions import Fraction
 
 MAX_NUMBER_CHARS = 200
 """Longer text is never a number. It bounds the pattern and the size of the fraction."""
+
+ROUNDED_DECIMALS = 6
+"""A decimal with at least as many decimals, and as many significant digits, may be a rounded value."""
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"))
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
@@ -31,14 +38,36 @@ _WRAPPINGS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("*
 
 def parse_number(text: str) -> Fraction | None:
     """The exact value of a text that is one number; None for everything else. Never raises."""
-    if len(text) > MAX_NUMBER_CHARS:
-        return None
-    plain = _ascii_digits(unwrap(text).translate(_MINUS))
-    match = _NUMBER.fullmatch(plain) if plain else None
+    match = _match(text)
     if match is None or (match["sign"] and match["inner"]) or (match["below"] and not int(match["below"])):
         return None
     value = Fraction(Decimal(match["number"].replace(",", ""))) / int(match["below"] or 1)
     return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+def rounding(*texts: str) -> Fraction:
+    """How far two values may lie apart that are written as these texts: half a unit of the last decimal of the more precise one.
+
+    Zero unless one of them is a long decimal. Two decimals are equal only when they are the same number.
+    """
+    return min(filter(None, map(_half_unit, texts)), default=Fraction(0))
+
+
+def _half_unit(text: str) -> Fraction | None:
+    match = _match(text)
+    if match is None or match["below"]:
+        return None
+    whole, _, decimals = match["number"].replace(",", "").partition(".")
+    if not decimals.isdecimal() or min(len(decimals), len((whole + decimals).lstrip("0"))) < ROUNDED_DECIMALS:
+        return None
+    return Fraction(1, 2 * 10 ** len(decimals))
+
+
+def _match(text: str) -> re.Match[str] | None:
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    plain = _ascii_digits(unwrap(text).translate(_MINUS))
+    return _NUMBER.fullmatch(plain) if plain else None
 
 
 def unwrap(text: str) -> str:

@@ -206,14 +206,16 @@ class Store:
 
 def _has_content(path: Path, file: ParcelFile) -> bool:
     try:
-        return path.stat().st_size == file.size and file_sha256(path) == file.sha256
+        return path.stat().st_size == file.size and file_sha256(path, remembered=file.is_input) == file.sha256
     except OSError:
         return False
 
 
 def file_at(target: str, source: Path) -> ParcelFile:
     """A file of the driver with its hash, and its place on a node."""
-    return ParcelFile(target, source.resolve(), file_sha256(source), source.stat().st_size)
+    return ParcelFile(
+        target, source.resolve(), file_sha256(source, remembered=target.startswith(f"{BASE}/")), source.stat().st_size
+    )
 
 
 def _folder(target: str, source: Path) -> list[ParcelFile]:

@@ -7,11 +7,13 @@ turn   --turn_end--> the special token that the template writes behind what the 
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_tasks.content.limited_model import BATCH, limited_model
 from grpo_tasks.content.tokenizer import special_tokens
+from schemas.config.rollout import TEMPLATE_DATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 PLACEHOLDER = "\ufdd0\ufdd1"
 """Stands for what somebody says. Unicode reserves these code points for use inside a program."""
 QUESTION = {"role": "user", "content": "Hi"}
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _ANSWER = {"role": "assistant", "content": PLACEHOLDER}
 
 
@@ -107,6 +110,25 @@ def generation_eos(path: str, revision: str | None) -> int | list[int] | None:
             found: int | list[int] | None = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
             return found
     return None
+
+
+def asks_for_date(path: str, revision: str | None) -> bool:
+    """Whether a chat template of the model, by its files, writes the day on which it is rendered."""
+    folder = Path(path)
+    if folder.is_dir():
+        files = [*(folder / name for name in _TEMPLATE_FILES), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+    else:
+        from transformers.utils.hub import cached_file
+
+        found = []
+        # What is wrong with a model says who loads it.
+        with suppress(OSError):
+            found = [
+                cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+                for name in _TEMPLATE_FILES
+            ]
+        files = [Path(file) for file in found if file is not None]
+    return any(TEMPLATE_DATE in file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:

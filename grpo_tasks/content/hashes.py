@@ -1,11 +1,13 @@
-"""SHA-256 of files and folders. An unchanged large file is read once, not once per run.
+"""SHA-256 of files and folders.
 
-    file_sha256(path)        small file: always read      large file: read unless (path, size, mtime, ctime, inode) is known
-    folder_sha256(folder)    names and contents of all its files, sorted by name
+    file_sha256(path)                     the file is read
+    file_sha256(path, remembered=True)    large file: read unless (path, size, mtime, ctime, inode) is known
+    folder_sha256(folder)                 names and contents of all its files, sorted by name
 
-The hashes of large files are cached in a small database in the user's cache folder, which all processes share. A write to a file
-changes its ctime even if somebody restores its mtime, so a changed file is always read again. If the cache cannot be written,
-every file is read each time.
+What is published, proved or compared with a recorded hash is read. `remembered` is for what a run only refers to, such as the
+base model in the key of a step: it would be read a dozen times per run. Those hashes are cached in a small database in the user's
+cache folder, which all processes share. An ordinary write changes a file's ctime even if somebody restores its mtime; a write
+through a memory map may change neither. If the cache cannot be written, every file is read each time.
 """
 
 import hashlib
@@ -23,14 +25,14 @@ _SETTLED_NS = 2_000_000_000
 _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT NOT NULL)"
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes.
+def file_sha256(path: Path, *, remembered: bool = False) -> str:
+    """SHA-256 (hex) of a file's bytes, or with `remembered` those that it had when its timestamps last changed.
 
     Raises:
         OSError: the file cannot be read.
     """
     path = path.resolve()
-    stamp = _stamp(path)
+    stamp = _stamp(path) if remembered else None
     if stamp is None:
         return _read(path)
     known = _recall(path, stamp)
@@ -43,9 +45,11 @@ def file_sha256(path: Path) -> str:
     return sha256
 
 
-def folder_sha256(folder: Path) -> str:
-    """SHA-256 (hex) over the names and contents of all files below a folder."""
-    return digest_of((path.relative_to(folder).as_posix(), file_sha256(path)) for path in files_below(folder))
+def folder_sha256(folder: Path, *, remembered: bool = False) -> str:
+    """SHA-256 (hex) over the names and contents of all files below a folder; `remembered` as for `file_sha256`."""
+    return digest_of(
+        (path.relative_to(folder).as_posix(), file_sha256(path, remembered=remembered)) for path in files_below(folder)
+    )
 
 
 def digest_of(files: Iterable[tuple[str, str]]) -> str:

@@ -75,7 +75,11 @@ def _cache_folder(repository: str) -> Path:
 def _check_files(snapshot: Path) -> None:
     for path in files_below(snapshot):
         name = path.resolve().name
-        right = name == (file_sha256(path) if len(name) == _SHA256_CHARS else _git_sha1(path)) if _is_hash(name) else True
+        right = (
+            name == (file_sha256(path, remembered=True) if len(name) == _SHA256_CHARS else _git_sha1(path))
+            if _is_hash(name)
+            else True
+        )
         if not right:
             raise DamagedError(
                 f"{path.name} in the hub cache is damaged (its hash differs)",

@@ -10,15 +10,20 @@ are saved with a merged model: its template keeps the defaults, and needs no set
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from schemas.config.model import AddedToken, ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_DIRECTIVES = [*(f"%-{letter}" for letter in "dmjHMI"), *(f"%{letter}" for letter in "aAbBcdDeFGhHIjkmMnprRSTuUVwWxXyY")]
+"""What strftime puts in the place of a part of a date; the hour is midnight."""
+_PERCENT = "\ufdd2"
+"""Stands for a percent sign that begins no directive. Unicode reserves this code point for use inside a program."""
 _SYSTEM_START, _SYSTEM_END = "{#- system prompt of the training -#}", "{#- end of the system prompt +#}"
 """Comments of the template around the part that `set_system_prompt` wrote."""
 _SYSTEM = (
@@ -108,7 +113,8 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", given: Iterable[int | s
 def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[str, Any]) -> None:
     """Give variables of the chat template a default, in place.
 
-    Rendering then equals `apply_chat_template(..., **values)`, and a caller may still pass another value.
+    Rendering then equals `apply_chat_template(..., **values)`, and a caller may still pass another value. The value of
+    strftime_now is a day (schemas/config/rollout.py TEMPLATE_DATE).
     """
     if not values:
         return
@@ -118,10 +124,25 @@ def set_template_defaults(tokenizer: "PreTrainedTokenizerBase", values: Mapping[
         tokenizer.chat_template = {**template, "default": template["tool_use"]}
     # "+%}" keeps the line break that may follow: trim_blocks would remove one from the beginning of the template.
     opening = "".join(
-        f"{{%- if {_unset(name)} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
+        _today(value)
+        if name == TEMPLATE_DATE
+        else f"{{%- if {_unset(name)} %}}{{%- set {name} = {_literal(value)} %}}{{%- endif +%}}"
         for name, value in sorted(values.items())
     )
     _change_templates(tokenizer, lambda template: _opened(template, opening))
+
+
+def _today(date: str) -> str:
+    """A function strftime_now of the template that always writes this date. Of two, the first one counts."""
+    day = datetime.fromisoformat(date)
+    steps = [("%%", _PERCENT), *((directive, day.strftime(directive)) for directive in _DIRECTIVES), (_PERCENT, "%")]
+    filters = "".join(f" | replace({_literal(old)}, {_literal(new)})" for old, new in steps)
+    return (
+        "{%- if date_of_the_training is not defined %}"
+        f"{{%- set date_of_the_training = {_literal(date)} %}}"
+        f"{{%- macro {TEMPLATE_DATE}(format) %}}{{{{- format{filters} -}}}}{{% endmacro %}}"
+        "{%- endif +%}"
+    )
 
 
 def _unset(name: str) -> str:

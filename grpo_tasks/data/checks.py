@@ -1,7 +1,7 @@
 """How the rules of rules.py are checked: expressions over one row, judged by one pandera schema, and comparisons between rows.
 
     rows --add_views--> --broken_row_rules--> row, rule, value
-         --relation_keys--> --find_duplicates, find_contradictions, (split), broken_separation--> row, rule, value
+         --relation_keys--> --find_duplicates, find_contradictions--> row, rule, value
 
 A row expression is True where the rule holds. A missing prompt or answer breaks no rule about its content: the reason why it is
 missing has been recorded already.
@@ -14,7 +14,8 @@ import pandera.errors
 import pandera.polars as pa
 import polars as pl
 
-from grpo_tasks.data.normalise import BLANKS, INVISIBLE, normalise_column
+from grpo_tasks.data.leaks import asked_text, normalise_question
+from grpo_tasks.data.normalise import SHOWN, normalise_column
 from grpo_tasks.data.rules import RULES, Scope
 from schemas.config.completion import TagsConfig
 from schemas.config.data import PromptFormat
@@ -59,7 +60,6 @@ _USER_TEXT = (
     .list.eval(pl.element().filter(pl.element().struct.field("role").is_in(["user", PLAIN])).struct.field("content"))
     .list.join("\n")
 )
-_SAME_CHARACTER = {"‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", **dict.fromkeys(INVISIBLE, "")}
 _KEYS = ("prompt_key", "question_key", "normalised_key")
 
 
@@ -122,10 +122,7 @@ def relation_keys(rows: pl.DataFrame) -> pl.DataFrame:
     Rows are compared by 64-bit hashes instead of texts: a million rows take a fraction of a second, and the chance of a false
     match among them is about 3 in 10^8. `rows` has the column prompt and those of `add_views`.
     """
-    asked = pl.col("prompt").list.eval(pl.element().filter(pl.element().struct.field("role") != "system").struct.field("content"))
-    texts = rows.select(
-        chat=pl.struct("roles", "text"), question=asked.list.join("\n"), has_prompt=pl.col("prompt").is_not_null()
-    )
+    texts = rows.select(chat=pl.struct("roles", "text"), question=asked_text(), has_prompt=pl.col("prompt").is_not_null())
     keys = texts.select(
         "has_prompt",
         prompt_key=pl.col("chat").hash(),
@@ -133,19 +130,6 @@ def relation_keys(rows: pl.DataFrame) -> pl.DataFrame:
         normalised_key=normalise_question(pl.col("question")).hash(),
     )
     return keys.select(pl.when("has_prompt").then(pl.col(key)).alias(key) for key in _KEYS)
-
-
-def normalise_question(text: pl.Expr) -> pl.Expr:
-    """A question without case, repeated whitespace and sentence punctuation; operators and numbers are unchanged."""
-    # Only punctuation at the edge of a word is removed: 1.5 is not 15, and 3 - 4 is not 3 / 4.
-    return (
-        text.str.to_lowercase()
-        .str.replace_many(_SAME_CHARACTER)
-        .str.replace_all(r"[.,;:?'\"]+(?:\s|$)", " ")
-        .str.replace_all(r"(?:^|\s)['\"]+", " ")
-        .str.replace_all(r"\s\s+|[^\S ]", " ")
-        .str.strip_chars()
-    )
 
 
 def find_duplicates(keys: pl.DataFrame) -> pl.DataFrame:
@@ -178,14 +162,6 @@ def find_contradictions(keys: pl.DataFrame) -> pl.DataFrame:
     return shown.select("row", rule=pl.lit("contradiction"), value=value)
 
 
-def broken_separation(keys: pl.DataFrame) -> pl.DataFrame:
-    """Training rows whose question is also in the eval split; called after the split, arguments as for `find_duplicates`."""
-    train, held_out = keys.filter(split="train"), keys.filter(split="eval")
-    exact = _leak(train, held_out, "question_key", "leak_exact")
-    others = train.join(exact, on="row", how="anti")
-    return pl.concat([exact, _leak(others, held_out, "normalised_key", "leak_normalised")])
-
-
 def _found_values(rows: pl.DataFrame, rule: RowRule, indices: pl.Series) -> pl.DataFrame:
     value = rule.value.cast(pl.String).fill_null("null")
     shortened = pl.when(value.str.len_chars() > _MAX_VALUE).then(value.str.head(_MAX_VALUE - 1) + "…").otherwise(value)
@@ -214,7 +190,7 @@ def _turn_rules() -> list[RowRule]:
 
 def _content_rules(answer_tag: str, markers: list[str], form: PromptFormat) -> list[RowRule]:
     text, answer = pl.col("text"), pl.col("truths").fill_null("")
-    filled = _CONTENTS.list.eval(pl.element().str.strip_chars(BLANKS + INVISIBLE) != "").list.all()
+    filled = _CONTENTS.list.eval(pl.element().str.contains(SHOWN)).list.all()
     both = pl.concat_str(text, answer, separator="\n")
     marked = both if form == "conversational" else answer
     block = rf"(?s)<{answer_tag}>.*?</{answer_tag}>"
@@ -239,7 +215,7 @@ def _content_rules(answer_tag: str, markers: list[str], form: PromptFormat) -> l
 def _answer_rules(own_tags: list[str]) -> list[RowRule]:
     answer, pattern_found = pl.col("answer"), pl.col("pattern_found")
     already_reported = pl.col("faulty_line") | pl.col("faulty_answer")
-    present = pattern_found.is_not_null() & (answer != "").fill_null(value=True)
+    present = pattern_found.is_not_null() & answer.str.contains(SHOWN).fill_null(value=True)
     return [
         RowRule("answer_missing", already_reported | present | ~pl.col("needs_answer"), answer),
         RowRule("answer_pattern", already_reported | pattern_found, pl.col("raw_answer")),
@@ -255,10 +231,3 @@ def _surroundings(text: pl.Expr, pattern: str) -> pl.Expr:
 def _with_shared(keys: pl.DataFrame, key: str) -> pl.DataFrame:
     """The few rows that share their key with another row; only these need the costly comparison."""
     return keys.filter(pl.col(key).is_duplicated())
-
-
-def _leak(train: pl.DataFrame, held_out: pl.DataFrame, key: str, rule: str) -> pl.DataFrame:
-    first = held_out.unique(key, keep="first", maintain_order=True).select(key, eval_source="source", eval_line="line")
-    found = train.join(first, on=key, how="inner", maintain_order="left")
-    value = pl.concat_str(pl.lit("in the eval split at "), "eval_source", pl.lit(":"), "eval_line")
-    return found.select("row", rule=pl.lit(rule), value=value)

@@ -18,13 +18,13 @@ from grpo_tasks.data.checks import (
     RowRule,
     add_views,
     broken_row_rules,
-    broken_separation,
     find_contradictions,
     find_duplicates,
     relation_keys,
     row_rules,
 )
-from grpo_tasks.data.normalise import add_prompts, check_patterns, prompt_format, prompt_id_column
+from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
+from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
 from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import assign_splits
 from grpo_tasks.data.table import Message
@@ -63,6 +63,8 @@ class Verdict:
     format: PromptFormat
     dropped: pl.DataFrame
     """Rows that repeat an earlier one (data.duplicates: drop): columns source, line, value, in reading order."""
+    near: NearDuplicates
+    """Accepted training rows that are nearly held out."""
 
     @property
     def num_quarantined(self) -> int:
@@ -226,7 +228,7 @@ def _judge_slice(
 ) -> _Slice:
     structure = _structure_faults(rows)
     prepared = add_prompts(rows, config.data, form)
-    blank = ~pl.col("needs_answer") & (pl.col("answer") == "")
+    blank = ~pl.col("needs_answer") & ~pl.col("answer").str.contains(SHOWN)
     prepared = prepared.with_columns(answer=pl.when(~blank.fill_null(value=False)).then("answer"))
     # Hashing is the only work that Python does row by row; polars checks the rules in the meantime.
     hashes = pool.submit(_hashes, prepared.select("prompt", "answer", "answers", "task", "needs_answer"), config)
@@ -292,6 +294,7 @@ def _verdict(
         prompt_tokens=_token_lengths(judged["prompt_tokens"].drop_nulls(), limit),
         format=form,
         dropped=dropped.select("source", "line", "value"),
+        near=near_duplicates(accepted),
     )
 
 

@@ -21,6 +21,8 @@ from schemas.tables import MESSAGES
 
 BLANKS = " \t\n\r\x0b\x0c\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 INVISIBLE = "\u200b\u2060\ufeff"
+SHOWN = r"[^\p{Z}\p{C}\p{M}\x{2800}\x{3164}\x{115f}\x{1160}\x{ffa0}\x{1d159}]"
+"""Found in a text that shows something: not only blanks, controls, fillers and marks alone (see answers/extraction.py)."""
 _MAX_NUMBER_LENGTH = 400  # longer strings of digits are no answer; leaving them unchanged keeps the regular expressions cheap
 
 _SIGN = "[-+\u2212]"

@@ -25,6 +25,7 @@ from schemas.results.data import DataReport, SourceFile
 
 REPORT = "report.md"
 _EXAMPLES = 5
+_NEAR = 50
 _DIGEST_ROWS = 50_000
 
 
@@ -113,6 +114,7 @@ def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, 
         *(f"**Warning**: {warning}" for warning in warnings),
         _sources(origin.sources),
         _tasks(verdict),
+        _near(verdict),
         _broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
         _lengths(verdict),
     ]
@@ -195,6 +197,17 @@ def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
     return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
+
+
+def _near(verdict: Verdict) -> str:
+    if not verdict.near.found:
+        return ""
+    shown = [[code(pair.train), code(pair.held_out), f"{pair.share:.0%}"] for pair in verdict.near.found[:_NEAR]]
+    columns = ["training row", "held-out row", "share of its text"]
+    rest = len(verdict.near.found) - len(shown)
+    return "\n\n".join(
+        ["## Nearly held out", table(columns, shown, right=columns[2:]), *([f"And {rest:,} more."] if rest else [])]
+    )
 
 
 def _lengths(verdict: Verdict) -> str:

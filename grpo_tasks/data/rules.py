@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "leak_normalised",
         "table",
-        "the question is also in the eval split, apart from case, whitespace or punctuation",
+        "the question is also in the eval split, apart from case, whitespace, punctuation, accents or the form of numbers",
         "remove it from the training data",
     ),
 )

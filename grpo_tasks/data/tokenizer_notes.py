@@ -4,14 +4,30 @@ BOS and EOS around plain prompts, the token that ends a turn, a turn that the te
 the sentence says what the user can do.
 """
 
+import re
+
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import QUESTION, RefusedError, answered, generation_eos, rendered, surroundings, turn_end
+from grpo_tasks.content.chat import (
+    QUESTION,
+    RefusedError,
+    answered,
+    asks_for_date,
+    generation_eos,
+    rendered,
+    surroundings,
+    turn_end,
+)
 from grpo_tasks.data.judge import Verdict
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
+from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.errors import ConfigError
 from schemas.paths import resolve
+
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_A_DATE = re.compile(
+    rf"\b(?:\d{{4}}-\d\d-\d\d|\d\d?[./-]\d\d?[./-]\d{{4}}|\d\d?\.? {_MONTH} \d{{4}}|{_MONTH} \d\d?(?:st|nd|rd|th)?,? \d{{4}})\b"
+)
 
 
 def check_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
@@ -48,7 +64,11 @@ def tokenizer_notes(
         rollout: what else ends a completion.
     """
     plain = verdict.format == "standard"
-    notes = _added_to_texts(tokenizer, verdict) if plain else [*_without_bos(tokenizer), *_unopened(tokenizer)]
+    notes = (
+        _added_to_texts(tokenizer, verdict)
+        if plain
+        else [*_without_bos(tokenizer), *_unopened(tokenizer), *_date(tokenizer, model, rollout)]
+    )
     return [*notes, *_ends(tokenizer, model, rollout, plain=plain)]
 
 
@@ -92,6 +112,26 @@ def _unopened(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         f"the chat template has no generation prompt: a prompt ends before {missing.strip()!r}, which the model has to write "
         "itself; fix: add {% if add_generation_prompt %} to the template"
     ]
+
+
+def _date(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, rollout: RolloutConfig) -> list[str]:
+    """Where the template writes a day: the present one would be another one tomorrow, and any other one gets old."""
+    try:
+        found = _A_DATE.search(rendered(tokenizer, [QUESTION], opened=True))
+    except RefusedError:
+        return []
+    if found is None:
+        return []
+    day = rollout.chat_template_kwargs.get(TEMPLATE_DATE)
+    if day is None and asks_for_date(resolve(model.path), model.revision):
+        return [
+            f"the chat template writes the day on which it is rendered ({found[0]}): tomorrow's prompts are other prompts; "
+            "fix: rollout.chat_template_kwargs: {strftime_now: '2026-11-26'}"
+        ]
+    kept = (
+        f"the day that the runs in this folder began, or strftime_now: {day}" if day else "a variable or a text of the template"
+    )
+    return [f"the chat template writes a date into every prompt: {found[0]} ({kept}); the merged model's template keeps it"]
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, rollout: RolloutConfig, *, plain: bool) -> list[str]:

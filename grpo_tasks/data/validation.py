@@ -85,7 +85,7 @@ def validate_rows(
         )
         truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
-    warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning])]
+    warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)

@@ -10,6 +10,7 @@ from schemas.results.lab import LabCheck, SignalForecast
 _MARKS = {"passed": "passed", "ignored": "ignored", "warned": "**warned**", "failed": "**FAILED**"}
 FIXES = {
     "columns": "rename the column, or remove it if no reward function needs it",
+    "date": "leave it, or name a day: rollout.chat_template_kwargs: {strftime_now: '2026-11-26'}",
     "contract": "return one finite number, or None, for each completion",
     "applies": "return a score for the completions that the function is about, or leave it out",
     "same_score": "compare what the function looks for (tags, columns, the form of completions) with what it gets",

@@ -60,7 +60,7 @@ from schemas.results.base import Result
 from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, StageResult
+from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, Sampling, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -211,8 +211,9 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     """Merge the adapter of a trained model into its base, save the result and prove that it is the same policy.
 
     Args:
-        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), `rollout.chat_template_kwargs`,
-            `data.system_prompt`, and the section interaction, whose tools the template of the merged model shows.
+        config: its section model (`merged_dtype`, `merged_system_prompt`, `added_tokens`), rollout (the variables of the chat
+            template, and how tokens are drawn), `data.system_prompt`, and the section interaction, whose tools the template of
+            the merged model shows.
         model: `StageResult.model`.
         data: its held-out prompts are used for the proof.
         directory: gets model/, which `transformers` loads without this package.
@@ -227,6 +228,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
         max_new_tokens=PROOF_TOKENS,
         chat_template_kwargs=_offering(config).chat_template_kwargs,
         system_prompt=config.merged_system_prompt,
+        sampling=Sampling.of(config.rollout),
     )
     return merge_and_prove(spec, _folder(directory), key=_key(spec))
 

@@ -27,11 +27,12 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_tasks.policy.batch import pad
-from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
+from grpo_tasks.policy.load import generation_of
+from schemas.results.model import Sampling
 
 KEPT = 0.95
 """Smallest share of what training changed that a published form must keep."""
@@ -97,25 +98,35 @@ def kept(form: Distance, base: Distance) -> float:
 
 @torch.no_grad()
 def complete(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], max_new_tokens: int, *, greedy: bool
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    greedy: bool,
+    sampling: Sampling | None = None,
 ) -> list[Text]:
-    """One completion of each prompt: the likeliest, or one sampled at temperature 1."""
+    """One completion of each prompt, the likeliest or a sampled one, by transformers' generate.
+
+    Args:
+        model: the model.
+        tokenizer: of the model.
+        prompts: token ids.
+        max_new_tokens: longest completion.
+        greedy: always take the likeliest token.
+        sampling: how tokens are drawn. None: by the model's own generation config, as a user of the files gets them.
+    """
     # [N, S], padded on the left: generate() continues every row at the last column.
     ids, mask = pad(list(prompts), left=True)
-    ends = end_token_ids(tokenizer, model.generation_config.eos_token_id)
-    with torch.random.fork_rng(devices=[]):
+    config = model.generation_config if sampling is None else generation_of(model, tokenizer, sampling)
+    ends = frozenset(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
+    with _generating(causal_model(model), config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         out = model.generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.long().to(model.device),
             max_new_tokens=max_new_tokens,
             do_sample=not greedy,
-            temperature=None if greedy else 1.0,
-            top_p=None if greedy else 1.0,
-            top_k=None if greedy else 0,
-            # Those of the base's generation_config.json would change the answers, and no server of ours applies them.
-            repetition_penalty=1.0,
-            eos_token_id=sorted(ends) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
     # [N, S + T] -> [N, T]; rows that end early are filled with padding, which _until_end removes.
@@ -123,6 +134,16 @@ def complete(
     return [
         Text(prompt, _until_end(row, ends | {tokenizer.pad_token_id}), greedy) for prompt, row in zip(prompts, rows, strict=True)
     ]
+
+
+@contextmanager
+def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Generate by a config. Given to generate() instead, what it leaves open would come from the model's own."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:

@@ -19,7 +19,14 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from grpo_tasks.content.precision import rounds
 from grpo_tasks.content.tokenizer import add_tokens, added_tokens, set_template_defaults, starting_rows, token_id
@@ -34,7 +41,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
-from schemas.results.model import ModelRef
+from schemas.results.model import ModelRef, Sampling
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Option numbers of glibc's mallopt (malloc.h)."""
@@ -354,12 +361,32 @@ def save_trained(
         tokenizer.save_pretrained(str(directory))
 
 
-def name_end_tokens(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the model's generation config name every token that ends a turn, so that transformers' generate stops where we do."""
-    named = model.generation_config.eos_token_id
-    ends = end_token_ids(tokenizer, named)
-    if not ends <= {*(named if isinstance(named, list) else [named])}:
-        model.generation_config.eos_token_id = sorted(ends)
+def generation_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> GenerationConfig:
+    """How transformers and vLLM generate by default with a model of this training: drawn as it was, ended where it did.
+
+    Of the base's settings only tokens, lengths and the kind of cache are left. No engine of a training applies the others, such
+    as a penalty, suppressed or forced tokens: they would change what the policy says.
+    """
+    given = model.generation_config
+    named = given.eos_token_id
+    ends = end_token_ids(tokenizer, named) | {
+        token if isinstance(token, int) else token_id(tokenizer, token) for token in sampling.stop_token_ids
+    }
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        bos_token_id=given.bos_token_id,
+        # Every token that ends a turn, so that generate() stops where we do.
+        eos_token_id=named if ends <= {*(named if isinstance(named, list) else [named])} else sorted(ends),
+        pad_token_id=given.pad_token_id,
+        max_length=given.max_length,
+        max_new_tokens=given.max_new_tokens,
+        cache_implementation=given.cache_implementation,
+    )
 
 
 def order_modules(file: Path) -> None:

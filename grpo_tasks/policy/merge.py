@@ -26,12 +26,33 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.tokenizer import set_system_prompt
-from grpo_tasks.policy.change import KEPT, Distance, Record, Shares, changes, complete, distance, kept, record, weight_shares
+from grpo_tasks.policy.change import (
+    KEPT,
+    Distance,
+    Record,
+    Shares,
+    Text,
+    changes,
+    complete,
+    distance,
+    kept,
+    record,
+    weight_shares,
+)
 from grpo_tasks.policy.chat import Message, completion_text, prompt_ids
 from grpo_tasks.policy.folded_adapter import CausalLM
-from grpo_tasks.policy.load import load_base, load_policy, load_tokenizer, name_end_tokens
+from grpo_tasks.policy.load import generation_of, load_base, load_policy, load_tokenizer
 from schemas.errors import MergeError
-from schemas.results.model import GreedyAnswer, MergedDtype, MergeFigures, MergeSpec, ModelRef, RefusedPrecision, percent
+from schemas.results.model import (
+    GreedyAnswer,
+    MergedDtype,
+    MergeFigures,
+    MergeSpec,
+    ModelRef,
+    RefusedPrecision,
+    Sampling,
+    percent,
+)
 
 MERGE_TOLERANCE = 2e-3
 """Largest allowed difference (nats) of a token's log-probability between base + adapter and the merged model, in float32."""
@@ -114,6 +135,7 @@ def merge(spec: MergeSpec, directory: Path, *, device: torch.device) -> MergeFig
             model = merged if merged is not None else _merged(load_policy(spec.ref, spec.model, device=device, dtype="float32"))
             merged = None
             shutil.rmtree(target, ignore_errors=True)
+            model.generation_config = generation_of(model, tokenizer, spec.sampling)
             saved = _save(model, tokenizer, target, dtype=dtype)
             # Two copies of the weights in float32 would be the largest need for memory of a whole run.
             del model
@@ -134,7 +156,9 @@ def _measured_merge(
     policy = load_policy(spec.ref, spec.model, device=device, dtype="float32")
     prompts = [prompt_ids(tokenizer, _chat(chat)) for chat in spec.prompts]
     texts = [
-        text for greedy in (True, False) for text in complete(policy, tokenizer, prompts, spec.max_new_tokens, greedy=greedy)
+        text
+        for greedy in (True, False)
+        for text in complete(policy, tokenizer, prompts, spec.max_new_tokens, greedy=greedy, sampling=Sampling())
     ]
     said, dtypes = record(policy, texts), [getattr(torch, name) for name in PRECISIONS]
     if isinstance(policy, PeftModel):
@@ -213,7 +237,7 @@ def _compared(
         reason = far if not close else lost
         return RefusedPrecision(dtype=dtype, kept_weights=weights, kept=share, reason=reason)
     prompts = [text.prompt for text in evidence.record.texts if text.greedy]
-    answers = complete(reloaded, tokenizer, prompts[:RECORDED_ANSWERS], spec.max_new_tokens, greedy=True)
+    answers = _answers_of_users(spec, reloaded, tokenizer, prompts[:RECORDED_ANSWERS], target)
     return MergeFigures(
         sha256=folder_sha256(target),
         dtype=dtype,
@@ -235,6 +259,23 @@ def _compared(
             for chat, answer in zip(spec.prompts, answers, strict=False)
         ],
     )
+
+
+def _answers_of_users(
+    spec: MergeSpec, reloaded: CausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], target: Path
+) -> list[Text]:
+    """What a user of the files gets, who sets nothing but the length; refused where the training would have gone on otherwise."""
+    given, trained = (
+        complete(reloaded, tokenizer, prompts, spec.max_new_tokens, greedy=True, sampling=sampling)
+        for sampling in (None, spec.sampling)
+    )
+    if given != trained:
+        raise MergeError(
+            "transformers' generate does not answer with the saved model as the training did",
+            place=str(target / "generation_config.json"),
+            fix="report it with config.json and generation_config.json of the base model",
+        )
+    return given
 
 
 def _refuse_other_weights(saved: Mapping[str, _Fingerprint], reloaded: nn.Module, target: Path, far: str) -> None:
@@ -304,7 +345,6 @@ def _check_system_prompt(tokenizer: PreTrainedTokenizerBase, spec: MergeSpec, ta
 def _save(model: CausalLM, tokenizer: PreTrainedTokenizerBase, target: Path, *, dtype: str) -> dict[str, _Fingerprint]:
     """Write the model in a precision; each weight as it must be in the files."""
     weights = _weights(model, getattr(torch, dtype))
-    name_end_tokens(model, tokenizer)
     model.to(getattr(torch, dtype)).save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     return weights

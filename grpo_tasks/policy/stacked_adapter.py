@@ -26,7 +26,7 @@ from grpo_tasks.policy.merge import MEAN_TOLERANCE
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError, ModelError
 from schemas.paths import resolve
-from schemas.results.model import PROOF_TOKENS, ModelRef, percent
+from schemas.results.model import PROOF_TOKENS, ModelRef, Sampling, percent
 
 WEIGHTS = "adapter_model.safetensors"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -135,7 +135,11 @@ def prove_stack(adapter: Path, base: ModelRef, policy: ModelRef, merged: Path, p
     tokenizer = load_tokenizer(ModelRef(path=str(merged)))
     ids = [prompt_ids(tokenizer, list(chat)) for chat in prompts]
     model = load_policy(policy, config, device=_CPU, dtype="float32")
-    texts = [text for greedy in (True, False) for text in complete(model, tokenizer, ids, PROOF_TOKENS, greedy=greedy)]
+    texts = [
+        text
+        for greedy in (True, False)
+        for text in complete(model, tokenizer, ids, PROOF_TOKENS, greedy=greedy, sampling=Sampling())
+    ]
     said = record(model, texts)
     del model
     found = []

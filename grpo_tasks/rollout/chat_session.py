@@ -17,8 +17,10 @@ from schemas.prompts import PLAIN
 class ChatSettings:
     """How answers are sampled."""
 
-    temperature: float = 0.7
-    top_p: float = 0.9
+    temperature: float | None = None
+    """None: what the model's generation config says."""
+    top_p: float | None = None
+    """None: what the model's generation config says."""
     max_new_tokens: int = 256
     greedy: bool = False
 
@@ -43,8 +45,9 @@ class ChatSession:
         ids = torch.tensor([prompt_ids(self._tokenizer, messages if self._tokenizer.chat_template else plain)])
         prompt = {"input_ids": ids.to(self._model.device), "attention_mask": torch.ones_like(ids).to(self._model.device)}
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
-        mode = {"do_sample": False} if settings.greedy else sampling
+        asked = {"temperature": settings.temperature, "top_p": settings.top_p}
+        sampling = {name: value for name, value in asked.items() if value is not None}
+        mode = {"do_sample": False} if settings.greedy else {"do_sample": True, **sampling} if sampling else {}
         ends = sorted(end_token_ids(self._tokenizer, self._model.generation_config.eos_token_id))
         limits = {"max_new_tokens": settings.max_new_tokens, "eos_token_id": ends or None}
         options = {**prompt, **mode, **limits, "streamer": streamer}

@@ -128,7 +128,8 @@ def _contents(value: BaseModel) -> str:
     if isinstance(value, DataSource | ModelConfig):
         path = Path(resolve(value.path))
         if path.exists():
-            return path_sha256(path)
+            # A base model is read once, not once per step.
+            return path_sha256(path, remembered=isinstance(value, ModelConfig))
         # A version of the registry is named by its number; the hub knows nothing of it.
         named = isinstance(value, DataSource) or value.path.startswith("models:/")
         return "" if named else hub_commit(value.path, value.revision)
@@ -162,7 +163,12 @@ def model_contents(ref: ModelRef) -> dict[str, str]:
         DamagedError: the files are not the ones that the reference was made for.
     """
     base = Path(resolve(ref.path))
-    digests = {"base": path_sha256(base) if base.exists() else hub_commit(ref.path, ref.revision)}
+    # A model that a step wrote is compared with what it wrote.
+    digests = {
+        "base": path_sha256(base, remembered=ref.sha256 is None or ref.adapter is not None)
+        if base.exists()
+        else hub_commit(ref.path, ref.revision)
+    }
     if not base.exists():
         digests |= {"hub": f"{ref.path}@{ref.revision}"}
     if ref.adapter is not None:
@@ -176,6 +182,6 @@ def model_contents(ref: ModelRef) -> dict[str, str]:
     return digests
 
 
-def path_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file, or of all files of a folder together."""
-    return file_sha256(path) if path.is_file() else folder_sha256(path)
+def path_sha256(path: Path, *, remembered: bool = False) -> str:
+    """SHA-256 (hex) of a file, or of all files of a folder together; `remembered` as for `file_sha256`."""
+    return (file_sha256 if path.is_file() else folder_sha256)(path, remembered=remembered)

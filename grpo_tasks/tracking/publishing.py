@@ -4,8 +4,9 @@
 
 The folder is logged as files. A process of its own loads the logged model and asks it; one that answers otherwise than the merged
 model is deleted. A model with the same bytes (by SHA-256) that this run logged or
-registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, and if
-that champion is still the champion. The old champion becomes `previous`; a candidate that is not promoted becomes `challenger`.
+registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, if that
+champion is still the champion, and if nobody rolled these bytes back. The old champion becomes `previous`; a candidate that is
+not promoted becomes `challenger`.
 What this module does not do: evaluate (the tests come from the evaluation room).
 """
 
@@ -43,6 +44,7 @@ from grpo_tasks.tracking.registry import (
     approval_of,
     await_approval,
     hashes_tag,
+    rolled_back_as,
 )
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
@@ -110,17 +112,16 @@ def publish(
         TrackingError: the store cannot be reached or refuses. Publishing again resumes.
     """
     name = run.config.registered_model
+    checks: list[Regression | GuardCheck] = [*regressions, *guards]
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
-    if ROLLED_BACK_TAG in version.tags and not is_champion:
-        # A user rolled it back on purpose. Running the same run again must not restore it.
-        obstacle = f"version {version.version} was rolled back before"
-        return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle)
-    decision = decide(
-        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
-    )
+    rolled_back = "" if is_champion else _rolled_back(run.store, version, proof.sha256)
+    if rolled_back and ROLLED_BACK_TAG in version.tags:
+        return Decision(str(version.version), proof.sha256, False, rolled_back, obstacle=rolled_back)
+    decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=checks)
+    decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back) if rolled_back else decision
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
     if decision.awaits_approval:
@@ -128,15 +129,24 @@ def publish(
     if is_champion:
         # Report why it became champion, not that it still is.
         decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
-    tags = decision_tags(decision.reason, tests, evaluation, [*regressions, *guards]) | hashes_tag(origin or {})
+    tags = decision_tags(decision.reason, tests, evaluation, checks) | hashes_tag(origin or {})
     # Publishing the champion again compares it with nothing that it was compared with before it became champion.
     run.store.ask(partial(tag_decision, version=version, tags=tags, keep=is_champion))
     if not (is_champion and version.description):
         said = decision_text(decision.champion, decision.reason)
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
-    _move_aliases(run.store, name, decision, current)
+    if not rolled_back:
+        _move_aliases(run.store, name, decision, current)
     return decision
+
+
+def _rolled_back(store: Store, version: ModelVersion, sha256: str) -> str:
+    """Why a version must not become the champion: a person rolled its bytes back, and no run undoes that. Else empty."""
+    if ROLLED_BACK_TAG in version.tags:
+        return f"version {version.version} was rolled back before"
+    other = rolled_back_as(store, version.name, sha256)
+    return f"version {other}, which has the same bytes, was rolled back before" if other else ""
 
 
 def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:

@@ -9,7 +9,7 @@ What this module does not do: register or promote versions (publishing.py), down
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 
@@ -111,6 +111,17 @@ def find_tagged(name: str, tags: Mapping[str, str], tracking: TrackingConfig) ->
     return max((str(version.version) for version in found if matches(version)), key=int, default=None)
 
 
+def rolled_back_as(store: Store, name: str, sha256: str) -> str | None:
+    """The newest version with these bytes that a person rolled back; None when there is none."""
+    found = store.ask(partial(versions_of, name=name))
+    marked = (str(version.version) for version in _same_bytes(found, sha256) if ROLLED_BACK_TAG in version.tags)
+    return max(marked, key=int, default=None)
+
+
+def _same_bytes(versions: Iterable[ModelVersion], sha256: str) -> list[ModelVersion]:
+    return [version for version in versions if sha256 and version.tags.get(SHA_TAG) == sha256]
+
+
 def is_overtaken(name: str, version: str, tracking: TrackingConfig) -> bool:
     """Whether a version has to be compared again: the champion of its comparison was replaced before anything was decided."""
     store = open_store(tracking)
@@ -166,8 +177,11 @@ def _roll_back(client: MlflowClient, target: ModelVersion, current: str, reason:
     client.set_registered_model_alias(name, PREVIOUS, current)
     if str(client.get_registered_model(name).aliases.get(CHALLENGER)) == number:
         client.delete_registered_model_alias(name, CHALLENGER)
-    if ROLLED_BACK_TAG in target.tags:
-        client.delete_model_version_tag(name, number, ROLLED_BACK_TAG)
+    # The model is wanted again, so its copies that other runs published are not rolled back either.
+    copies = _same_bytes(versions_of(client, name=name), target.tags.get(SHA_TAG, ""))
+    for restored, tags in ({str(copy.version): copy.tags for copy in copies} | {number: target.tags}).items():
+        if ROLLED_BACK_TAG in tags and restored != current:
+            client.delete_model_version_tag(name, restored, ROLLED_BACK_TAG)
     if says_not_promoted(target.description):
         instead = f"restored instead of version {current}" + (f" ({reason})" if reason else "")
         _show_decision(client, target, promoted=True, reason=f"{instead}; {target.tags.get(DECISION_TAG, '')}")

@@ -17,7 +17,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from grpo_tasks.content.chat import text_ids
 from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
 from grpo_tasks.policy.adapter_targets import uncovered
-from grpo_tasks.policy.load import load_tokenizer, name_end_tokens, pick_device, trainable_policy
+from grpo_tasks.policy.folded_adapter import causal_model
+from grpo_tasks.policy.load import generation_of, load_tokenizer, pick_device, trainable_policy
 from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rollout.engine import completion_seed
@@ -28,7 +29,7 @@ from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import fail_of, target_reached
 from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.metrics import REWARD, describe
-from schemas.results.model import StageResult
+from schemas.results.model import Sampling, StageResult
 
 
 def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResult:
@@ -44,8 +45,8 @@ def train(directory: StageDir, spec: StageSpec, suite: RewardSuite) -> StageResu
     rows = read_prompts(spec.train)
     seed = completion_seed(spec.seed, spec.stage.name)
     model = trainable_policy(spec.start, spec.model, device=device, seed=seed, token_seed=spec.seed)
-    # TRL reads there what ends a completion.
-    name_end_tokens(model, tokenizer)
+    # TRL reads there what ends a completion, and generate() every setting that TRL does not know.
+    causal_model(model).generation_config = generation_of(model, tokenizer, Sampling.of(spec.rollout))
     last = get_last_checkpoint(str(directory.checkpoints)) if directory.checkpoints.is_dir() else None
     journal, events = Journal(directory.journal), Events(directory.events)
     trainer = _SuiteTrainer(

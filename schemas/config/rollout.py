@@ -1,6 +1,7 @@
 """Section `rollout`: how completions are sampled, in this process or by vLLM servers."""
 
 import json
+from datetime import date
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -108,6 +109,10 @@ class VllmConfig(Section):
         return self
 
 
+TEMPLATE_DATE = "strftime_now"
+"""The function with which a chat template writes the present day. As a variable of the template, its value is the day."""
+
+
 class RolloutConfig(Section):
     """How completions are sampled, in all stages and in the evaluation."""
 
@@ -151,7 +156,8 @@ class RolloutConfig(Section):
     greedy decoding too. 1: off."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, for example {enable_thinking: false}. They apply wherever the run renders a prompt.
-    The template of the merged model keeps them as defaults."""
+    The template of the merged model keeps them as defaults. A template that writes the present day writes that of the first run
+    in the folder of results; {strftime_now: '2026-11-26'} names another one."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
     """Strings that end a completion, for example </answer>. A stop string may contain a special token; the text then keeps that
     token."""
@@ -173,6 +179,13 @@ class RolloutConfig(Section):
                 raise ValueError(f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out")
             if not name.isidentifier() or not name.isascii():
                 raise ValueError(f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _")
+        if TEMPLATE_DATE in self.chat_template_kwargs:
+            try:
+                date.fromisoformat(self.chat_template_kwargs[TEMPLATE_DATE])
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"chat_template_kwargs: {TEMPLATE_DATE} is the day that the template writes; fix: '2026-11-26', in quotes"
+                ) from error
         try:
             json.dumps(self.chat_template_kwargs)
         except TypeError as error:

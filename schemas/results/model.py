@@ -2,11 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from schemas.config.model import LoraConfig, ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.metrics import REWARD
 from schemas.results.base import Result, StepResult
 
@@ -110,6 +111,22 @@ PROOF_TOKENS = 64
 """Greedy tokens that a merge proof compares for each prompt, and that a published model must repeat."""
 
 
+class Sampling(Result):
+    """How the completions of a run are drawn: the settings of `rollout` that belong to the model."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int | str] = Field(default_factory=list)
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Self:
+        """The sampling of a run's rollouts."""
+        return cls.model_validate({name: getattr(rollout, name) for name in cls.model_fields})
+
+
 class MergeSpec(Result):
     """Input of a merge. The step writes it as spec.json."""
 
@@ -122,6 +139,8 @@ class MergeSpec(Result):
     """Defaults that the chat template of the merged model gets."""
     system_prompt: str | None = None
     """System prompt that its chat template gets, for conversations without a system message."""
+    sampling: Sampling = Field(default_factory=Sampling)
+    """How the merged model generates unless it is asked otherwise: as it was trained."""
 
 
 class GreedyAnswer(Result):

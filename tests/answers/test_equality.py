@@ -104,7 +104,7 @@ def test_no_text_breaks_an_equality(text, truth, how):
 
 
 @pytest.mark.parametrize("how", ["exact", "numeric", "math", "choice"])
-@pytest.mark.parametrize("blank", ["", " \n", "\u200b", "\u2800"])
+@pytest.mark.parametrize("blank", ["", " \n", "\u200b", "\u2800", "\u0301\ufe0f", "\u0903 \u20dd", "\U000e0100\u00ad"])
 def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
     assert not answers_equal(blank, "42", how)
     assert not answers_equal(blank, blank, how)
@@ -141,6 +141,14 @@ def test_an_empty_answer_equals_nothing_not_even_an_empty_truth(how, blank):
         ("21 or 11", "11, 21"),
         (r"x = 21 \text{ or } x = 11", r"\{11, 21\}"),
         ("1,234 and 5", "5 or 1234"),
+        ("2, 1", "1, 2"),
+        (r"(-\infty, 3)", "x<3"),
+        ("X^2+X", "X(X+1)"),
+        ("2X+x", "x+2X"),
+        ("X=3", "3"),
+        ("(0.5, 1)", r"(\frac{1}{2}, 1)"),
+        (r"5\text{ miles per hour}", "5"),
+        (r"12\mathrm{\ cm}", "12"),
     ],
 )
 def test_equal_mathematics_is_equal(prediction, truth):
@@ -194,11 +202,49 @@ def test_other_mathematics_is_not(prediction):
         (r"\{1, 2\}", r"\{1, 2, 3\}"),
         ("1 or 2 or 3 or 4 or 5 or 6 or 7 or 8 or 9", "1, 2, 3, 4, 5, 6, 7, 8, 9"),
         ("or", "1 or 2"),
+        ("3,3", "3"),
+        ("3", "3; 3"),
+        ("[3,3]", "3"),
+        (r"\{3,3\}", "3"),
+        ("3, 4, 4", "3, 3, 4"),
+        ("(X+1)^2", "x^2+2x+1"),
+        ("X-x+y", "y"),
+        ("x_{A}", "x_{a}"),
+        ("E", "e"),
+        (r"3\text{ or so}", "3"),
+        (r"3\text{, I guess}", "3"),
+        (r"3\text{ million}", "3"),
+        (r"3\text{ minus one}", "3"),
         (" or ".join(["9^{9^9}", "2"]), "1 or 2"),
     ],
 )
 def test_more_freedom_of_form_is_no_freedom_of_value(prediction, truth):
     assert not answers_equal(prediction, truth, "math")
+
+
+@pytest.mark.parametrize("left_to_right", [True, False])
+@pytest.mark.parametrize(
+    ("decimal", "exact", "equal"),
+    [
+        ("0.333333", "1/3", True),
+        ("0.333333", r"\frac{1}{3}", True),
+        ("x = 0.333333", r"\cfrac{1}{3}", True),
+        ("3.1415927", r"\pi", True),
+        ("66.6666667%", "200/3", True),
+        ("0.333333 or 2", r"2 or \frac{1}{3}", True),
+        ("0.33333", "1/3", False),
+        ("0.50000001", "1/2", False),
+        ("0.50000001", r"\frac{1}{2}", False),
+        ("0.50000001", "0.5", False),
+        ("0.333333", "0.3333333", False),
+        # six decimals, but one significant digit
+        ("0.000003", "1/300000", False),
+        ("0.0000001", r"\frac{1}{100000000}", False),
+    ],
+)
+def test_a_decimal_equals_what_rounds_to_it_from_six_digits_on_however_both_are_written(decimal, exact, equal, left_to_right):
+    pair = (decimal, exact) if left_to_right else (exact, decimal)
+    assert answers_equal(*pair, "math") is equal
 
 
 def test_words_are_no_products_of_their_letters():
@@ -263,7 +309,18 @@ def test_math_equality_works_outside_the_main_thread():
 
 
 @pytest.mark.parametrize(
-    "text", ["B", "b", "(B)", "B.", "**B**", " [B] ", "B) Paris", "(B) Paris", "B: Paris", "**B.** Paris", "$B$"]
+    "text",
+    [
+        *["B", "b", "(B)", "B.", "**B**", " [B] ", "B) Paris", "(B) Paris", "B: Paris", "**B.** Paris", "$B$", "B: b"],
+        *[
+            "B. U.S.A. law",
+            "B) e.g. Paris, i.e. Rome",
+            "(B) f(a) = g(b)",
+            "B) both (i) and (ii)",
+            "B) a:b = 2:3",
+            "B. vitamin c.",
+        ],
+    ],
 )
 def test_the_letter_of_a_choice_is_found(text):
     assert choice_letter(text) == "B"
@@ -272,7 +329,19 @@ def test_the_letter_of_a_choice_is_found(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB", "B) " + "Paris " * 60],
+    [
+        *["", "A B C D", "A, B", "A or B", "(A) (B)", "A) Rome B) Paris", "Because", "1", "B" * 400, "AB", "B) " + "Paris " * 60],
+        *[
+            "(a) Rome (b) Paris",
+            "a) b)",
+            "b) Paris A) Rome",
+            "B: Paris\na: Rome",
+            "a.Rome b.Paris",
+            "b] x a] y",
+            "A) or B",
+            "(B) (a)",
+        ],
+    ],
 )
 def test_a_listing_of_choices_is_none(text):
     assert choice_letter(text) is None

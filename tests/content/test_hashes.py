@@ -1,12 +1,18 @@
 """Hashes of files and folders: right, cached for unchanged large files, never cached wrongly."""
 
 import hashlib
+import mmap
 import os
 
 import pytest
 
 from grpo_tasks.content import hashes
 from grpo_tasks.content.hashes import digest_of, file_sha256, folder_sha256
+from grpo_tasks.content.manifest import find_changes, take_manifest
+from grpo_tasks.running.key import model_contents
+from grpo_tasks.tracking.models import manifest_of
+from schemas.errors import DamagedError
+from schemas.results.model import ModelRef
 
 LARGE = b"x" * (2 * hashes.REMEMBERED_BYTES)
 
@@ -38,46 +44,66 @@ def write(path, content=LARGE):
 def test_an_unchanged_large_file_is_read_once(tmp_path, reads, settle):
     path = write(tmp_path / "model.safetensors")
     wanted = hashlib.sha256(LARGE).hexdigest()
-    assert [file_sha256(path) for _ in range(3)] == [wanted] * 3
+    assert [file_sha256(path, remembered=True) for _ in range(3)] == [wanted] * 3
     assert reads == ["model.safetensors"]
+
+
+def test_what_is_published_or_proved_is_read_also_after_a_write_through_a_memory_map(tmp_path, settle):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = write(folder / "model.safetensors")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        # From the second write to a page on, no timestamp moves.
+        mapped[0] = ord("y")
+        published, manifest, stamp = folder_sha256(folder), take_manifest(folder), path.stat()
+        stale = file_sha256(path, remembered=True)
+        mapped[1] = ord("y")
+        assert (path.stat().st_mtime_ns, path.stat().st_ctime_ns) == (stamp.st_mtime_ns, stamp.st_ctime_ns)
+        assert file_sha256(path, remembered=True) == stale, "else this test proves nothing"
+        assert file_sha256(path) == hashlib.sha256(b"yy" + LARGE[2:]).hexdigest()
+        assert folder_sha256(folder) != published
+        assert [change.what for change in find_changes(folder, manifest)] == ["changed"]
+        assert manifest_of(folder)["model.safetensors"]["sha256"] == file_sha256(path)
+        with pytest.raises(DamagedError, match="not what its step wrote"):
+            model_contents(ModelRef(path=str(folder), sha256=published))
 
 
 def test_a_flipped_byte_is_noticed_even_if_size_and_mtime_are_restored(tmp_path, settle):
     path = write(tmp_path / "model.safetensors")
-    before, status = file_sha256(path), path.stat()
+    before, status = file_sha256(path, remembered=True), path.stat()
     with path.open("r+b") as file:
         file.seek(len(LARGE) // 2)
         file.write(b"y")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_mtime_ns == status.st_mtime_ns
-    assert file_sha256(path) != before
+    assert file_sha256(path, remembered=True) != before
 
 
 def test_another_file_moved_to_the_same_path_is_noticed(tmp_path, settle):
     path = write(tmp_path / "model.safetensors")
-    before = file_sha256(path)
+    before = file_sha256(path, remembered=True)
     write(tmp_path / "other", b"z" * len(LARGE)).replace(path)
-    assert file_sha256(path) != before
+    assert file_sha256(path, remembered=True) != before
 
 
 def test_the_hash_of_a_file_written_a_moment_ago_is_not_cached(tmp_path, reads):
     path = write(tmp_path / "model.safetensors")
-    file_sha256(path)
-    file_sha256(path)
+    file_sha256(path, remembered=True)
+    file_sha256(path, remembered=True)
     assert len(reads) == 2
 
 
 def test_small_files_are_always_read(tmp_path, reads, settle):
     path = write(tmp_path / "config.json", b"{}")
-    file_sha256(path)
-    file_sha256(path)
+    file_sha256(path, remembered=True)
+    file_sha256(path, remembered=True)
     assert len(reads) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch, settle):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert file_sha256(write(tmp_path / "model.safetensors")) == hashlib.sha256(LARGE).hexdigest()
+    assert file_sha256(write(tmp_path / "model.safetensors"), remembered=True) == hashlib.sha256(LARGE).hexdigest()
 
 
 def test_a_folder_is_hashed_by_names_and_contents_and_by_nothing_else(tmp_path):

@@ -1,11 +1,13 @@
 """What a run's settings change about a tokenizer, with `apply_chat_template(..., **kwargs)` as the reference."""
 
 import copy
+from datetime import datetime
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from grpo_tasks.content.tokenizer import add_tokens, prepare, set_system_prompt, set_template_defaults, stop_token_ids
 from schemas.config.model import AddedToken, ModelConfig
@@ -57,6 +59,45 @@ def test_defaults_of_the_template_render_as_arguments_do(thinking, given, openin
     assert rendered(prepared, enable_thinking=None, note="other") == rendered(
         thinking, **given | {"enable_thinking": None, "note": "other"}
     )
+
+
+LLAMA = (
+    "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+    "{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}Today Date: {{ date_string }}"
+)
+FORMATS = ("%Y-%m-%d", "%d %B %Y", "%A, %-d %b %y %%", "%d/%m/%Y %H:%M", "%j %F %D")
+
+
+@pytest.mark.parametrize(
+    "template", [LLAMA, *(f"{{{{ strftime_now({form!r}) }}}}" for form in FORMATS), "{% set f = '%Y' %}{{ strftime_now(f) }}"]
+)
+def test_a_fixed_day_is_written_as_transformers_would_have_written_it_on_that_day(thinking, monkeypatch, template, tmp_path):
+    class Then(datetime):
+        @classmethod
+        def now(cls):
+            return cls(2031, 3, 9)
+
+    thinking.chat_template = template
+    prepared = copy.deepcopy(thinking)
+    set_template_defaults(prepared, {"strftime_now": "2031-03-09"})
+    prepared.save_pretrained(tmp_path)
+    fixed = rendered(AutoTokenizer.from_pretrained(tmp_path))
+    # A model that was merged with its day, in a run on another one.
+    set_template_defaults(prepared, {"strftime_now": "2040-12-31", "style": {}})
+    later = rendered(prepared)
+    monkeypatch.setattr(chat_template_utils, "datetime", Then)
+    thinking.chat_template += " "  # the compiled template is cached
+    chat_template_utils._compile_jinja_template.cache_clear()
+    assert fixed == rendered(thinking).rstrip(" ")
+    assert fixed != later
+    chat_template_utils._compile_jinja_template.cache_clear()
+
+
+def test_the_caller_of_a_template_with_a_fixed_day_may_still_name_another_one(thinking):
+    thinking.chat_template = LLAMA
+    set_template_defaults(thinking, {"strftime_now": "2031-03-09"})
+    assert rendered(thinking) == "Today Date: 09 Mar 2031"
+    assert rendered(thinking, date_string="today") == "Today Date: today"
 
 
 def test_a_saved_tokenizer_keeps_the_defaults_and_gets_them_once(thinking, tmp_path):

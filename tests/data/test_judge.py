@@ -70,6 +70,8 @@ PLANTED: list[tuple[set[str], dict[str, Any] | bytes]] = [
     ({"contradiction"}, ask("two answers?", "3")),
     ({"leak_exact"}, ask("What is 7 + 8?", "15")),
     ({"leak_normalised"}, ask("where does 'anna'  live", "Rome")),
+    ({"content_empty"}, ask("\u0301\ufe0f\u00ad")),
+    ({"answer_missing"}, ask("an answer of marks?", "\ufe0f\u0301 \u20dd")),
     ({"prompt_missing", "answer_missing"}, {"unrelated": 1}),
     ({"control_characters", "template_markers", "last_not_user"}, chat((U, "a\x1b[INST]"), (A, "b"))),
 ]

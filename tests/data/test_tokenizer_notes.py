@@ -20,6 +20,8 @@ from tests.variants import BOS, END, NO_END, NO_OPENING, NO_SYSTEM, START, TEMPL
 Validate = Callable[..., list[str]]
 ROWS = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(20)]
 STRINGS = [{"prompt": f"{BOS}{START}user\n{row['question']}{END}\n", "answer": row["answer"]} for row in ROWS]
+DAY = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+FIXED = {"chat_template_kwargs": {"strftime_now": "2031-03-09"}}
 
 
 @pytest.fixture
@@ -68,6 +70,13 @@ def notes(write: Callable[..., str], tmp_path: Path) -> Validate:
         (STRINGS, {"template": None}, []),
         (ROWS, {"template": NO_END, "rollout": {"stop": ["\n\n"]}}, []),
         (ROWS, {"template": NO_END, "eos": None, "rollout": {"stop_token_ids": [5]}}, []),
+        (ROWS, {"template": DAY}, ["the chat template writes the day on which it is rendered"]),
+        (ROWS, {"template": DAY, "rollout": FIXED}, ["writes a date into every prompt: 09 Mar 2031 (the day that the runs"]),
+        (
+            ROWS,
+            {"template": "{% set today = '26 Jul 2024' %}Today Date: {{ today }} " + TEMPLATE},
+            ["26 Jul 2024 (a variable or a text"],
+        ),
         # Nothing is missing where the answer follows the question without a header, as in Llama 2's.
         (ROWS, {"template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"}, []),
     ],

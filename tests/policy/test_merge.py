@@ -1,6 +1,8 @@
 """What was learned is what is saved. The references are peft's base + adapter and transformers' loader, in float64."""
 
+import json
 import re
+import shutil
 import weakref
 
 import pytest
@@ -13,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_tasks.policy import merge as merging
 from grpo_tasks.policy.load import save_trained, trainable_policy
 from grpo_tasks.policy.merge import merge
+from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 from schemas.config.model import ModelConfig
 from schemas.errors import MergeError
 from schemas.paths import resolve
-from schemas.results.model import MergeSpec, ModelRef
+from schemas.results.model import MergeSpec, ModelRef, Sampling
 
 CHATS = [[{"role": "user", "content": f"What is {n} + 27?"}] for n in (15, 60, 71)]
 
@@ -103,6 +106,66 @@ def test_a_merge_that_leaves_a_weight_out_names_it(spec, tmp_path, monkeypatch):
 def test_the_same_merge_twice_gives_the_same_bytes(spec, tmp_path):
     first = merged(spec, tmp_path / "a")
     assert merged(spec, tmp_path / "b").sha256 == first.sha256
+
+
+FOREIGN = {
+    "repetition_penalty": 1.5,
+    "suppress_tokens": [40, 41, 42, 43],
+    "begin_suppress_tokens": [44],
+    "bad_words_ids": [[45, 46]],
+    "forced_eos_token_id": 7,
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 20,
+    "num_beams": 2,
+    "typical_p": 0.9,
+    "temperature": 0.3,
+    "top_p": 0.5,
+    "stop_strings": ["a"],
+    "exponential_decay_length_penalty": [2, 1.5],
+}
+"""What a base's generation_config.json may hold, and no engine of a training applies."""
+
+
+@pytest.mark.parametrize("foreign", [FOREIGN, {"repetition_penalty": 1.5}, {"suppress_tokens": [40, 41, 42, 43]}], ids=len)
+def test_a_merged_model_generates_as_it_was_trained_whatever_its_base_says(spec, tmp_path, foreign):
+    base = tmp_path / "base"
+    shutil.copytree(resolve(spec.ref.path), base)
+    file = base / "generation_config.json"
+    own = json.loads(file.read_text())
+    file.write_text(json.dumps({"do_sample": True, "eos_token_id": own["eos_token_id"], "max_new_tokens": 500} | foreign))
+    sampling = Sampling(temperature=0.8, top_k=20, stop_token_ids=["="])
+    spec = spec.model_copy(update={"ref": spec.ref.model_copy(update={"path": str(base)}), "sampling": sampling})
+    figures = merged(spec, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    # The oracle: the likeliest token of the forward pass, one after the other.
+    ids = tokenizer.apply_chat_template(CHATS[0], add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    expected, ends = ids, {own["eos_token_id"], tokenizer.convert_tokens_to_ids("=")}
+    while expected.shape[1] < ids.shape[1] + 24 and not (expected.shape[1] > ids.shape[1] and expected[0, -1].item() in ends):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
+    # A user who sets nothing but the length.
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), expected)
+    assert figures.answers[0].text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    said = "".join(ChatSession(tmp_path / "model").answer(CHATS[0], ChatSettings(max_new_tokens=24, greedy=True)))
+    assert said == figures.answers[0].text
+    found = model.generation_config
+    assert (found.do_sample, found.temperature, found.top_p, found.top_k, found.max_new_tokens) == (True, 0.8, 1.0, 20, 500)
+    assert set(found.eos_token_id) >= ends
+
+
+def test_a_saved_model_that_transformers_lets_generate_otherwise_is_refused(spec, tmp_path, monkeypatch):
+    honest = merging.generation_of
+
+    def forgetful(*arguments):
+        config = honest(*arguments)
+        config.repetition_penalty = 5.0
+        return config
+
+    monkeypatch.setattr(merging, "generation_of", forgetful)
+    with pytest.raises(
+        MergeError, match=r"does not answer with the saved model as the training did\n  where: .*generation_config.json"
+    ):
+        merged(spec, tmp_path)
 
 
 SYSTEM = "Reply with <reasoning>...</reasoning><answer>...</answer>."

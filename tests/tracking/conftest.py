@@ -321,14 +321,14 @@ def verdict(against, better):
 
 @pytest.fixture
 def publish_one(make_config, make_merge, make_evaluation):
-    """Publish a model with the bytes of `letter`, better than the current champion or not."""
+    """Publish a model with the bytes of `letter`, better than the current champion or not, in the run of `key`."""
 
-    def make(uri, letter, *, better=True, config=None):
+    def make(uri, letter, *, better=True, config=None, key=None):
         config = config or make_config(uri)
         champion = find_champion(config.registered_model, config.tracking)
         tests = [verdict("base", True)] + ([verdict("champion", better)] if champion else [])
         origin = {"grpo.adapter_sha256": letter * 64, "grpo.data_digest": "d" * 64}
-        with open_run(config, key=letter) as run:
+        with open_run(config, key=key or letter) as run:
             publish(
                 run,
                 make_merge(letter),

@@ -67,6 +67,25 @@ def test_rollback_restores_the_previous_champion_and_the_same_run_does_not_undo_
         rollback(name, to="1", reason="", tracking=config.tracking)
 
 
+def test_bytes_that_were_rolled_back_are_not_promoted_from_another_run_until_one_of_their_versions_is_restored(
+    database, publish_one
+):
+    config = publish_one(database, "1")
+    name, tracking = config.registered_model, config.tracking
+    publish_one(database, "2")
+    rollback(name, to=None, reason="answers in French", tracking=tracking)
+    publish_one(database, "2", key="another")
+    assert aliases(config) == {"champion": "1", "previous": "2"}
+    third = find_version(f"{name}/3", tracking)
+    assert third.tags["grpo.decision"] == "version 2, which has the same bytes, was rolled back before"
+    assert "version 2, which has the same bytes, was rolled back before" in third.description
+    rollback(name, to="3", reason="the customers are French", tracking=tracking)
+    assert "grpo.rolled_back" not in find_version(f"{name}/2", tracking).tags
+    publish_one(database, "4")
+    publish_one(database, "2")
+    assert aliases(config)["champion"] == "2", "the bytes are wanted again, and beat the champion"
+
+
 def test_a_challenger_that_a_rollback_makes_the_champion_is_no_challenger_any_more(database, publish_one):
     config = publish_one(database, "1")
     publish_one(database, "2", better=False)

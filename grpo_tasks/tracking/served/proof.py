@@ -49,9 +49,8 @@ def prove_served(spec: ServedSpec) -> None:
     """
     store = open_store(spec.tracking)
     place = f"{store.uri}, models:/{spec.model_id}"
-    settings = {"device": "cpu", "dtype": "float32", "max_tokens": PROOF_TOKENS, "repetition_penalty": 1.0, "temperature": 0.0}
-    # The answers of the merge proof end with a turn or at the limit.
-    settings |= {"stop": [], "stop_token_ids": []}
+    # The answers of the merge proof know no stop strings: generate() has them only by call.
+    settings = {"device": "cpu", "dtype": "float32", "max_tokens": PROOF_TOKENS, "temperature": 0.0, "stop": []}
     with _artifact(store, spec.model_id) as folder:
         try:
             with _without_our_packages():
