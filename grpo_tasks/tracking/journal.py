@@ -26,7 +26,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.shown.machine import SYSTEM, Machine
-from grpo_tasks.tracking.store import FAULTS, Store, is_conflict, is_temporary
+from grpo_tasks.tracking.store import FAULTS, Store, at_the_end, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
@@ -82,7 +82,8 @@ class JournalShipper:
         """
         self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
         try:
-            self._send()
+            with at_the_end():
+                self._send()
         except (*FAULTS, TrackingError) as fault:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
             if cause is None or not (is_temporary(cause) or is_conflict(cause)):

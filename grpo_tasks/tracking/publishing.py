@@ -50,13 +50,13 @@ from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.shown.version import decision_tags, tag_decision
 from grpo_tasks.tracking.store import Store
-from schemas.errors import ServedModelError, TrackingError
+from schemas.errors import ServedModelError, StoreAwayError, TrackingError
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import WAITS, Approval
 
 UPLOADS = 3
-"""Attempts at the upload of a model before publishing fails."""
+"""Attempts at the upload of a model before publishing fails; more while the store is away."""
 PROVED_TAG = "grpo.served_proof"
 """Tag of a logged model that was asked and gave the answers of the merged model."""
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
@@ -89,6 +89,7 @@ def publish(
     origin: Mapping[str, str] | None = None,
     log: Callable[[LogSpec], None],
     prove: Callable[[ServedSpec], None],
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> Decision:
     """Register the merged model and move the alias if the tests allow it. Repeating it changes nothing.
 
@@ -103,6 +104,7 @@ def publish(
         origin: hashes of the version's data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
         prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
+        require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
 
     Raises:
         ServedModelError: the logged model answers otherwise than the merged one. Nothing was registered.
@@ -111,7 +113,7 @@ def publish(
     """
     name = run.config.registered_model
     _store_manifest(run, proof)
-    version = _register(run, name, proof, log, prove)
+    version = _register(run, name, proof, log, prove, require_wanted)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
     if ROLLED_BACK_TAG in version.tags and not is_champion:
@@ -135,6 +137,7 @@ def publish(
         said = decision_text(decision.champion, decision.reason)
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
+    require_wanted()
     _move_aliases(run.store, name, decision, current)
     return decision
 
@@ -248,7 +251,12 @@ def _describe_test(test: PairedTest) -> str:
 
 
 def _register(
-    run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None], prove: Callable[[ServedSpec], None]
+    run: TrackedRun,
+    name: str,
+    proof: MergeProof,
+    log: Callable[[LogSpec], None],
+    prove: Callable[[ServedSpec], None],
+    require_wanted: Callable[[], None],
 ) -> ModelVersion:
     """This run's version with these bytes; registered now if there is none."""
     known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
@@ -257,10 +265,16 @@ def _register(
     run.handle.wake()
     # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
     attempts = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(TrackingError), stop=tenacity.stop_after_attempt(UPLOADS), reraise=True
+        retry=tenacity.retry_if_exception_type(TrackingError),
+        stop=partial(_stop_uploading, patience_s=run.store.patience_s),
+        wait=tenacity.wait_exponential(multiplier=0.5, max=10.0),
+        reraise=True,
     )
     model_id = attempts(_logged_model, run, proof, log)
     _prove(run, model_id, proof, prove)
+    # Uploading and asking take minutes for a large model.
+    require_wanted()
+    run.require_active()
 
     def work() -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
@@ -274,6 +288,13 @@ def _register(
             return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
 
     return run.store.ask(lambda _: work())
+
+
+def _stop_uploading(state: tenacity.RetryCallState, *, patience_s: float) -> bool:
+    """After three uploads; a store that is away is tried for as long as the run is patient."""
+    fault = state.outcome.exception() if state.outcome else None
+    waits = isinstance(fault, StoreAwayError) and (state.seconds_since_start or 0.0) < patience_s
+    return state.attempt_number >= UPLOADS and not waits
 
 
 def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:

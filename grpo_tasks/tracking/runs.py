@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import yaml
-from mlflow.entities import Run, ViewType
+from mlflow.entities import LifecycleStage, Run, ViewType
 
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -33,9 +33,9 @@ from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, or
 from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.shown.view import view_tags
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig
-from schemas.errors import PrunedError, TrackingError
+from schemas.errors import EndedByOthers, PrunedError, TrackingError
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -86,10 +86,14 @@ def open_run(
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
-            failed = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
+            failed = fault.failed if isinstance(fault, EndedByOthers) else _is_failure(fault)
             run.end("FAILED" if failed else "KILLED")
         raise
     run.end("FINISHED")
+
+
+def _is_failure(fault: BaseException) -> bool:
+    return isinstance(fault, Exception) and not isinstance(fault, PrunedError)
 
 
 class TrackedRun:
@@ -161,6 +165,11 @@ class TrackedRun:
             records.record_log(run, result, step)
 
         return run.once(f"{step}.{_mark(result)}", work_and_log)
+
+    def require_active(self) -> None:
+        """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it."""
+        if self.store.ask(lambda client: client.get_run(self.run_id)).info.lifecycle_stage == LifecycleStage.DELETED:
+            raise deleted_run(self.run_id, self.store.uri)
 
     @property
     def origin(self) -> dict[str, str]:
