@@ -1,10 +1,11 @@
 """What Prefect shows for a run that did not come to its ordinary end, and what the run does when others have ended it.
 
-watched       a thread polls the state of the run. A run that others have cancelled, ended, suspended or deleted stops as by Ctrl-C,
-              and the state that they gave it stays
+watched         a thread polls the state of the run. One that others have cancelled, ended, suspended or deleted stops as by
+                Ctrl-C, and the state that they gave it stays
 require_wanted  the same question once more, right before something is published
-noted         a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would be
-              Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they live
+noted           a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would
+                be Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they
+                live
 
 A run that is only Paused goes on to its publication and waits there until it is resumed.
 """
@@ -17,7 +18,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +52,8 @@ class _LeftAsItIs(EndedByOthers, Abort):
 class _Watch:
     """What the thread has found, and whether the main thread still wants to know."""
 
+    of_worker: bool
+    """Whether a worker runs it. Asked before: of a run that was deleted, Prefect's runtime knows nothing."""
     found: EndedByOthers | None = None
     over: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,7 +70,7 @@ def watched(flow_run_id: str | None) -> Iterator[None]:
     if flow_run_id is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    run_id, watch, finished = UUID(str(flow_run_id)), _Watch(), threading.Event()
+    run_id, watch, finished = UUID(str(flow_run_id)), _Watch(deployment.id is not None), threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted(number: int, frame: FrameType | None) -> None:
@@ -78,7 +83,9 @@ def watched(flow_run_id: str | None) -> Iterator[None]:
     handlers: dict[int, Handler] = {signal.SIGINT: interrupted}
     with ended_by(signal.SIGHUP), handled(handlers):
         arguments = (run_id, watch, finished, threading.main_thread().ident)
-        threading.Thread(target=_poll, args=arguments, name="watch", daemon=True).start()
+        # With the context of this thread, so that what it says is in the log of the run.
+        poll = partial(copy_context().run, _poll, *arguments)
+        threading.Thread(target=poll, name="watch", daemon=True).start()
         try:
             try:
                 yield
@@ -97,7 +104,7 @@ def _poll(run_id: UUID, watch: _Watch, finished: threading.Event, main: int) -> 
             with suppress(Exception):
                 ended = _ended(client, run_id)
                 # A worker kills the processes of a run that is being cancelled, and sets its last state.
-                if ended is None or (deployment.id is not None and _state(ended).is_cancelling()):
+                if ended is None or (watch.of_worker and _state(ended).is_cancelling()):
                     continue
                 with watch.lock:
                     if not watch.over:

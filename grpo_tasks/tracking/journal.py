@@ -64,6 +64,8 @@ class JournalShipper:
     """Finds or creates the child run. Called when there is something to send, so that a dead server stops no training."""
     flush_interval_s: float = 5.0
     """Seconds between two calls of `ship` by the step that follows the stage."""
+    check: Callable[[], None] = lambda: None
+    """Raises `TrackingError` when the parent run was deleted; its children may live on."""
     machine: Machine = field(default_factory=Machine)
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
@@ -83,10 +85,13 @@ class JournalShipper:
         self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
         try:
             with at_the_end():
+                self.check()
                 self._send()
         except (*FAULTS, TrackingError) as fault:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
-            if cause is None or not (is_temporary(cause) or is_conflict(cause)):
+            if cause is None:
+                raise
+            if not (is_temporary(cause) or is_conflict(cause)):
                 raise self.store.error(fault) from fault
             _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False

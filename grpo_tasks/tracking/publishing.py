@@ -77,7 +77,7 @@ class Decision:
     """Why it is not the champion, where neither a test nor a check says so: a person, or another champion."""
 
 
-def publish(
+def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
     run: TrackedRun,
     proof: MergeProof,
     *,

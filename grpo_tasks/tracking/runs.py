@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import yaml
+from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Run, ViewType
 
 from grpo_tasks.content.manifest import outputs_sha256
@@ -168,7 +169,10 @@ class TrackedRun:
 
     def require_active(self) -> None:
         """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it."""
-        if self.store.ask(lambda client: client.get_run(self.run_id)).info.lifecycle_stage == LifecycleStage.DELETED:
+        self.store.ask(self._require_active)
+
+    def _require_active(self, client: MlflowClient) -> None:
+        if client.get_run(self.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
             raise deleted_run(self.run_id, self.store.uri)
 
     @property
@@ -181,7 +185,8 @@ class TrackedRun:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
         every_s = self.config.tracking.flush_interval_s
-        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key), flush_interval_s=every_s)
+        child, check = partial(self.child, spec.stage.name, spec.key), partial(self._require_active, self.store.client)
+        return JournalShipper(self.store, stage_dir, child, flush_interval_s=every_s, check=check)
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""

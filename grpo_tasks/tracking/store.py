@@ -82,7 +82,7 @@ class Store:
     uri: str
     client: MlflowClient
     patience_s: float = 6.0
-    """Longest time in seconds that `ask` retries. A wrong address fails soon: that of a config counts once the store has answered."""
+    """Longest time in seconds that `ask` retries. That of a config counts once the store has answered (`open_store`)."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
         """Run a repeatable call; retry it while the store is unreachable or another process created the same row first.
