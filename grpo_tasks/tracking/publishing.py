@@ -121,7 +121,13 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
         obstacle = f"version {version.version} was rolled back before"
         return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle)
     decision = decide(
-        str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=[*regressions, *guards]
+        str(version.version),
+        proof.sha256,
+        tests=tests,
+        compared=champion,
+        current=current,
+        regressions=[*regressions, *guards],
+        against_champion=run.config.promotion.against_champion,
     )
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
@@ -185,6 +191,7 @@ def decide(
     compared: Champion | None,
     current: Champion | None,
     regressions: Sequence[Regression | GuardCheck] = (),
+    against_champion: bool = True,
 ) -> Decision:
     """Decide whether a version becomes (or stays) champion. A pure function.
 
@@ -195,6 +202,7 @@ def decide(
         compared: the champion of the comparison.
         current: the champion now. If it is not `compared`, the alias moved in the meantime.
         regressions: checks and guards that can stop a promotion, never cause one.
+        against_champion: whether the model has to beat the champion too.
     """
 
     def decided(champion: bool, reason: str, obstacle: str = "") -> Decision:
@@ -208,7 +216,7 @@ def decide(
     if current is not None and (compared is None or compared.version != current.version):
         obstacle = f"version {current.version} {OVERTAKEN}"
         return decided(False, obstacle, obstacle)
-    better, reason = _beats_all(tests, current)
+    better, reason = _beats_all(tests, current, against_champion=against_champion)
     worse = [check for check in regressions if not check.passed]
     if worse:
         return decided(False, f"{reason}; {'but ' if better else ''}{'; '.join(str(check) for check in worse)}")
@@ -231,7 +239,7 @@ def with_approval(decision: Decision, approval: Approval | None, current: Champi
     )
 
 
-def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:
+def _beats_all(tests: Sequence[PairedTest], current: Champion | None, *, against_champion: bool) -> tuple[bool, str]:
     by_name = {test.against: test for test in tests}
     assert "base" in by_name, "a model is never promoted without a test against the base"
     verdict = "better" if by_name["base"].better else "not better"
@@ -240,6 +248,8 @@ def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[b
         return False, reason
     if current is None:
         return True, f"{reason}; there was no champion"
+    if not against_champion:
+        return True, f"{reason}; not compared with the champion, version {current.version} (promotion.against_champion)"
     assert CHAMPION in by_name, "a champion is never replaced without a test against it"
     test = by_name[CHAMPION]
     verdict = "better" if test.better else "not better"
