@@ -181,6 +181,7 @@ def open_flow_run(
         ) as tracked,
     ):
         pruning = variant.pruning if variant else None
+        warn(tracked.said_about_files())
         run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id, pruning)
         run.show_links()
         yield run

@@ -23,7 +23,7 @@ from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
 from grpo_tasks.tracking.registry import ADAPTER_HASH, CHAMPION, SHA_TAG, find_version, hash_of, run_of, version_or_none
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, StoreAwayError, TrackingError
 from schemas.results.model import ModelRef
 
 FOLDER = "model"
@@ -82,8 +82,10 @@ def _comparable(name: str, champion: Champion) -> Iterator[None]:
     """Say of an error that it concerns the champion, and how runs of this model go on."""
     try:
         yield
-    except ModelError as error:
-        raise ModelError(
+    except StoreAwayError:
+        raise
+    except (ModelError, TrackingError) as error:
+        raise type(error)(
             f"a new model cannot be compared with the champion of {name}, version {champion.version}: {error.message}",
             place=error.place,
             fix=f"make another version the champion (grpo rollback {name} --to VERSION), or compare with the base alone "
@@ -225,9 +227,14 @@ def read_manifest(store: Store, version: ModelVersion) -> Manifest:
         TrackingError: the store cannot be reached.
     """
     sha256 = version.tags.get(SHA_TAG, "")
-    if version.run_id and sha256:
-        run_of(store, version)
-    text = stored_manifest(store, version.run_id, sha256) if version.run_id and sha256 else None
+    run = run_of(store, version) if version.run_id and sha256 else None
+    text = stored_manifest(store, run.info.run_id, sha256) if run is not None else None
+    if text is None and run is not None:
+        raise ModelError(
+            f"version {version.version} of {version.name} has no manifest any more: it is not where MLflow has left it",
+            place=f"{run.info.artifact_uri}/{manifest_path(sha256)}",
+            fix="put the artifacts back, or run its config again, which uploads them",
+        )
     if text is None:
         raise ModelError(
             f"version {version.version} of {version.name} has no manifest: it was not published by this project",

@@ -10,7 +10,7 @@ What this module does not do: evaluate (the tests come from the evaluation room)
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.content.hashes import files_below
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
 from grpo_tasks.tracking.models import (
+    FOLDER,
     Champion,
     current_champion,
     manifest_of,
@@ -270,7 +272,7 @@ def _register(
 ) -> ModelVersion:
     """This run's version with these bytes; registered now if there is none."""
     known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
-    if known:
+    if known and _has_files(run.store, _model_of(known[-1]), proof):
         return known[-1]
     run.handle.wake()
     # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
@@ -289,7 +291,7 @@ def _register(
     def work() -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
         found = _versions(run, name, proof.sha256)
-        if found:
+        if len(found) > len(known):
             return found[-1]
         _create_model(run.store, name)
         tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
@@ -334,7 +336,27 @@ def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], N
     for model in ours:
         if model not in complete:
             run.store.ask(partial(_delete_logged, model_id=model.model_id))
-    return complete[0].model_id if complete else _log_folder(run, proof, log)
+    whole = [model.model_id for model in complete if _has_files(run.store, model.model_id, proof)]
+    return whole[0] if whole else _log_folder(run, proof, log)
+
+
+def _model_of(version: ModelVersion) -> str:
+    """Id of the logged model that a version was made of; what a search finds has it in its source only: models:/ID."""
+    return str(version.model_id or version.source.rpartition("/")[2])
+
+
+def _has_files(store: Store, model_id: str, proof: MergeProof) -> bool:
+    """Whether the store has every file of the model: those of a project that was moved may have stayed behind."""
+
+    def files(client: MlflowClient, folder: str) -> Iterator[str]:
+        for item in client.list_logged_model_artifacts(model_id, folder):
+            if item.is_dir:
+                yield from files(client, item.path)
+            else:
+                yield item.path
+
+    wanted = {f"{FOLDER}/{path.relative_to(proof.model.path).as_posix()}" for path in files_below(Path(proof.model.path))}
+    return wanted <= store.ask(lambda client: set(files(client, FOLDER)))
 
 
 def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[ServedSpec], None]) -> None:

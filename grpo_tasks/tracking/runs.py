@@ -24,6 +24,7 @@ from mlflow.entities import LifecycleStage, Run, ViewType
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
+from grpo_tasks.tracking.database import sqlite_file
 from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
@@ -166,6 +167,20 @@ class TrackedRun:
             records.record_log(run, result, step)
 
         return run.once(f"{step}.{_mark(result)}", work_and_log)
+
+    def said_about_files(self) -> str:
+        """A sentence if the artifacts lie outside of the project: it was moved, or its experiment was made elsewhere."""
+        database = sqlite_file(self.store.uri)
+        found = self.store.ask(lambda client: client.get_experiment(self.experiment_id)).artifact_location
+        location = Path(found.removeprefix("file://"))
+        if database is None or not location.is_absolute():
+            return ""
+        if any(location.is_relative_to(folder.resolve()) for folder in (database.parent, Path.cwd())):
+            return ""
+        return (
+            f"MLflow keeps the artifacts of the experiment {self.config.experiment} in {location}, outside of this project; "
+            "if the project was moved, tracking.experiment: ANOTHER NAME keeps new ones here"
+        )
 
     def require_active(self) -> None:
         """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it."""

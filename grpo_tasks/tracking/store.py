@@ -119,6 +119,8 @@ class Store:
             return deleted_run(found[1], self.uri)
         if disk_full(fault):
             fix = "free some disk space, then run the same command: it resumes"
+        elif "No such artifact" in said:
+            fix = "its files are not where MLflow has left them: put them back, or run its config again, which uploads them"
         elif _refuses_login(fault):
             fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         elif _is_another_server(fault):
