@@ -83,7 +83,7 @@ class Run:
         [self.flow_run] = [path.stem for path in place.root.glob("runs/small/.running/*.json")]
 
     def _updates(self):
-        return max((len(path.read_text().splitlines()) for path in self.place.root.glob("runs/small/train_stage/*/metrics.jsonl")))
+        return max(len(path.read_text().splitlines()) for path in self.place.root.glob("runs/small/train_stage/*/metrics.jsonl"))
 
     def prefect(self, *arguments):
         subprocess.run([BIN / "prefect", *arguments], env=self.place.environment, check=True)
