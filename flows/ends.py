@@ -1,80 +1,183 @@
-"""The state that Prefect shows for a run that did not come to its ordinary end.
+"""What Prefect shows for a run that did not come to its ordinary end, and what the run does when others have ended it.
 
-cancellable   a run started by hand can be cancelled in the UI or by `prefect flow-run cancel`, as a worker's run can: a thread
-              polls the state of the run and interrupts the main thread as Ctrl-C would
-noted         a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would be
-              Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they live
+watched         a thread polls the state of the run. One that others have cancelled, ended, suspended or deleted stops as by
+                Ctrl-C, and the state that they gave it stays
+require_wanted  the same question once more, right before something is published
+noted           a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would
+                be Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they
+                live
+
+A run that is only Paused goes on to its publication and waits there until it is resumed.
 """
 
-import _thread
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
 
 from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.signals import Handler, ended_by, handled
+from grpo_tasks.running.orchestrator import Wait, run_logger
+from schemas.errors import EndedByOthers
 
 POLL_S = 3.0
-END_LIMIT_S = 60.0
-"""Longest wait for an interrupted run to end."""
 CLIENT_SETTINGS = {"timeout": 5.0}
+_NOT_FOUND = "Flow run not found"
+"""What a Prefect server answers, and a proxy in front of one that is away does not."""
+
+
+class _LeftAsItIs(EndedByOthers, Abort):
+    """The same for Prefect's engine, which sets no state after an `Abort`: it would be Crashed."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What the thread has found, and whether the main thread still wants to know."""
+
+    of_worker: bool
+    """Whether a worker runs it. Asked before: of a run that was deleted, Prefect's runtime knows nothing."""
+    found: EndedByOthers | None = None
+    over: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @contextmanager
-def cancellable(flow_run_id: str | None) -> Iterator[None]:
-    """Let the run be cancelled while the block runs; a run of a worker is left to the worker."""
-    if flow_run_id is None or deployment.id is not None:
+def watched(flow_run_id: str | None) -> Iterator[None]:
+    """Stop the block when others have ended the run. A worker itself stops a run of its own that is being cancelled.
+
+    Raises:
+        EndedByOthers: they have. Prefect's engine leaves the state alone.
+    """
+    # Only the main thread can be interrupted; elsewhere the question before publishing has to do.
+    if flow_run_id is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    finished = threading.Event()
-    # Not a daemon: the process must not end before the thread has set the state of a cancelled run.
-    threading.Thread(target=_watch, args=(UUID(str(flow_run_id)), finished), name="cancel").start()
-    try:
-        yield
-    finally:
-        finished.set()
+    run_id, watch, finished = UUID(str(flow_run_id)), _Watch(deployment.id is not None), threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if watch.found is not None:
+            found, watch.found = watch.found, None
+            raise found
+        if callable(before):
+            before(number, frame)
+
+    handlers: dict[int, Handler] = {signal.SIGINT: interrupted}
+    with ended_by(signal.SIGHUP), handled(handlers):
+        poll = partial(_poll, run_id, watch, finished)
+        # With the context of this thread, so that what it says is in the log of the run.
+        threading.Thread(target=partial(copy_context().run, poll), name="watch", daemon=True).start()
+        try:
+            try:
+                yield
+            finally:
+                with watch.lock:
+                    watch.over = True
+                finished.set()
+        except EndedByOthers as ended:
+            raise _LeftAsItIs(str(ended), _settled(run_id, _state(ended)), failed=ended.failed) from None
 
 
-def _watch(flow_run_id: UUID, finished: threading.Event) -> None:
-    # No retries: a server that is away must not delay the end of the run.
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(CLIENT_SETTINGS, sync_client=True) as client:
+def _poll(run_id: UUID, watch: _Watch, finished: threading.Event) -> None:
+    with _impatient() as client:
         while not finished.wait(POLL_S):
-            if _is_cancelled(client, flow_run_id):
-                _thread.interrupt_main()
-                _replace_crashed_by_cancelled(client, flow_run_id)
+            # A server that is away, or that fails, has ended nothing.
+            with suppress(Exception):
+                ended = _ended(client, run_id)
+                # A worker kills the processes of a run that is being cancelled, and sets its last state.
+                if ended is None or (watch.of_worker and _state(ended).is_cancelling()):
+                    continue
+                with watch.lock:
+                    if not watch.over:
+                        run_logger().warning("%s: it stops", ended)
+                        watch.found = ended
+                        # A real signal: it also interrupts a request that waits for an answer.
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 return
 
 
-def _is_cancelled(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
-    # A server that is away, or that fails, has cancelled nothing.
-    with suppress(Exception):
-        state = client.read_flow_run(flow_run_id).state
-        return state is not None and (state.is_cancelling() or state.is_cancelled())
-    return False
+@contextmanager
+def _impatient() -> Iterator[SyncPrefectClient]:
+    # No retries: a server that is away must not delay the end of the run.
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(CLIENT_SETTINGS, sync_client=True) as client:
+        yield client
 
 
-def _replace_crashed_by_cancelled(client: SyncPrefectClient, flow_run_id: UUID) -> None:
-    """Wait until Prefect's engine has set the state to Crashed, as it does after Ctrl-C, and set it to Cancelled instead."""
-    deadline = time.monotonic() + END_LIMIT_S
-    with suppress(Exception):
-        while time.monotonic() < deadline:
-            state = client.read_flow_run(flow_run_id).state
-            if state is not None and state.is_crashed():
-                break
-            time.sleep(0.2)
-        client.set_flow_run_state(flow_run_id, Cancelled(message="cancelled while it ran"), force=True)
+def _ended(client: SyncPrefectClient, run_id: UUID) -> EndedByOthers | None:
+    """Who reads this is the run itself: a state of an ended run is the work of others."""
+    try:
+        state = client.read_flow_run(run_id).state
+    except ObjectNotFound as error:
+        answer = getattr(error.http_exc, "response", None)
+        if answer is None or _NOT_FOUND not in answer.text:
+            raise
+        return EndedByOthers("the run was deleted in Prefect", Cancelled(message="deleted while it ran"))
+    if state is None or not (state.is_final() or state.is_cancelling() or _is_suspended(state)):
+        return None
+    said = f" ({state.message})" if state.message else ""
+    return EndedByOthers(f"the run was set to {state.name} in Prefect while it ran{said}", state, failed=state.is_failed())
+
+
+def _state(ended: EndedByOthers) -> State[Any]:
+    assert isinstance(ended.state, State)
+    return ended.state
+
+
+def _is_suspended(state: State[Any]) -> bool:
+    """Whether a worker will start the run again when it is resumed; a paused one is to wait in its process."""
+    return state.is_paused() and bool(state.state_details.pause_reschedule)
+
+
+def _settled(run_id: UUID, state: State[Any]) -> State[Any]:
+    """The last state of a run that has stopped: Cancelling ends as Cancelled, and a run that was stopped is not Completed."""
+    if not (state.is_cancelling() or state.is_completed()):
+        return state
+    said = "cancelled while it ran" if state.is_cancelling() else f"set to {state.name} while it ran: it was stopped"
+    last: State[Any] = Cancelled(message=said)
+    with suppress(Exception), _impatient() as client:
+        client.set_flow_run_state(run_id, last, force=True)
+    return last
+
+
+def require_wanted(flow_run_id: str | None) -> None:
+    """Read the state of the run before it publishes something, and wait while it is paused.
+
+    A server that is away is waited for as long as Prefect's client does: nothing is published that others may have ended.
+
+    Raises:
+        EndedByOthers: others have ended the run.
+    """
+    if flow_run_id is None:
+        return
+    run_id, wait = UUID(str(flow_run_id)), Wait()
+    with get_client(sync_client=True) as client:
+        while True:
+            ended = _ended(client, run_id)
+            if ended is not None:
+                raise ended
+            state = client.read_flow_run(run_id).state
+            if state is None or not state.is_paused():
+                return
+            wait.begin("the run is paused: it publishes when it is resumed")
+            time.sleep(POLL_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,17 @@ class FlowRun:
             tracking = self.config.tracking
             warn(tell_champion_changed(name, version, payload["before"], "promoted", tracking, tracking.webhook))
 
+    def require_wanted(self) -> None:
+        """Ask Prefect, before something is published, whether somebody has ended the run; wait while it is paused.
+
+        Raises:
+            EndedByOthers: it was cancelled, set to another last state, or deleted.
+        """
+        if self.flow_run_id is not None:
+            from flows.ends import require_wanted
+
+            require_wanted(self.flow_run_id)
+
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The shipper of a stage's journal."""
         return self.tracked.follow(stage_dir)
@@ -170,6 +181,7 @@ def open_flow_run(
         ) as tracked,
     ):
         pruning = variant.pruning if variant else None
+        warn(tracked.said_about_files())
         run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id, pruning)
         run.show_links()
         yield run
@@ -177,13 +189,13 @@ def open_flow_run(
 
 @contextmanager
 def state_in_prefect(folder: Path, run_id: str | None) -> Iterator[None]:
-    """Let Prefect cancel the run, and show how earlier runs of this folder ended. Without a flow run there is nothing to do."""
+    """Stop when others end the run in Prefect, and show how earlier runs of this folder ended; without a flow run do neither."""
     if run_id is None:
         yield
         return
-    from flows.ends import cancellable, noted
+    from flows.ends import noted, watched
 
-    with noted(folder, run_id), cancellable(run_id):
+    with noted(folder, run_id), watched(run_id):
         yield
 
 

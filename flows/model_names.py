@@ -4,7 +4,7 @@
     a folder with adapter_config.json            the adapter on the base model of the config
     embedded:base                                the model that ships with this project
     NAME@ALIAS, NAME/VERSION, models:/...        a registered version; it is downloaded once and verified
-    NAME                                         the champion of that name, if one is registered; otherwise a hub id
+    NAME                                         the champion, if a model of that name is registered; otherwise a hub id
     OWNER/NAME                                   a hub id
 
 A folder on this disk wins over a registered name.
@@ -136,12 +136,13 @@ def copy_model(source: Path, into: Path) -> None:
 
 
 def _is_registered(name: str, tracking: TrackingConfig) -> bool:
-    """Whether a name stands for a registered version; a bare NAME does when it has a champion."""
+    """Whether a name stands for a registered version. A bare NAME does when it is registered, even if nothing is its champion."""
     if not could_be_registered(name) or is_registered_name(name):
         return is_registered_name(name)
-    from grpo_tasks.tracking.models import find_champion
+    from grpo_tasks.tracking.registry import is_registered
+    from grpo_tasks.tracking.store import open_store
 
-    return find_champion(name, tracking) is not None
+    return is_registered(open_store(tracking), name)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -54,7 +54,8 @@ def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, s
         with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
             # Now, because the fork server is idle while the data is read.
             prepare_publishing()
-            check_champion(config.registered_model, config.tracking)
+            if config.promotion.against_champion:
+                check_champion(config.registered_model, config.tracking)
             asked = Asked(config=config, run_key=run.tracked.key, trained=train_and_evaluate(run), tags=dict(tags or {}))
             made = _published(run, asked)
     else:

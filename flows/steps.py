@@ -15,7 +15,7 @@ from grpo_tasks.prepare_data import prepare_data
 from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.stage.gate import require_pass_at_group
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
-from grpo_tasks.tracking.models import Champion, fetch_champion
+from grpo_tasks.tracking.models import Champion, current_champion, fetch_champion
 from grpo_tasks.train_stage import train_stage
 from grpo_tasks.validate_data import validate_data
 from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionGuard
@@ -194,7 +194,9 @@ def evaluation_of(run: FlowRun, label: str, ref: ModelRef, data: DataReport) -> 
 def rivals_of(
     run: FlowRun, merged: MergeProof, base: EvalReport, data: DataReport
 ) -> tuple[Champion | None, Sequence[EvalReport]]:
-    """The evaluations that the new model must beat: that of the base, and of the champion unless it is the same model."""
+    """The champion, and what the new model must beat: the evaluation of the base, and of a champion that is another model."""
+    if not run.config.promotion.against_champion:
+        return current_champion(run.tracked.store, run.config.registered_model), [base]
     folder = run.output / "champions"
     found = fetch_champion(run.config.registered_model, run.config.tracking, folder.resolve(), store=run.tracked.store)
     if found is None:

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -86,14 +87,8 @@ _output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ser
 """What the server prints: what it cannot do, the run reports by itself, once."""
 
 
-def _bind_port(server: prefect_server.SubprocessASGIServer) -> int:
-    """Bind a port that the kernel chooses. Nothing listens there yet, so a connection is refused until the server is up.
-
-    Raises:
-        OrchestratorError: the server ended while it started. Prefect would start it on another port, again and again.
-    """
-    if server.server_process is not None:
-        raise _not_started()
+def _bind_port(_: prefect_server.SubprocessASGIServer) -> int:
+    """Bind a port that the kernel chooses. Nothing listens there yet, so a connection is refused until the server is up."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = int(bound.getsockname()[1])
@@ -101,7 +96,13 @@ def _bind_port(server: prefect_server.SubprocessASGIServer) -> int:
     return port
 
 
-def _not_started() -> OrchestratorError:
+def _not_started(code: int) -> OrchestratorError:
+    home = f"PREFECT_HOME={get_current_settings().home}"
+    # Its supervisor was killed, or says by which signal the server itself was.
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        fix = "run the same command again" + ("; signal 9 is often the kernel out of memory" if number == signal.SIGKILL else "")
+        return OrchestratorError(f"Prefect's temporary server was killed while it started (signal {number})", place=home, fix=fix)
     _output.seek(0)
     printed = _output.read().decode(errors="replace").splitlines()
     lines = [line for line in printed if re.match(r"[\w.]+(Error|Exception)\b", line)]
@@ -109,9 +110,29 @@ def _not_started() -> OrchestratorError:
     full = any(disk_full(OSError(line)) for line in lines)
     return OrchestratorError(
         f"Prefect's temporary server ended while it started{reason}",
-        place=f"PREFECT_HOME={get_current_settings().home}",
+        place=home,
         fix="free some disk space" if full else "move its database away, or export PREFECT_HOME=/another/folder",
     )
+
+
+class _Server(subprocess.Popen[bytes]):
+    """Prefect calls `poll` while it waits for the first answer, and would wait for minutes for a server that has ended."""
+
+    def poll(self) -> int | None:
+        """As `Popen.poll`.
+
+        Raises:
+            OrchestratorError: the server ended while it started. Prefect would start it on another port, again and again.
+        """
+        code = super().poll()
+        if code is not None:
+            raise _not_started(code)
+        return None
+
+    def send_signal(self, sig: int) -> None:
+        """As `Popen.send_signal`, which asks `poll` whether the process has ended."""
+        if super().poll() is None:
+            os.kill(self.pid, sig)
 
 
 def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subprocess.Popen[Any]":
@@ -123,7 +144,7 @@ def _start_supervised(server: prefect_server.SubprocessASGIServer) -> "subproces
             fd = bound.fileno()
             # uvicorn prefers an inherited socket to its arguments --host and --port.
             supervised = [sys.executable, "-P", "-m", "grpo_tasks.processes.server_supervisor", *args, "--fd", str(fd)]
-            return subprocess.Popen(
+            return _Server(
                 supervised,
                 env=env | {PARENT: str(os.getpid())},
                 start_new_session=True,

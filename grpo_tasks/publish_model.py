@@ -44,6 +44,8 @@ def publish_model(
     name = work.run.config.registered_model
     standard = next((rival for rival in rivals if rival.label == "champion"), rivals[0])
     regressions = [*find_regressions(final, standard, promotion), find_merge_loss(final, policy, metric)]
+    # Before the lock: a paused run waits here, and another run of the same model must not wait with it.
+    work.run.require_wanted()
     # `publish` reads the current champion and then moves the alias. The lock keeps another run from moving it in between.
     with work.run.tracked.store.lock(publish_lock(name), who=f"the run {work.run.config.name}"):
         decision = publish(
@@ -57,6 +59,7 @@ def publish_model(
             origin=work.run.origin,
             log=partial(_log, work.directory),
             prove=partial(_prove, work.directory),
+            require_wanted=work.run.require_wanted,
         )
     work.artifact("publication", _markdown(name, decision, tests, regressions, promotion) + guards_markdown(guards))
     return Publication(

@@ -187,6 +187,10 @@ class TrackingError(UserError):
     title = "MLflow could not record the run"
 
 
+class StoreAwayError(TrackingError):
+    """MLflow does not answer, or answers that it cannot at the moment."""
+
+
 class OrchestratorError(UserError):
     """The configured Prefect server does not answer."""
 
@@ -209,6 +213,17 @@ class DiskFullError(UserError):
     """The disk is full."""
 
     title = "The disk is full"
+
+
+class EndedByOthers(KeyboardInterrupt):
+    """Somebody else has ended the run, in Prefect. Whatever it was doing ends as by Ctrl-C."""
+
+    def __init__(self, reason: str, state: object, *, failed: bool = False) -> None:
+        super().__init__(reason)
+        self.state = state
+        """What Prefect says about the run, and shall go on to say."""
+        self.failed = failed
+        """Whether it says that the run has failed, as MLflow then does."""
 
 
 class Notice(UserWarning):

@@ -1,7 +1,11 @@
 """How a command reports errors: a short message for what the user can fix, a traceback for a fault of this program."""
 
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +15,14 @@ from typing import NoReturn
 from rich.console import Console
 from rich.panel import Panel
 
-from schemas.errors import UserError, refused_by_system
+from grpo_tasks.processes.signals import STOPPING, Signalled, ended_by
+from schemas.errors import EndedByOthers, TrackingError, UserError, refused_by_system
 
+READS = "MLflow cannot be read"
+"""Title of an error of MLflow in a command that only reads."""
+INTERRUPTED = 130
+EXIT_S = 4.0
+"""Longest wait for the threads of an interrupted command."""
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -25,24 +35,33 @@ class Command:
 
 
 @contextmanager
-def report_errors() -> Iterator[Command]:
+def report_errors(*, reads: bool = False) -> Iterator[Command]:
     """Show a `UserError` as a panel on stderr and exit with its code; let every other exception through with its traceback.
 
-    Ctrl-C exits with code 130 and says from where the same command continues.
+    Ctrl-C exits with code 130 and says from where the same command continues. SIGTERM and SIGHUP say the same.
+
+    Args:
+        reads: the command records nothing, so no title may say that it could not.
     """
     command = Command()
     try:
-        yield command
+        with ended_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, said=STOPPING):
+            yield command
     except UserError as error:
-        _show_and_exit(error)
+        _show_and_exit(error, READS if reads and isinstance(error, TrackingError) else error.title)
     except OSError as error:
         refused = refused_by_system(error)
         if refused is None:
             raise
-        _show_and_exit(refused)
-    except KeyboardInterrupt:
-        Console(stderr=True, highlight=False, markup=False).print(stopped_message(command.folder), soft_wrap=True)
-        sys.exit(130)
+        _show_and_exit(refused, refused.title)
+    except KeyboardInterrupt as interrupt:
+        by = f"{interrupt}: " if isinstance(interrupt, EndedByOthers) else ""
+        Console(stderr=True, highlight=False, markup=False).print(by + stopped_message(command.folder), soft_wrap=True)
+        if isinstance(interrupt, Signalled):
+            if interrupt.number != signal.SIGINT:
+                interrupt.end_process()
+            _limit_exit()
+        sys.exit(INTERRUPTED)
 
 
 def stopped_message(folder: Path | None) -> str:
@@ -60,7 +79,18 @@ def stopped_message(folder: Path | None) -> str:
     return f"stopped; the same command continues from update {max(steps) + 1} of stage {name}"
 
 
-def _show_and_exit(error: UserError) -> NoReturn:
-    panel = Panel(str(error), title=error.title, border_style="red", title_align="left")
+def _limit_exit() -> None:
+    """Everything is released by now; what is left are threads, and those may wait for a server that does not answer."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(EXIT_S)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _show_and_exit(error: UserError, title: str) -> NoReturn:
+    panel = Panel(str(error), title=title, border_style="red", title_align="left")
     Console(stderr=True, highlight=False, markup=False).print(panel)
     sys.exit(error.exit_code)

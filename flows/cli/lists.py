@@ -21,7 +21,7 @@ def runs(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """List the newest runs with their figures."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from grpo_tasks.tracking.overview import recent_runs
 
@@ -42,7 +42,7 @@ def models(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """List registered models: versions, aliases and figures."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from grpo_tasks.tracking.overview import registered_versions
 
@@ -69,7 +69,7 @@ def completions(
     override: Set = None,
 ) -> None:
     """Show completions of an update with their rewards: grpo completions CONFIG --step 20 --best --worst."""
-    with report_errors():
+    with report_errors(reads=True):
         settings = load_config(config, override)
         from grpo_tasks.operating.completions import read_completions
 

@@ -65,7 +65,7 @@ def download(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """Download a model. Every file of a registered one is verified, and an interrupted download is resumed."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from flows.model_names import fetch_model
 
@@ -78,7 +78,7 @@ def export(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """Write a registered model as one LoRA adapter of its original base, for vLLM and peft, after comparing the two."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from grpo_tasks.operating.export import export_adapter
 
@@ -107,7 +107,7 @@ def chat(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """Ask a model questions in the terminal."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from flows.cli.chat import answer_questions
         from grpo_tasks.rollout.chat_session import ChatSettings
@@ -118,7 +118,7 @@ def chat(
 
 def lineage(model: Registered, tracking_uri: TrackingUri = None) -> None:
     """Show where a registered model came from: run, data, rewards, config, commit, environment."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from flows.cli.show import show_lineage
         from grpo_tasks.tracking.registry import lineage_of
@@ -133,7 +133,7 @@ def compare(
     tracking_uri: TrackingUri = None,
 ) -> None:
     """Compare two runs: settings, paired evaluation differences, curves, completions on which they disagree."""
-    with report_errors():
+    with report_errors(reads=True):
         prepare_environment()
         from flows.cli.show import show_comparison
         from grpo_tasks.reporting.compare import compare_runs, write_comparison

@@ -45,9 +45,10 @@ def resume_suspended(run_id: str, version: str, approval: "Approval", tracking: 
         return
     from prefect.client.orchestration import get_client
 
-    from grpo_tasks.tracking.store import open_store
+    from grpo_tasks.tracking.store import open_store, run_or_none
 
-    known = open_store(tracking).ask(lambda client: client.get_run(run_id)).data.tags.get("prefect.flow_run_id")
+    run = open_store(tracking).ask(lambda client: run_or_none(client, run_id))
+    known = run.data.tags.get("prefect.flow_run_id") if run is not None else None
     if not known:
         return
     form = {"decision": approval.decision, "approved_by": approval.by[:_MOST_NAME], "note": approval.note[:_MOST_NOTE]}

@@ -19,11 +19,15 @@ def run(
     config: OptionalConfig = None,
     override: Set = None,
     fresh: Fresh = False,
+    no_champion: Annotated[
+        bool, typer.Option("--no-champion", help="Decide by the base alone: the champion cannot be compared with any more.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and show the plan, but run nothing.")] = False,
 ) -> None:
     """Run the whole pipeline: validate, probe rewards, train every stage, merge, evaluate, publish."""
     with report_errors() as command:
-        settings = checked_config(named_config(config), override)
+        alone = ["promotion.against_champion=false"] if no_champion else []
+        settings = checked_config(named_config(config), [*(override or []), *alone])
         command.folder = settings.resources.output_dir / settings.name
         if dry_run:
             from flows.cli.show import show_plan

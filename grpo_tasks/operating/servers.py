@@ -2,6 +2,7 @@
 
     Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  workers
     Stack(folder).start()  a second time: starts only the processes that have ended
+                           after a start that was killed: completes it
     Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
     supervise(stack)       ->  supervision.py: starts again what has ended, in the background a process of the stack itself
 
@@ -41,12 +42,13 @@ from grpo_tasks.operating.form_check import WORKDIR
 from grpo_tasks.operating.postgres import VARIABLE
 from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
 from grpo_tasks.processes.lock import alone
+from grpo_tasks.processes.signals import undisturbed
 from schemas.errors import UserError
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 15.0
 FOLDER = ".grpo"
-STATE, ADDRESSES, LOCK = "stack.json", "addresses.json", "stack.lock"
+STATE, ADDRESSES, LOCK, STARTING = "stack.json", "addresses.json", "stack.lock", "starting.json"
 PREFECT, MLFLOW, SUPERVISOR = "Prefect server", "MLflow server", "supervisor"
 
 
@@ -99,7 +101,8 @@ class Stack:
         workers: int = 1,
         supervised: bool = True,
     ) -> Addresses:
-        """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended.
+        """Start everything and wait until it answers. If a stack runs here already, start only those processes that have ended,
+        and what an earlier start did not come to.
 
         `supervised` adds a process that starts again what ends later. Without it, the caller calls `supervise`.
 
@@ -112,7 +115,12 @@ class Stack:
         self.folder.mkdir(exist_ok=True)
         # Another `grpo up` waits here until the servers of this one are recorded, and then reports them.
         with self._stopped_on_failure(), self._locked():
-            at = None if self.running() else self._start_servers(prefect_port, mlflow_port, postgres)
+            runs, begun = bool(self.running()), self._was_interrupted()
+            at = None
+            if not runs:
+                at = self._start_servers(prefect_port, mlflow_port, postgres)
+            elif begun:
+                at = self._complete(postgres)
         if at is None:
             return self._restart_ended(postgres)
         with self._stopped_on_failure():
@@ -123,18 +131,46 @@ class Stack:
                 # As it is by now: another command may have stopped everything, or started something again.
                 self.check()
                 self._processes = {recorded.name: recorded for recorded in self._recorded()}
-                for number in range(1, workers + 1):
-                    self._spawn(f"worker {number}", at, postgres)
-                if supervised:
-                    self._spawn(SUPERVISOR, at, postgres)
+                for name in [*(f"worker {number}" for number in range(1, workers + 1)), *([SUPERVISOR] if supervised else [])]:
+                    if name not in self.running():
+                        self._spawn(name, at, postgres)
+                (self.folder / STARTING).unlink(missing_ok=True)
         return at
 
     def _start_servers(self, prefect_port: int, mlflow_port: int, postgres: str | None) -> Addresses:
         prefect_port, mlflow_port = self._port_for(PREFECT, prefect_port), self._port_for(MLFLOW, mlflow_port)
         at = Addresses(f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}", bool(postgres))
         (self.folder / ADDRESSES).write_text(json.dumps(asdict(at)), encoding="utf-8")
+        self._note_start()
         self._spawn(PREFECT, at, postgres)
         self._spawn(MLFLOW, at, postgres)
+        return at
+
+    def _note_start(self) -> None:
+        """Record that this process starts the stack, until everything runs."""
+        (self.folder / STARTING).write_text(json.dumps(asdict(ProcessIdentity.of())), encoding="utf-8")
+
+    def _was_interrupted(self) -> bool:
+        """Whether the command that started the stack ended before it had started everything."""
+        try:
+            return not ProcessIdentity(**json.loads((self.folder / STARTING).read_text(encoding="utf-8"))).is_running()
+        except FileNotFoundError:
+            return False
+        except (ValueError, TypeError):
+            # It was killed while it wrote the file.
+            return True
+
+    def _complete(self, postgres: str | None) -> Addresses:
+        """Start again the servers that have ended since an earlier command was killed while it started the stack."""
+        at, self._processes = self.addresses(), {recorded.name: recorded for recorded in self._recorded()}
+        self._report("an earlier start was interrupted; completing it")
+        self._note_start()
+        servers = [name for name in (PREFECT, MLFLOW) if name not in self.running()]
+        self._require_same_tables(at, servers, postgres)
+        for name in servers:
+            if name in self._processes:
+                _end_leftovers(self._processes[name])
+            self._spawn(name, at, postgres)
         return at
 
     def stop(self) -> list[str]:
@@ -151,7 +187,8 @@ class Stack:
                 _end_leftovers(recorded)
             for spawned in self._spawned:
                 spawned.wait()
-            (self.folder / STATE).unlink(missing_ok=True)
+            for name in (STATE, STARTING):
+                (self.folder / name).unlink(missing_ok=True)
         return [*supervised, *(recorded.name for recorded, _ in found)]
 
     def running(self) -> list[str]:
@@ -213,16 +250,19 @@ class Stack:
                 place=str(self.folder / STATE),
                 fix="use it, or stop it with grpo down",
             )
-        if at.postgres != bool(postgres):
-            keeps = "keeps" if at.postgres else "does not keep"
-            raise UserError(
-                f"{', '.join(ended)} had ended, and this stack {keeps} its tables in PostgreSQL",
-                place=str(self.folder / ADDRESSES),
-                fix=f"repeat the command {'with' if at.postgres else 'without'} {VARIABLE}",
-            )
+        self._require_same_tables(at, ended, postgres)
         for name in ended:
             self._start_again(self._processes[name], at, postgres)
         return at
+
+    def _require_same_tables(self, at: Addresses, ended: list[str], postgres: str | None) -> None:
+        if at.postgres != bool(postgres):
+            keeps = "keeps" if at.postgres else "does not keep"
+            raise UserError(
+                f"{', '.join(ended) or 'a start'} had ended, and this stack {keeps} its tables in PostgreSQL",
+                place=str(self.folder / ADDRESSES),
+                fix=f"repeat the command {'with' if at.postgres else 'without'} {VARIABLE}",
+            )
 
     def _start_again(self, recorded: StackProcess, at: Addresses, postgres: str | None) -> None:
         self._report(f"the {recorded.name} had ended; starting it again (log: {self._log(recorded.name)})")
@@ -263,7 +303,8 @@ class Stack:
         command, environment = self._command(name, at, postgres)
         # With PREFECT_API_URL, the client inside the Prefect server would talk to another server.
         inherited = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-        with self._log(name).open("ab") as log:
+        # Started and recorded, or neither: what nobody knows of, nobody stops.
+        with undisturbed(), self._log(name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 env=inherited | QUIET | environment,
@@ -273,12 +314,12 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._spawned.append(process)
-        self._processes[name] = StackProcess(name, process.pid, ProcessIdentity.of(process.pid).born)
-        # Replaced in one step: a kill must not leave half a record, or `grpo down` could not stop the rest.
-        part = self.folder / f"{STATE}.part"
-        part.write_text(json.dumps([asdict(each) for each in self._processes.values()], indent=2), encoding="utf-8")
-        part.replace(self.folder / STATE)
+            self._spawned.append(process)
+            self._processes[name] = StackProcess(name, process.pid, ProcessIdentity.of(process.pid).born)
+            # Replaced in one step: a kill must not leave half a record, or `grpo down` could not stop the rest.
+            part = self.folder / f"{STATE}.part"
+            part.write_text(json.dumps([asdict(each) for each in self._processes.values()], indent=2), encoding="utf-8")
+            part.replace(self.folder / STATE)
 
     def _deploy(self, at: Addresses, deploy_file: Path) -> None:
         environment = os.environ | QUIET | at.environment | {WORKDIR: str(self.workdir)}

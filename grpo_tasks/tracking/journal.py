@@ -26,7 +26,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.shown.machine import SYSTEM, Machine
-from grpo_tasks.tracking.store import FAULTS, Store, is_conflict, is_temporary
+from grpo_tasks.tracking.store import FAULTS, Store, at_the_end, is_conflict, is_temporary
 from schemas.errors import TrackingError
 from schemas.secret import hide
 
@@ -64,6 +64,8 @@ class JournalShipper:
     """Finds or creates the child run. Called when there is something to send, so that a dead server stops no training."""
     flush_interval_s: float = 5.0
     """Seconds between two calls of `ship` by the step that follows the stage."""
+    check: Callable[[], None] = lambda: None
+    """Raises `TrackingError` when the parent run was deleted; its children may live on."""
     machine: Machine = field(default_factory=Machine)
     _run: RunHandle | None = None
     _tail: JsonLinesTail = field(init=False)
@@ -82,10 +84,14 @@ class JournalShipper:
         """
         self._waiting += [JournalLine.parse(fields) for fields in self._tail.read()]
         try:
-            self._send()
+            with at_the_end():
+                self.check()
+                self._send()
         except (*FAULTS, TrackingError) as fault:
             cause = fault.__cause__ if isinstance(fault, TrackingError) else fault
-            if cause is None or not (is_temporary(cause) or is_conflict(cause)):
+            if cause is None:
+                raise
+            if not (is_temporary(cause) or is_conflict(cause)):
                 raise self.store.error(fault) from fault
             _log.warning("MLflow at %s cannot be reached; %d journal lines wait", hide(self.store.uri), len(self._waiting))
             return False

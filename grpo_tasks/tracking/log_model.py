@@ -64,7 +64,7 @@ def log_model(spec: LogSpec) -> None:
             deleted.
         TrackingError: the store cannot be reached or refuses.
     """
-    store = open_store(spec.tracking)
+    store = open_store(spec.tracking, known=True)
     require_proved(folder_sha256(spec.path), spec.sha256, spec.path)
     if spec.adapter is not None and spec.adapter_sha256 is not None:
         require_proved(folder_sha256(spec.adapter), spec.adapter_sha256, spec.adapter, what="adapter")

@@ -10,6 +10,8 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,10 +20,10 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
-from grpo_tasks.tracking.registry import ADAPTER_HASH, CHAMPION, SHA_TAG, find_version, hash_of, version_or_none
+from grpo_tasks.tracking.registry import ADAPTER_HASH, CHAMPION, SHA_TAG, find_version, hash_of, run_of, version_or_none
 from grpo_tasks.tracking.store import Store, open_store
 from schemas.config.operations import TrackingConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, StoreAwayError, TrackingError
 from schemas.results.model import ModelRef
 
 FOLDER = "model"
@@ -71,7 +73,24 @@ def check_champion(name: str, tracking: TrackingConfig) -> None:
     store = open_store(tracking)
     champion = current_champion(store, name)
     if champion is not None:
-        read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
+        with _comparable(name, champion):
+            read_manifest(store, find_version(f"{name}/{champion.version}", tracking))
+
+
+@contextmanager
+def _comparable(name: str, champion: Champion) -> Iterator[None]:
+    """Say of an error that it concerns the champion, and how runs of this model go on."""
+    try:
+        yield
+    except StoreAwayError:
+        raise
+    except (ModelError, TrackingError) as error:
+        raise type(error)(
+            f"a new model cannot be compared with the champion of {name}, version {champion.version}: {error.message}",
+            place=error.place,
+            fix=f"make another version the champion (grpo rollback {name} --to VERSION), or compare with the base alone "
+            "(grpo run CONFIG --no-champion)",
+        ) from error
 
 
 def fetch_champion(
@@ -88,7 +107,8 @@ def fetch_champion(
     champion = current_champion(store or open_store(tracking), name)
     if champion is None:
         return None
-    return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)
+    with _comparable(name, champion):
+        return champion, download_model(f"models:/{name}/{champion.version}", tracking, directory)
 
 
 def download_model(uri: str, tracking: TrackingConfig, directory: Path) -> ModelRef:
@@ -114,6 +134,7 @@ def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) 
     """
     version = find_version(reference, tracking)
     store, run_id = open_store(tracking), version.run_id or ""
+    experiment = run_of(store, version).info.experiment_id if run_id else ""
     name, sha256 = f"version {version.version} of {version.name}", hash_of(version, ADAPTER_HASH)
     target = directory / f"{version.name}-{version.version}-{run_id[:8] or 'none'}-adapter"
     if _is_adapter(target, sha256):
@@ -121,7 +142,6 @@ def download_adapter(reference: str, tracking: TrackingConfig, directory: Path) 
     shutil.rmtree(target, ignore_errors=True)
 
     def work(client: MlflowClient) -> bool:
-        experiment = client.get_run(run_id).info.experiment_id
         stages = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{run_id}' and tags.`{SHA_TAG}` = '{sha256}'")
         holding = [run.info.run_id for run in stages if ADAPTER in {item.path for item in client.list_artifacts(run.info.run_id)}]
         if holding:
@@ -207,7 +227,14 @@ def read_manifest(store: Store, version: ModelVersion) -> Manifest:
         TrackingError: the store cannot be reached.
     """
     sha256 = version.tags.get(SHA_TAG, "")
-    text = stored_manifest(store, version.run_id, sha256) if version.run_id and sha256 else None
+    run = run_of(store, version) if version.run_id and sha256 else None
+    text = stored_manifest(store, run.info.run_id, sha256) if run is not None else None
+    if text is None and run is not None:
+        raise ModelError(
+            f"version {version.version} of {version.name} has no manifest any more: it is not where MLflow has left it",
+            place=f"{run.info.artifact_uri}/{manifest_path(sha256)}",
+            fix="put the artifacts back, or run its config again, which uploads them",
+        )
     if text is None:
         raise ModelError(
             f"version {version.version} of {version.name} has no manifest: it was not published by this project",

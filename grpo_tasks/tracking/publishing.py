@@ -11,7 +11,7 @@ What this module does not do: evaluate (the tests come from the evaluation room)
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,11 @@ from mlflow.entities import LoggedModel, LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from grpo_tasks.content.hashes import files_below
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.log_model import LogSpec, default_settings, pinned, require_proved
 from grpo_tasks.tracking.models import (
+    FOLDER,
     Champion,
     current_champion,
     manifest_of,
@@ -52,13 +54,13 @@ from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.prompts import link_to_model
 from grpo_tasks.tracking.shown.version import decision_tags, tag_decision
 from grpo_tasks.tracking.store import Store
-from schemas.errors import ServedModelError, TrackingError
+from schemas.errors import ServedModelError, StoreAwayError, TrackingError
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import WAITS, Approval
 
 UPLOADS = 3
-"""Attempts at the upload of a model before publishing fails."""
+"""Attempts at the upload of a model before publishing fails; more while the store is away."""
 PROVED_TAG = "grpo.served_proof"
 """Tag of a logged model that was asked and gave the answers of the merged model."""
 _REQUIREMENTS = ("transformers", "torch", "safetensors")
@@ -79,7 +81,7 @@ class Decision:
     """Why it is not the champion, where neither a test nor a check says so: a person, or another champion."""
 
 
-def publish(
+def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
     run: TrackedRun,
     proof: MergeProof,
     *,
@@ -91,6 +93,7 @@ def publish(
     origin: Mapping[str, str] | None = None,
     log: Callable[[LogSpec], None],
     prove: Callable[[ServedSpec], None],
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> Decision:
     """Register the merged model and move the alias if the tests allow it. Repeating it changes nothing.
 
@@ -105,6 +108,7 @@ def publish(
         origin: hashes of the version's data, code, config and adapter.
         log: logs the model's files: `log_model.log_model`, or a call of it in a separate process.
         prove: asks the logged model: `served.proof.prove_served`, or a call of it in a separate process.
+        require_wanted: raises when somebody has ended the run; called right before registering and before an alias moves.
 
     Raises:
         ServedModelError: the logged model answers otherwise than the merged one. Nothing was registered.
@@ -114,13 +118,21 @@ def publish(
     name = run.config.registered_model
     checks: list[Regression | GuardCheck] = [*regressions, *guards]
     _store_manifest(run, proof)
-    version = _register(run, name, proof, log, prove)
+    version = _register(run, name, proof, log, prove, require_wanted)
     current = current_champion(run.store, name)
     is_champion = current is not None and current.version == str(version.version)
     rolled_back = "" if is_champion else _rolled_back(run.store, version, proof.sha256)
     if rolled_back and ROLLED_BACK_TAG in version.tags:
         return Decision(str(version.version), proof.sha256, False, rolled_back, obstacle=rolled_back)
-    decision = decide(str(version.version), proof.sha256, tests=tests, compared=champion, current=current, regressions=checks)
+    decision = decide(
+        str(version.version),
+        proof.sha256,
+        tests=tests,
+        compared=champion,
+        current=current,
+        regressions=checks,
+        against_champion=run.config.promotion.against_champion,
+    )
     decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back) if rolled_back else decision
     if run.config.promotion.approval == "manual":
         decision = with_approval(decision, approval_of(version), current)
@@ -136,6 +148,7 @@ def publish(
         said = decision_text(decision.champion, decision.reason)
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
+    require_wanted()
     if not rolled_back:
         _move_aliases(run.store, name, decision, current)
     return decision
@@ -192,6 +205,7 @@ def decide(
     compared: Champion | None,
     current: Champion | None,
     regressions: Sequence[Regression | GuardCheck] = (),
+    against_champion: bool = True,
 ) -> Decision:
     """Decide whether a version becomes (or stays) champion. A pure function.
 
@@ -202,6 +216,7 @@ def decide(
         compared: the champion of the comparison.
         current: the champion now. If it is not `compared`, the alias moved in the meantime.
         regressions: checks and guards that can stop a promotion, never cause one.
+        against_champion: whether the model has to beat the champion too.
     """
 
     def decided(champion: bool, reason: str, obstacle: str = "") -> Decision:
@@ -215,7 +230,7 @@ def decide(
     if current is not None and (compared is None or compared.version != current.version):
         obstacle = f"version {current.version} {OVERTAKEN}"
         return decided(False, obstacle, obstacle)
-    better, reason = _beats_all(tests, current)
+    better, reason = _beats_all(tests, current, against_champion=against_champion)
     worse = [check for check in regressions if not check.passed]
     if worse:
         return decided(False, f"{reason}; {'but ' if better else ''}{'; '.join(str(check) for check in worse)}")
@@ -238,7 +253,7 @@ def with_approval(decision: Decision, approval: Approval | None, current: Champi
     )
 
 
-def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[bool, str]:
+def _beats_all(tests: Sequence[PairedTest], current: Champion | None, *, against_champion: bool) -> tuple[bool, str]:
     by_name = {test.against: test for test in tests}
     assert "base" in by_name, "a model is never promoted without a test against the base"
     verdict = "better" if by_name["base"].better else "not better"
@@ -247,6 +262,8 @@ def _beats_all(tests: Sequence[PairedTest], current: Champion | None) -> tuple[b
         return False, reason
     if current is None:
         return True, f"{reason}; there was no champion"
+    if not against_champion:
+        return True, f"{reason}; not compared with the champion, version {current.version} (promotion.against_champion)"
     assert CHAMPION in by_name, "a champion is never replaced without a test against it"
     test = by_name[CHAMPION]
     verdict = "better" if test.better else "not better"
@@ -258,24 +275,35 @@ def _describe_test(test: PairedTest) -> str:
 
 
 def _register(
-    run: TrackedRun, name: str, proof: MergeProof, log: Callable[[LogSpec], None], prove: Callable[[ServedSpec], None]
+    run: TrackedRun,
+    name: str,
+    proof: MergeProof,
+    log: Callable[[LogSpec], None],
+    prove: Callable[[ServedSpec], None],
+    require_wanted: Callable[[], None],
 ) -> ModelVersion:
     """This run's version with these bytes; registered now if there is none."""
     known = run.store.ask(lambda _: _versions(run, name, proof.sha256))
-    if known:
+    if known and _has_files(run.store, _model_of(known[-1]), proof):
         return known[-1]
     run.handle.wake()
     # Not `ask`: MLflow cannot resume an interrupted upload under the same id, so each attempt makes a new logged model.
     attempts = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(TrackingError), stop=tenacity.stop_after_attempt(UPLOADS), reraise=True
+        retry=tenacity.retry_if_exception_type(TrackingError),
+        stop=partial(_stop_uploading, patience_s=run.store.patience_s),
+        wait=tenacity.wait_exponential(multiplier=0.5, max=10.0),
+        reraise=True,
     )
     model_id = attempts(_logged_model, run, proof, log)
     _prove(run, model_id, proof, prove)
+    # Uploading and asking take minutes for a large model.
+    require_wanted()
+    run.require_active()
 
     def work() -> ModelVersion:
         # Searched in every attempt: the last attempt may have registered the version and lost the reply.
         found = _versions(run, name, proof.sha256)
-        if found:
+        if len(found) > len(known):
             return found[-1]
         _create_model(run.store, name)
         tags = {SHA_TAG: proof.sha256, KEY_TAG: run.key}
@@ -284,6 +312,13 @@ def _register(
             return run.store.client.create_model_version(name, f"models:/{model_id}", run.run_id, tags=tags, model_id=model_id)
 
     return run.store.ask(lambda _: work())
+
+
+def _stop_uploading(state: tenacity.RetryCallState, *, patience_s: float) -> bool:
+    """After three uploads; a store that is away is tried for as long as the run is patient."""
+    fault = state.outcome.exception() if state.outcome else None
+    waits = isinstance(fault, StoreAwayError) and (state.seconds_since_start or 0.0) < patience_s
+    return state.attempt_number >= UPLOADS and not waits
 
 
 def _versions(run: TrackedRun, name: str, sha256: str) -> list[ModelVersion]:
@@ -313,7 +348,27 @@ def _logged_model(run: TrackedRun, proof: MergeProof, log: Callable[[LogSpec], N
     for model in ours:
         if model not in complete:
             run.store.ask(partial(_delete_logged, model_id=model.model_id))
-    return complete[0].model_id if complete else _log_folder(run, proof, log)
+    whole = [model.model_id for model in complete if _has_files(run.store, model.model_id, proof)]
+    return whole[0] if whole else _log_folder(run, proof, log)
+
+
+def _model_of(version: ModelVersion) -> str:
+    """Id of the logged model that a version was made of; what a search finds has it in its source only: models:/ID."""
+    return str(version.model_id or str(version.source).rpartition("/")[2])
+
+
+def _has_files(store: Store, model_id: str, proof: MergeProof) -> bool:
+    """Whether the store has every file of the model: those of a project that was moved may have stayed behind."""
+
+    def files(client: MlflowClient, folder: str) -> Iterator[str]:
+        for item in client.list_logged_model_artifacts(model_id, folder):
+            if item.is_dir:
+                yield from files(client, item.path)
+            else:
+                yield item.path
+
+    wanted = {f"{FOLDER}/{path.relative_to(proof.model.path).as_posix()}" for path in files_below(Path(proof.model.path))}
+    return wanted <= store.ask(lambda client: set(files(client, FOLDER)))
 
 
 def _prove(run: TrackedRun, model_id: str, proof: MergeProof, prove: Callable[[ServedSpec], None]) -> None:

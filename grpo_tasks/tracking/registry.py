@@ -15,6 +15,7 @@ from functools import partial
 
 import mlflow
 from mlflow import MlflowClient
+from mlflow.entities import Run
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
@@ -22,7 +23,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.served import card
 from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
-from grpo_tasks.tracking.store import Store, open_store, pages, versions_of
+from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
@@ -59,8 +60,43 @@ def find_version(reference: str, tracking: TrackingConfig) -> ModelVersion:
     name, alias, number = parse_reference(reference)
     found = store.ask(lambda client: version_or_none(client, name, alias=alias, number=number))
     if found is None:
-        raise ModelError(f"no such model: {reference}", place=store.uri, fix=_known(store, name))
+        missing = is_registered(store, name) and alias == CHAMPION
+        raise ModelError(
+            f"{name} has no champion" if missing else f"no such model: {reference}", place=store.uri, fix=_known(store, name)
+        )
     return found
+
+
+def is_registered(store: Store, name: str) -> bool:
+    """Whether there is a registered model of this name, with or without versions."""
+
+    def work(client: MlflowClient) -> bool:
+        try:
+            client.get_registered_model(name)
+        except MlflowException as fault:
+            if fault.error_code in _UNKNOWN:
+                return False
+            raise
+        return True
+
+    return store.ask(work)
+
+
+def run_of(store: Store, version: ModelVersion) -> Run:
+    """The run that made a version.
+
+    Raises:
+        ModelError: it was deleted for good (`mlflow gc`), and with it the record of what the version is.
+    """
+    run = store.ask(partial(run_or_none, run_id=version.run_id or ""))
+    if run is None:
+        raise ModelError(
+            f"the run that made version {version.version} of {version.name} was deleted from MLflow, and with it what tells "
+            "whether its files are the published ones",
+            place=f"{store.uri}, run {version.run_id}",
+            fix=f"name another version ({_known(store, version.name)}), or train it again",
+        )
+    return run
 
 
 def version_or_none(client: MlflowClient, name: str, *, alias: str = "", number: str = "") -> ModelVersion | None:
@@ -283,8 +319,7 @@ def lineage_of(reference: str, tracking: TrackingConfig) -> Lineage:
     if "grpo.key" not in version.tags or not version.run_id:
         raise ModelError(f"{reference} was not made by this project", fix="name a version with the tag grpo.key")
     store = open_store(tracking)
-    run_id = version.run_id
-    run = store.ask(lambda client: client.get_run(run_id))
+    run_id, run = version.run_id, run_of(store, version)
     tags = version.tags
     environment = _environment(store, run_id)
     return Lineage(
@@ -340,8 +375,8 @@ def model_names(client: MlflowClient) -> list[str]:
 def _known(store: Store, name: str) -> str:
     """What a user can name instead."""
     versions = store.ask(partial(versions_of, name=name))
-    if versions:
-        numbers = ", ".join(sorted((str(version.version) for version in versions), key=int))
+    if versions or is_registered(store, name):
+        numbers = ", ".join(sorted((str(version.version) for version in versions), key=int)) or "none"
         aliases = store.ask(lambda client: client.get_registered_model(name)).aliases
         return f"versions of {name}: {numbers}; aliases: {', '.join(sorted(aliases)) or 'none'}"
     names = store.ask(model_names)

@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 
 import yaml
-from mlflow.entities import Run, ViewType
+from mlflow import MlflowClient
+from mlflow.entities import LifecycleStage, Run, ViewType
 
 from grpo_tasks.content.manifest import outputs_sha256
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.tracking import records
+from grpo_tasks.tracking.database import sqlite_file
 from grpo_tasks.tracking.description import ENVIRONMENT, describe_environment, flatten, stage_params
 from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
@@ -33,9 +35,9 @@ from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, or
 from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.shown.view import view_tags
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig
-from schemas.errors import PrunedError, TrackingError
+from schemas.errors import EndedByOthers, PrunedError, TrackingError
 from schemas.results.base import StepResult
 from schemas.results.data import DataReport, GuardData, PreparedData
 from schemas.results.difficulty import DifficultyReport
@@ -86,10 +88,14 @@ def open_run(
     except BaseException as fault:
         # The original fault must not be hidden by a store that cannot be reached.
         with suppress(TrackingError):
-            failed = isinstance(fault, Exception) and not isinstance(fault, PrunedError)
+            failed = fault.failed if isinstance(fault, EndedByOthers) else _is_failure(fault)
             run.end("FAILED" if failed else "KILLED")
         raise
     run.end("FINISHED")
+
+
+def _is_failure(fault: BaseException) -> bool:
+    return isinstance(fault, Exception) and not isinstance(fault, PrunedError)
 
 
 class TrackedRun:
@@ -162,6 +168,28 @@ class TrackedRun:
 
         return run.once(f"{step}.{_mark(result)}", work_and_log)
 
+    def said_about_files(self) -> str:
+        """A sentence if the artifacts lie outside of the project: it was moved, or its experiment was made elsewhere."""
+        database = sqlite_file(self.store.uri)
+        found = self.store.ask(lambda client: client.get_experiment(self.experiment_id)).artifact_location
+        location = Path(found.removeprefix("file://"))
+        if database is None or not location.is_absolute():
+            return ""
+        if any(location.is_relative_to(folder.resolve()) for folder in (database.parent, Path.cwd())):
+            return ""
+        return (
+            f"MLflow keeps the artifacts of the experiment {self.config.experiment} in {location}, outside of this project; "
+            "if the project was moved, tracking.experiment: ANOTHER NAME keeps new ones here"
+        )
+
+    def require_active(self) -> None:
+        """Raise `TrackingError` if the run was deleted in MLflow, which would still take a version of it."""
+        self.store.ask(self._require_active)
+
+    def _require_active(self, client: MlflowClient) -> None:
+        if client.get_run(self.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
+            raise deleted_run(self.run_id, self.store.uri)
+
     @property
     def origin(self) -> dict[str, str]:
         """Hashes of a model's origin, from what was recorded so far: the digest of the data and the last stage's weights."""
@@ -172,7 +200,8 @@ class TrackedRun:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
         every_s = self.config.tracking.flush_interval_s
-        return JournalShipper(self.store, stage_dir, lambda: self.child(spec.stage.name, spec.key), flush_interval_s=every_s)
+        child, check = partial(self.child, spec.stage.name, spec.key), partial(self._require_active, self.store.client)
+        return JournalShipper(self.store, stage_dir, child, flush_interval_s=every_s, check=check)
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""

@@ -26,6 +26,7 @@ os.environ["MLFLOW_TRUNCATE_LONG_VALUES"] = "false"
 import hashlib
 import logging
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,11 +49,13 @@ from grpo_tasks.processes.lock import alone, private_folder
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
 from schemas.config.operations import TrackingConfig
 from schemas.config.types import why_no_store
-from schemas.errors import TrackingError, disk_full
+from schemas.errors import StoreAwayError, TrackingError, disk_full
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 CHECK_S = 4.0
 """Patience in seconds with a store that was never reached before."""
+LAST_S = 2
+"""Longest wait in seconds for one answer, when an interrupt has ended the work and only its end is left to be recorded."""
 T = TypeVar("T")
 
 FAULTS = (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError)
@@ -79,7 +82,7 @@ class Store:
     uri: str
     client: MlflowClient
     patience_s: float = 6.0
-    """Longest time in seconds that `ask` retries."""
+    """Longest time in seconds that `ask` retries. That of a config counts once the store has answered (`open_store`)."""
 
     def ask(self, work: Callable[[MlflowClient], T]) -> T:
         """Run a repeatable call; retry it while the store is unreachable or another process created the same row first.
@@ -88,9 +91,12 @@ class Store:
             TrackingError: the store could not be reached for `patience_s` seconds, or it refuses.
         """
         try:
-            return _attempts(self.patience_s)(work, self.client)
+            with at_the_end() as ending:
+                answer = _attempts(LAST_S if ending else self.patience_s)(work, self.client)
         except FAULTS as fault:
             raise self.error(fault) from fault
+        _answered.add(self.uri)
+        return answer
 
     @contextmanager
     def lock(self, what: str, *, who: str) -> Iterator[None]:
@@ -108,11 +114,13 @@ class Store:
 
     def error(self, fault: Exception) -> TrackingError:
         """The fault as an error that tells the user what to do."""
-        # SQLAlchemy may say in a first line when it asked, before what went wrong.
-        lines = [line for line in str(fault).strip().splitlines() if not line.startswith("(raised as a result of")]
-        said = lines[0][:500] if lines else type(fault).__name__
+        said = reason_of(fault)
+        if found := _DELETED_RUN.search(said):
+            return deleted_run(found[1], self.uri)
         if disk_full(fault):
             fix = "free some disk space, then run the same command: it resumes"
+        elif "No such artifact" in said:
+            fix = "its files are not where MLflow has left them: put them back, or run its config again, which uploads them"
         elif _refuses_login(fault):
             fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         elif _is_another_server(fault):
@@ -120,6 +128,7 @@ class Store:
             fix = f"{_SELECTS}; export MLFLOW_TRACKING_TOKEN, or a login, for a page to sign in"
         elif is_temporary(fault):
             fix = "start the server or set tracking.tracking_uri, then run the same command: it resumes"
+            return StoreAwayError(said, place=self.uri, fix=fix)
         else:
             fix = f"see the message; {_SELECTS}"
         return TrackingError(said, place=self.uri, fix=fix)
@@ -193,8 +202,53 @@ def _is_another_server(fault: Exception) -> bool:
     return isinstance(fault, MlflowException) and _NOT_MLFLOW.search(str(fault)) is not None
 
 
+def reason_of(fault: BaseException) -> str:
+    """The whole reason that a library gives, without the statements that SQLAlchemy quotes."""
+    lines = [line.rstrip() for line in str(fault).strip().splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith(_QUOTED)) or type(fault).__name__
+
+
+_QUOTED = ("(raised as a result of", "[SQL:", "[parameters:", "(Background on this error")
+
+
+def deleted_run(run_id: str, uri: str) -> TrackingError:
+    """The error of a run that somebody has deleted while it ran."""
+    return TrackingError(
+        f"the run {run_id} was deleted in MLflow",
+        place=uri,
+        fix=f"start it again: that makes a new run in MLflow from what is finished; or mlflow runs restore --run-id {run_id}",
+    )
+
+
+_DELETED_RUN = re.compile("The run ([0-9a-f]{32}) must be in the 'active'")
 _NOT_MLFLOW = re.compile("not in a valid JSON format|failed with error code (?:30.|404|405|501) ")
 _SELECTS = "tracking.tracking_uri or MLFLOW_TRACKING_URI selects the MLflow server: http://HOST:PORT"
+
+
+@contextmanager
+def at_the_end() -> Iterator[bool]:
+    """Whether the caller cleans up after an interrupt; then a server that takes a request and says nothing is not waited for."""
+    error = sys.exc_info()[1]
+    ending = error is not None and not isinstance(error, Exception)
+    with _environment({_TIMEOUT: str(LAST_S), _RETRIES: "0"} if ending else {}):
+        yield ending
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which MLflow reads before each request, within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+_TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 def _attempts(patience_s: float | None) -> tenacity.Retrying:
@@ -233,13 +287,22 @@ def resolve_uri(tracking: TrackingConfig) -> str:
     return tracking.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
-def open_store(tracking: TrackingConfig) -> Store:
+def open_store(tracking: TrackingConfig, *, known: bool = False) -> Store:
     """The store that a configuration names.
+
+    Args:
+        tracking: the configuration.
+        known: the process that started this one has reached the store, so it gets the patience of the configuration.
 
     Raises:
         TrackingError: mlflow does not know this kind of uri, or its database cannot be opened.
     """
-    return connect(resolve_uri(tracking))
+    store = connect(resolve_uri(tracking))
+    return replace(store, patience_s=tracking.patience_s) if known or store.uri in _answered else store
+
+
+_answered: set[str] = set()
+"""Addresses of the stores that have answered this process."""
 
 
 def check_store(tracking: TrackingConfig) -> int:
@@ -249,14 +312,9 @@ def check_store(tracking: TrackingConfig) -> int:
         TrackingError: the store does not answer, refuses the login, or is another server.
     """
     store = replace(open_store(tracking), patience_s=CHECK_S)
-    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-    before = os.environ[name]
     # A server that takes the connection and says nothing would hold each request for a minute.
-    os.environ[name] = str(round(CHECK_S))
-    try:
+    with _environment({_TIMEOUT: str(round(CHECK_S))}):
         return len(store.ask(lambda client: list(pages(lambda token: client.search_experiments(page_token=token)))))
-    finally:
-        os.environ[name] = before
 
 
 def connect(uri: str) -> Store:
@@ -275,7 +333,7 @@ def connect(uri: str) -> Store:
         ) from fault
     except FAULTS as fault:
         raise TrackingError(
-            str(fault).strip().splitlines()[0][:500],
+            reason_of(fault),
             place=uri,
             fix="tracking.tracking_uri: sqlite:///FILE.db, postgresql+psycopg2://..., or http://HOST:PORT",
         ) from fault

@@ -143,6 +143,9 @@ class PromotionConfig(Section):
     alpha: float = Field(0.05, gt=0.0, lt=1.0)
     """Significance level of the one-sided paired tests against the base and the current champion. The model has to beat both,
     so the probability of promoting a model that is not better is at most alpha."""
+    against_champion: bool = True
+    """false: the new model has to beat the base alone. For a champion that cannot be compared with any more, such as one whose
+    files are lost; `grpo run --no-champion` sets it for one run."""
     max_format_drop: Fraction = 0.02
     """Largest drop in format rate against the champion, or against the base when there is no champion."""
     max_truncation_growth: Fraction = 0.02

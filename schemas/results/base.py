@@ -93,8 +93,14 @@ class StepResult(Result):
             raise DamagedError("the result cannot be read", place=str(path)) from error
 
     def moved_to(self, directory: Path) -> Self:
-        """The result after its folder was moved: all paths inside the folder change with it."""
-        old, new = str(self.directory), str(directory)
+        """The result after its folder was moved, alone or with the folders around it: all paths that moved with it change.
+
+        A result names files of other steps too. What the old and the new path have in common at their end, OUTPUT_DIR/NAME/STEP/
+        FOLDER at most, has moved as a whole.
+        """
+        before, now = self.directory.parts, directory.parts
+        same = next((n for n in range(4) if n >= min(len(before), len(now)) - 1 or before[-n - 1] != now[-n - 1]), 4)
+        old, new = str(Path(*before[: len(before) - same])), str(Path(*now[: len(now) - same]))
 
         def follow(value: object) -> object:
             if isinstance(value, dict):

@@ -36,6 +36,9 @@ class Between(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Hand)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
+    def pass_on(self, hand):
+        """Called right before a request is handed on."""
+
     @property
     def own(self):
         return f"http://127.0.0.1:{self.server_port}"
@@ -68,6 +71,9 @@ class _Hand(BaseHTTPRequestHandler):
             return
         if server.mode == "slow":
             time.sleep(3.0)
+        if server.mode == "hanging":
+            time.sleep(120.0)
+        server.pass_on(self)
         left_out = {"host", "content-length", "connection", "accept-encoding"}
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         answer = server.client.request(self.command, server.address + self.path, content=content, headers=headers)

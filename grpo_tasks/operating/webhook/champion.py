@@ -7,13 +7,14 @@ A message that cannot be made or sent becomes a sentence for a warning. It never
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from grpo_tasks.operating.webhook.send import host_of, send
 from grpo_tasks.running.links import mlflow_pages
 from grpo_tasks.tracking.registry import DECISION_TAG, find_version, lineage_of, recorded_config
 from grpo_tasks.tracking.shown.headline import FLOW_RUN_URL
-from grpo_tasks.tracking.store import Store, open_store
+from grpo_tasks.tracking.store import Store, open_store, run_or_none
 from schemas.config.operations import TrackingConfig, WebhookConfig
 from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ModelError
@@ -89,9 +90,9 @@ def _facts(store: Store, name: str, version: str, tracking: TrackingConfig) -> d
     """Tags of a version, and the ids and pages of the run that made it."""
     found = find_version(f"{name}/{version}", tracking)
     run_id = found.run_id or ""
-    if not run_id:
-        return {"tags": found.tags, "run": {"mlflow_run_id": "", "flow_run_id": "", "links": {}}}
-    run = store.ask(lambda client: client.get_run(run_id))
+    run = store.ask(partial(run_or_none, run_id=run_id)) if run_id else None
+    if run is None:
+        return {"tags": found.tags, "run": {"mlflow_run_id": run_id, "flow_run_id": "", "links": {}}}
     pages = mlflow_pages(store.uri, run.info.experiment_id, run_id)
     links = {"run": pages.run, "version": pages.version(name, version)} if pages else {}
     flow_run = run.data.tags.get(FLOW_RUN_URL, "")

@@ -47,7 +47,7 @@ def prove_served(spec: ServedSpec) -> None:
         ServedModelError: it cannot be loaded, or an answer differs.
         TrackingError: the store cannot be reached.
     """
-    store = open_store(spec.tracking)
+    store = open_store(spec.tracking, known=True)
     place = f"{store.uri}, models:/{spec.model_id}"
     # The answers of the merge proof know no stop strings: generate() has them only by call.
     settings = {"device": "cpu", "dtype": "float32", "max_tokens": PROOF_TOKENS, "temperature": 0.0, "stop": []}
