@@ -79,6 +79,8 @@ class Decision:
     """Whether the version may become the champion as soon as a person agrees."""
     obstacle: str = ""
     """Why it is not the champion, where neither a test nor a check says so: a person, or another champion."""
+    rolled_back: bool = False
+    """Whether a person rolled its bytes back. Such a version is no challenger either."""
 
 
 def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
@@ -116,31 +118,16 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
         TrackingError: the store cannot be reached or refuses. Publishing again resumes.
     """
     name = run.config.registered_model
-    checks: list[Regression | GuardCheck] = [*regressions, *guards]
     _store_manifest(run, proof)
     version = _register(run, name, proof, log, prove, require_wanted)
     current = current_champion(run.store, name)
-    is_champion = current is not None and current.version == str(version.version)
-    rolled_back = "" if is_champion else _rolled_back(run.store, version, proof.sha256)
-    if rolled_back and ROLLED_BACK_TAG in version.tags:
-        return Decision(str(version.version), proof.sha256, False, rolled_back, obstacle=rolled_back)
-    decision = decide(
-        str(version.version),
-        proof.sha256,
-        tests=tests,
-        compared=champion,
-        current=current,
-        regressions=checks,
-        against_champion=run.config.promotion.against_champion,
-    )
-    decision = replace(decision, champion=False, reason=rolled_back, obstacle=rolled_back) if rolled_back else decision
-    if run.config.promotion.approval == "manual":
-        decision = with_approval(decision, approval_of(version), current)
-    if decision.awaits_approval:
-        await_approval(run.store, name, decision.version, current.version if current else "")
-    if is_champion:
-        # Report why it became champion, not that it still is.
-        decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+    if ROLLED_BACK_TAG in version.tags and not _is(current, version):
+        # A person rolled it back on purpose. Running the same run again must not restore it.
+        obstacle = f"version {version.version} was rolled back before"
+        return Decision(str(version.version), proof.sha256, False, obstacle, obstacle=obstacle, rolled_back=True)
+    checks: list[Regression | GuardCheck] = [*regressions, *guards]
+    decision = _decision(run, version, proof, current, tests=tests, compared=champion, regressions=checks)
+    is_champion = _is(current, version)
     tags = decision_tags(decision.reason, tests, evaluation, checks) | hashes_tag(origin or {})
     # Publishing the champion again compares it with nothing that it was compared with before it became champion.
     run.store.ask(partial(tag_decision, version=version, tags=tags, keep=is_champion))
@@ -149,17 +136,44 @@ def publish(  # noqa: PLR0913 - what it decides about, and what it is done with
         card = model_card(run.config, proof, evaluation, tests=tests, data=run.data, decision=said)
         run.store.ask(partial(write_card, name=name, version=decision.version, card=card))
     require_wanted()
-    if not rolled_back:
-        _move_aliases(run.store, name, decision, current)
+    _move_aliases(run.store, name, decision, current)
     return decision
 
 
-def _rolled_back(store: Store, version: ModelVersion, sha256: str) -> str:
-    """Why a version must not become the champion: a person rolled its bytes back, and no run undoes that. Else empty."""
-    if ROLLED_BACK_TAG in version.tags:
-        return f"version {version.version} was rolled back before"
-    other = rolled_back_as(store, version.name, sha256)
-    return f"version {other}, which has the same bytes, was rolled back before" if other else ""
+def _is(champion: Champion | None, version: ModelVersion) -> bool:
+    return champion is not None and champion.version == str(version.version)
+
+
+def _decision(
+    run: TrackedRun,
+    version: ModelVersion,
+    proof: MergeProof,
+    current: Champion | None,
+    *,
+    tests: Sequence[PairedTest],
+    compared: Champion | None,
+    regressions: Sequence[Regression | GuardCheck],
+) -> Decision:
+    """What the tests, and the person where one has to agree, say about a version now. A new question is put down in its tags."""
+    other = None if _is(current, version) else rolled_back_as(run.store, version.name, proof.sha256)
+    decision = decide(
+        str(version.version),
+        proof.sha256,
+        tests=tests,
+        compared=compared,
+        current=current,
+        regressions=regressions,
+        against_champion=run.config.promotion.against_champion,
+        rolled_back_as=other,
+    )
+    if run.config.promotion.approval == "manual":
+        decision = with_approval(decision, approval_of(version), current)
+    if decision.awaits_approval:
+        await_approval(run.store, version.name, decision.version, current.version if current else "")
+    if _is(current, version):
+        # Report why it became champion, not that it still is.
+        decision = replace(decision, reason=version.tags.get(DECISION_TAG, decision.reason))
+    return decision
 
 
 def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
@@ -183,8 +197,8 @@ def _store_manifest(run: TrackedRun, proof: MergeProof) -> None:
 def _move_aliases(store: Store, name: str, decision: Decision, current: Champion | None) -> None:
     """Set the aliases that the decision implies. After a kill, the next call makes the same decision and sets them again."""
     if not decision.champion:
-        # A model with the champion's bytes is no challenger.
-        if current is None or current.sha256 != decision.sha256:
+        # A model with the champion's bytes is no challenger, and none that a person took back.
+        if not decision.rolled_back and (current is None or current.sha256 != decision.sha256):
             store.ask(lambda client: client.set_registered_model_alias(name, CHALLENGER, decision.version))
         return
     if current is not None and current.version != decision.version:
@@ -206,6 +220,7 @@ def decide(
     current: Champion | None,
     regressions: Sequence[Regression | GuardCheck] = (),
     against_champion: bool = True,
+    rolled_back_as: str | None = None,
 ) -> Decision:
     """Decide whether a version becomes (or stays) champion. A pure function.
 
@@ -217,6 +232,7 @@ def decide(
         current: the champion now. If it is not `compared`, the alias moved in the meantime.
         regressions: checks and guards that can stop a promotion, never cause one.
         against_champion: whether the model has to beat the champion too.
+        rolled_back_as: a version with the same bytes that a person rolled back.
     """
 
     def decided(champion: bool, reason: str, obstacle: str = "") -> Decision:
@@ -224,6 +240,9 @@ def decide(
 
     if current is not None and current.version == version:
         return decided(True, f"version {version} is the champion")
+    if rolled_back_as:
+        obstacle = f"version {rolled_back_as}, which has the same bytes, was rolled back before"
+        return Decision(version, sha256, False, obstacle, obstacle=obstacle, rolled_back=True)
     if current is not None and current.sha256 == sha256:
         obstacle = f"version {version} has the same bytes as the champion, version {current.version}"
         return decided(False, obstacle, obstacle)
