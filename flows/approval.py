@@ -57,6 +57,8 @@ class Asked(Result):
     """With the base model as it was found."""
     run_key: str
     """Content key of the MLflow run: the data may be others when a person has decided."""
+    copies: Path | None = None
+    """The user's own modules, as they were when the run started."""
     trained: Trained
     tags: dict[str, str] = Field(default_factory=dict)
     """Of the version that waits."""
@@ -106,7 +108,7 @@ def read_asked(file: Path) -> Asked:
 @contextmanager
 def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
     """The run once more, for the decision alone. Results that it has recorded are not recorded twice."""
-    with open_flow_run(asked.config, flow=flow, key=asked.run_key) as run:
+    with open_flow_run(asked.config, flow=flow, key=asked.run_key, copies=asked.copies) as run:
         for result in asked.trained.results():
             run.record(result)
         yield run

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
+from flows.frozen_inputs import Inputs, frozen_inputs
 from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_webhook, check_working_directory
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.processes.child import no_room
@@ -41,6 +42,7 @@ class FlowRun:
     """What steps know about the run (`grpo_tasks.running.step.Run`), backed by MLflow."""
 
     tracked: TrackedRun
+    inputs: Inputs
     output: Path
     fresh: bool
     flow_run_id: str | None
@@ -50,8 +52,8 @@ class FlowRun:
 
     @property
     def config(self) -> RunConfig:
-        """The whole configuration."""
-        return self.tracked.config
+        """The whole configuration, with the copies of the user's own modules."""
+        return self.inputs.config
 
     @property
     def resources(self) -> ResourcesConfig:
@@ -62,7 +64,7 @@ class FlowRun:
     def origin(self) -> dict[str, str]:
         """Hashes of what the model was made from."""
         hashes = {
-            "grpo.config_sha256": content_key("config", (), _sections(self.config)),
+            "grpo.config_sha256": content_key("config", (), _sections(self.inputs)),
             "grpo.code_sha256": content_key("code", ROOMS, {}),
             "grpo.reward_sha256": content_key("rewards", ("rewards", "answers"), {"rewards": self.config.rewards}),
         }
@@ -70,6 +72,8 @@ class FlowRun:
 
     def record(self, result: StepResult) -> None:
         """Send a result to MLflow, once; in a sweep, show the evaluations of a stage to the other runs."""
+        for change in self.inputs.newly_changed():
+            warn(change)
         self.tracked.record(result)
         if self.pruning is not None and isinstance(result, StageResult):
             # A stage that was trained before has had no chance to do it itself.
@@ -138,9 +142,15 @@ def warn(problem: str) -> None:
 
 @contextmanager
 def open_flow_run(
-    config: RunConfig, *, flow: str, fresh: bool = False, variant: VariantSpec | None = None, key: str | None = None
+    config: RunConfig,
+    *,
+    flow: str,
+    fresh: bool = False,
+    variant: VariantSpec | None = None,
+    key: str | None = None,
+    copies: Path | None = None,
 ) -> Iterator[FlowRun]:
-    """Check the config against this machine, then open the MLflow run of this config, these inputs and this code.
+    """Check the config against this machine, freeze its inputs, then open the MLflow run of the config, the inputs and the code.
 
     A second run of the same config, inputs and code continues the same MLflow run. Outside of a flow, Prefect is not involved.
 
@@ -150,6 +160,7 @@ def open_flow_run(
         fresh: run every step again.
         variant: the place of the run in a sweep.
         key: content key of a run that waits only for a decision. Its inputs were checked before, and may have changed since.
+        copies: the user's own modules, where they were copied before.
     """
     check_working_directory()
     check_installed(config)
@@ -158,7 +169,8 @@ def open_flow_run(
     check_output(config)
     check_tracking(config)
     check_webhook(config)
-    key = key or content_key(flow, ROOMS, _sections(config))
+    inputs = frozen_inputs(config, folder=copies)
+    key = key or content_key(flow, ROOMS, _sections(inputs))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:
         name = variant.label
@@ -169,7 +181,8 @@ def open_flow_run(
         _folder_lock(config, fresh),
         state_in_prefect(config.resources.output_dir / config.name / ".running", run_id),
         open_run(
-            config,
+            inputs.given,
+            inputs=inputs.config,
             key=key,
             fresh=fresh,
             flow_run_id=run_id,
@@ -182,9 +195,11 @@ def open_flow_run(
     ):
         pruning = variant.pruning if variant else None
         warn(tracked.said_about_files())
-        run = FlowRun(tracked, config.resources.output_dir / config.name, fresh, run_id, pruning)
+        run = FlowRun(tracked, inputs, config.resources.output_dir / config.name, fresh, run_id, pruning)
         run.show_links()
         yield run
+        for change in inputs.newly_changed():
+            warn(change)
 
 
 @contextmanager
@@ -223,16 +238,17 @@ def _report_disk_full(folder: Path) -> Iterator[None]:
         raise no_room(folder) from error
 
 
-def pipeline_key(config: RunConfig, start_from: str) -> str:
-    """Hash of everything a trained model depends on: settings, contents of data and models, code of the rooms."""
-    return content_key(f"retrain from {start_from}", ROOMS, _sections(config))
+def pipeline_key(inputs: Inputs, start_from: str) -> str:
+    """Hash of everything a trained model depends on: settings, contents of data, models and modules, code of the rooms."""
+    return content_key(f"retrain from {start_from}", ROOMS, _sections(inputs))
 
 
-def inputs_key(config: RunConfig) -> str:
+def inputs_key(inputs: Inputs) -> str:
     """Hash of everything but the stages and the seed that a run depends on: settings, contents of files, code of the rooms."""
-    kept = {name: section for name, section in _sections(config).items() if name not in ("stages", "seed")}
+    kept = {name: section for name, section in _sections(inputs).items() if name not in ("stages", "seed")}
     return content_key("inputs", ROOMS, kept)
 
 
-def _sections(config: RunConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in RunConfig.model_fields if name not in ("tracking", "resources")}
+def _sections(inputs: Inputs) -> dict[str, object]:
+    fields = [name for name in RunConfig.model_fields if name not in ("tracking", "resources")]
+    return {name: getattr(inputs.config, name) for name in fields} | {"modules": inputs.digest}

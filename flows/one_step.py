@@ -91,4 +91,4 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
             warn(note)
         ref = named_model(start, config) if start else base_model(config)
         data = validated_data(run)
-        return trained_stage(run, config.stage(stage), ref, data, measured_difficulty(run, ref, data))
+        return trained_stage(run, run.config.stage(stage), ref, data, measured_difficulty(run, ref, data))

@@ -1,6 +1,7 @@
 """The pipeline: data in, champion out. Read `run_pipeline` from top to bottom: each line is a step, and a label in the UI."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run, warn
@@ -40,23 +41,27 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
     return run_pipeline(config, fresh)
 
 
-def run_pipeline(config: RunConfig, fresh: bool = False, *, tags: Mapping[str, str] | None = None) -> PipelineResult:
+def run_pipeline(
+    config: RunConfig, fresh: bool = False, *, tags: Mapping[str, str] | None = None, copies: Path | None = None
+) -> PipelineResult:
     """Every step of the pipeline in the flow run of the caller: a person sees one run, the one that was started.
 
     Args:
         config: the configuration. A run that was suspended continues with the one that it was suspended with.
         fresh: run every step again, finished or not. Not after a suspension: the run has done so before it.
         tags: further tags of the registered version.
+        copies: the user's own modules, where they were copied before.
     """
     asked = what_was_asked()
     if asked is None:
         config = with_local_model(config)
-        with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended()) as run:
+        with open_flow_run(config, flow="pipeline", fresh=fresh and not was_suspended(), copies=copies) as run:
             # Now, because the fork server is idle while the data is read.
             prepare_publishing()
             if config.promotion.against_champion:
                 check_champion(config.registered_model, config.tracking)
-            asked = Asked(config=config, run_key=run.tracked.key, trained=train_and_evaluate(run), tags=dict(tags or {}))
+            trained, kept = train_and_evaluate(run), run.inputs.copies.folder
+            asked = Asked(config=config, run_key=run.tracked.key, copies=kept, trained=trained, tags=dict(tags or {}))
             made = _published(run, asked)
     else:
         made = _published_again(asked)

@@ -44,7 +44,7 @@ def reproduce_flow(model: str, output_dir: Path = Path("reproduced"), tracking_u
             get_run_logger().warning("this has changed since then: %s", difference)
         ref = base_model(config)
         difficulty = measured_difficulty(run, ref, data)
-        for stage in config.stages:
+        for stage in run.config.stages:
             result = trained_stage(run, stage, ref, data, difficulty)
             ref = result.model
         same = result.sha256 == lineage.adapter_sha256

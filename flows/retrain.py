@@ -13,9 +13,10 @@ from prefect.variables import Variable
 from flows import one_step
 from flows.approval import was_suspended, what_was_asked
 from flows.flow_run import pipeline_key
+from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_pinned_model
 from flows.pipeline import run_pipeline
-from flows.preflight import check_inputs, check_working_directory
+from flows.preflight import check_inputs, check_output, check_working_directory
 from flows.temporary_server import locked_flow
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import flow_run_id
@@ -64,14 +65,19 @@ def _limit_of(config: RunConfig) -> str:
 
 
 def _retrain(config: RunConfig, start_from: Literal["base", "champion"], force: bool) -> RetrainResult:
-    made_of = {"grpo.retrain_key": pipeline_key(config, start_from)} | _hub_digest(config)
+    check_inputs(config)
+    check_output(config)
+    inputs = frozen_inputs(config)
+    config = inputs.given
+    made_of = {"grpo.retrain_key": pipeline_key(inputs, start_from)} | _hub_digest(config)
     known = find_tagged(config.registered_model, made_of, config.tracking)
     # A run that an earlier release has suspended for approval finds its own version here, and continues with it.
     repeat = force or was_suspended() or (known is not None and is_overtaken(config.registered_model, known, config.tracking))
     if known is not None and not repeat:
         reason = f"nothing to do: version {known} of {config.registered_model} was made of the same data, code and config"
         return RetrainResult(trained=False, reason=reason)
-    return _result(run_pipeline(_from_champion(config) if start_from == "champion" else config, fresh=force, tags=made_of))
+    started = _from_champion(config) if start_from == "champion" else config
+    return _result(run_pipeline(started, fresh=force, tags=made_of, copies=inputs.copies.folder))
 
 
 def _resumed(config: RunConfig, force: bool) -> RetrainResult:
@@ -94,7 +100,9 @@ def _from_champion(config: RunConfig) -> RunConfig:
     found = fetch_champion(config.registered_model, config.tracking, (config.resources.output_dir / "champions").resolve())
     if found is None:
         raise ModelError(f"{config.registered_model} has no champion to start from", fix="start_from: base")
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None})})
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": found[1].path, "revision": None}).locked(None)}
+    )
 
 
 def _report(config: RunConfig, result: RetrainResult) -> RetrainResult:

@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from flows.flow_run import state_in_prefect
 from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
-from flows.sweeps.supervise import Options, Supervisor, keys_of
+from flows.sweeps.supervise import Options, Supervisor, plans_of
 from flows.temporary_server import locked_flow
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url
@@ -65,8 +65,8 @@ def run_sweep(grid: Grid, options: Options) -> SweepResult:
     """Run a sweep in the flow run of the caller; the same sweep again continues where it was interrupted."""
     check_output(grid.base)
     grid = pinned(grid)
-    keys = keys_of(grid)
-    key = hashlib.sha256("\n".join(keys[number] for number in sorted(keys)).encode()).hexdigest()
+    plans = plans_of(grid)
+    key = hashlib.sha256("\n".join(plan.key for _, plan in sorted(plans.items())).encode()).hexdigest()
     output = grid.base.resources.output_dir / grid.base.name
     folder, run_id, wait = output / SWEEPS / key[:16], flow_run_id(), Wait()
 
@@ -81,7 +81,7 @@ def run_sweep(grid: Grid, options: Options) -> SweepResult:
         wait.over()
         known = {"prefect.flow_run_id": run_id, "prefect.flow_run_url": flow_run_url()}
         tracked = SweepRun(grid, key=key, flow={name: value for name, value in known.items() if value})
-        return _supervised(Supervisor(grid, key, folder, tracked, options, _prefect_api(), keys))
+        return _supervised(Supervisor(grid, key, folder, tracked, options, _prefect_api(), plans))
 
 
 def pinned(grid: Grid) -> Grid:

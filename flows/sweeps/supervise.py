@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 from flows.flow_run import inputs_key
+from flows.frozen_inputs import frozen_inputs
 from flows.sweeps.process import MODULE
 from grpo_tasks.processes.child import POLL_S, Child, error_of
 from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
@@ -25,8 +26,9 @@ from grpo_tasks.running.orchestrator import run_logger, show_artifact, show_prog
 from grpo_tasks.sweeping.grid import Grid, Variant
 from grpo_tasks.sweeping.table import cells, markdown
 from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
+from schemas.config.learning.interaction import references_in
 from schemas.config.run import RunConfig
-from schemas.errors import DiskFullError, OrchestratorError, TrackingError, UserError
+from schemas.errors import DamagedError, DiskFullError, OrchestratorError, TrackingError, UserError
 from schemas.results.sweep import Pruning, SweepLine, SweepResult, VariantEnd, VariantSpec
 from schemas.secret import hide
 
@@ -52,6 +54,16 @@ class _Running:
     child: Child
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run of a sweep is made of."""
+
+    key: str
+    """Content key of the run."""
+    copies: Path
+    """The user's own modules."""
+
+
 @dataclass(slots=True)
 class Supervisor:
     """The runs of one sweep."""
@@ -62,8 +74,8 @@ class Supervisor:
     tracked: SweepRun
     options: Options
     prefect_api: str | None
-    keys: Mapping[int, str]
-    """Content key of each run, by its number."""
+    plans: Mapping[int, Plan]
+    """What each run is made of, by its number."""
     ends: dict[int, VariantEnd] = field(default_factory=dict)
     errors: list[UserError] = field(default_factory=list)
     _progress: dict[str, UUID] = field(default_factory=dict)
@@ -125,7 +137,7 @@ class Supervisor:
         with suppress(OSError, ValueError):
             end = VariantEnd.load(self._folder(variant) / RESULT)
             goes_on = end.state == "failed" or (end.state == "pruned" and not self.options.prune)
-            if end.key == self.keys[variant.number] and not self.tracked.is_new and not goes_on:
+            if end.key == self.plans[variant.number].key and not self.tracked.is_new and not goes_on:
                 self.ends[variant.number] = end
                 return True
         return False
@@ -145,7 +157,8 @@ class Supervisor:
         spec = VariantSpec(
             number=variant.number,
             label=variant.label,
-            key=self.keys[variant.number],
+            key=self.plans[variant.number].key,
+            copies=self.plans[variant.number].copies,
             config=_with_threads(variant.config, self.options.parallel),
             sweep=self.key,
             parent_run_id=self.tracked.handle.run_id,
@@ -164,7 +177,7 @@ class Supervisor:
         except (OSError, ValueError):
             # The process was killed, or failed before its run was opened.
             reason = error.message.partition("\n")[0] if error is not None else "its process left no result"
-            end = VariantEnd(key=self.keys[number], state="failed", reason=reason, seconds=0.0)
+            end = VariantEnd(key=self.plans[number].key, state="failed", reason=reason, seconds=0.0)
         if isinstance(error, STOPS_ALL):
             raise error
         if error is not None:
@@ -202,18 +215,39 @@ class Supervisor:
         return self.folder / RUNS / f"{variant.number:03d}"
 
 
-def keys_of(grid: Grid) -> dict[int, str]:
-    """The content key of each run. The contents of data, model and code are hashed once for all runs that share them."""
-    hashed: dict[str, str] = {}
-    keys = {}
+def plans_of(grid: Grid) -> dict[int, Plan]:
+    """What each run is made of. Data, model and modules are hashed and copied once for all runs that share them."""
+    shared: dict[str, tuple[str, Path]] = {}
+    plans = {}
     for variant in grid.variants:
         tree = variant.config.model_dump(mode="json", exclude={"tracking", "resources"})
         own = [tree.pop("stages"), tree.pop("seed")]
-        text = json.dumps(tree, sort_keys=True)
-        if text not in hashed:
-            hashed[text] = inputs_key(variant.config)
-        keys[variant.number] = hashlib.sha256(json.dumps([hashed[text], own], sort_keys=True).encode()).hexdigest()
-    return keys
+        # The modules that stages name are copied too.
+        text = json.dumps([tree, sorted(references_in(own))], sort_keys=True)
+        if text not in shared:
+            inputs = frozen_inputs(variant.config)
+            shared[text] = inputs_key(inputs), inputs.copies.folder
+        plans[variant.number] = Plan(_key(shared[text][0], own), shared[text][1])
+    return plans
+
+
+def require_planned(spec: VariantSpec) -> None:
+    """Compare the files of a run, when it begins, with those that its sweep has hashed.
+
+    Raises:
+        DamagedError: data or the base model have changed.
+    """
+    own = spec.config.model_dump(mode="json", include={"stages", "seed"})
+    if _key(inputs_key(frozen_inputs(spec.config, folder=spec.copies)), [own["stages"], own["seed"]]) != spec.key:
+        raise DamagedError(
+            "the data or the base model have changed since this sweep started",
+            place=f"run {spec.number} of the sweep",
+            fix="start the sweep again: runs whose inputs are the same are skipped",
+        )
+
+
+def _key(inputs: str, own: object) -> str:
+    return hashlib.sha256(json.dumps([inputs, own], sort_keys=True).encode()).hexdigest()
 
 
 def _with_threads(config: RunConfig, parallel: int) -> RunConfig:

@@ -14,6 +14,7 @@ from prefect.states import Completed
 from flows.flow_run import open_flow_run
 from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
+from flows.sweeps.supervise import require_planned
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.operating.automations import PRUNED
@@ -44,8 +45,9 @@ def variant_flow(spec: VariantSpec) -> Any:
         return end
 
     try:
+        require_planned(spec)
         config = with_local_model(spec.config)
-        with open_flow_run(config, flow=f"sweep {spec.sweep[:16]}", variant=spec) as run:
+        with open_flow_run(config, flow=f"sweep {spec.sweep[:16]}", variant=spec, copies=spec.copies) as run:
             known |= {"run_id": run.tracked.run_id, "tracking_uri": run.tracked.store.uri, "flow_run_id": run.flow_run_id or ""}
             merged = train_and_evaluate(run).evaluations[-1]
     except PrunedError as error:

@@ -84,6 +84,7 @@ class Parcel:
             "start": start,
             "rewards": rewards.model_copy(update={"module_dir": root / MODULES}),
             "resources": resources,
+            "interaction": self.spec.interaction.model_copy(update={"module_dir": root / MODULES}),
         }
         demonstrations = self.spec.stage.demonstrations
         if demonstrations is not None:
@@ -227,7 +228,7 @@ def _folder(target: str, source: Path) -> list[ParcelFile]:
 def _modules(spec: StageSpec) -> list[ParcelFile]:
     """The user's own modules: reward functions, demonstrations, tools and environments, and what they import."""
     rewards, demonstrations = spec.rewards, spec.stage.demonstrations
-    found = own_sources(spec.interaction.references, [Path.cwd()])
+    found = own_sources(spec.interaction.own_code, spec.interaction.module_dirs())
     if demonstrations is not None and demonstrations.function:
         found |= own_sources([demonstrations.function], demonstrations.module_dirs())
     return module_files(found | own_sources(rewards.references, rewards.module_dirs()))

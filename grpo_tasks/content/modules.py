@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from grpo_tasks.content.copies import copies_in
 from grpo_tasks.content.hashes import digest_of, file_sha256
 
 _OURS = Path(__file__).resolve().parents[2]
@@ -35,7 +36,11 @@ def modules_sha256(module: str, search: Sequence[Path] | None = None) -> str:
 
 
 def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
-    """Dotted name and file of a module and of the user's own modules that it imports, directly or not."""
+    """Dotted name and file of a module and of the user's own modules that it imports, directly or not.
+
+    Where one of the folders holds copies (copies.py), these are the user's own modules, and there are no others.
+    """
+    copies = copies_in(search)
     found: dict[str, Path] = {}
     waiting = [module]
     seen: set[str] = set()
@@ -47,7 +52,7 @@ def own_modules(module: str, search: Sequence[Path]) -> dict[str, Path]:
         parent = name.rpartition(".")[0]
         # Importing a.b.c runs a and a.b as well.
         waiting += [parent] if parent else []
-        path = _file_of(name, search)
+        path = _file_of(name, search) if copies is None else copies.files.get(name)
         if path is None:
             continue
         found[name] = path

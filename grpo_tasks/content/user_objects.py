@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_tasks.content.copies import import_from
 from schemas.errors import ConfigError
 
 
@@ -37,6 +38,7 @@ def import_object(path: str, folders: Sequence[Path], *, place: str) -> Callable
 
 
 def _module(name: str, folders: Sequence[Path], *, place: str) -> Any:
+    import_from(folders)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -118,14 +118,21 @@ class _Layout:
 def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.ParquetWriter) -> SourceFile:
     columns = _columns(data, source)
     layout = _layout(source, columns)
+    path = Path(resolve(source.path))
+    before = None if layout.format == "hub" else _stamp(path)
     summary, rows_digest = ScanSummary(), hashlib.sha256()
     with ThreadPoolExecutor(1) as pool:
         # hashlib releases the interpreter lock, so the file is hashed while it is read.
-        file_digest = None if layout.format == "hub" else pool.submit(file_sha256, Path(resolve(source.path)))
+        file_digest = None if layout.format == "hub" else pool.submit(file_sha256, path)
         for chunk in _chunks(source, split, layout, columns=columns, rows_digest=rows_digest):
             writer.write_table(chunk.table)
             summary.add(chunk.summary)
         sha256 = file_digest.result() if file_digest else rows_digest.hexdigest()
+    if source.sha256 is not None and (sha256 != source.sha256 or _stamp(path) != before):
+        # The key of the run, and of this step, is that of the other contents.
+        raise DataError(
+            "the file has changed since this run started", place=source.path, fix="start the run again when the file is complete"
+        )
     summary.check(source.path, columns)
     return SourceFile(
         path=source.path,
@@ -139,6 +146,12 @@ def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.Parq
         with_answer=summary.with_answer,
         from_messages=summary.from_messages,
     )
+
+
+def _stamp(path: Path) -> tuple[int, int, int, int]:
+    """It changes with every ordinary write, and when another file takes the name."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _columns(data: DataConfig, source: DataSource) -> Columns:

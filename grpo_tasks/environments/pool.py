@@ -73,7 +73,7 @@ class EnvironmentPool:
         chat_template: that of the model; it names the format of calls.
         reasoning: names of the tags around reasoning. Calls inside do not count.
         starts_inside: True if the prompt ends inside a block of the first of these tags. None: judged by the turn; see calls.py.
-        folders: where the modules of tools and environments lie, after the installed ones. None: the working directory.
+        folders: where the modules of tools and environments lie, after the installed ones. None: as the config says.
         log: file that receives what they print.
     """
 
@@ -89,7 +89,7 @@ class EnvironmentPool:
     ) -> None:
         self.config, self._chat_template = config, chat_template
         self._reasoning, self._starts_inside = tuple(reasoning), starts_inside
-        found = [Path.cwd()] if folders is None else list(folders)
+        found = config.module_dirs() if folders is None else list(folders)
         self._workers = [EnvironmentWorker(config, found, log=log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environments")
         self._conversations: dict[int, _Conversation] = {}

@@ -196,7 +196,8 @@ def train_stage(
     )
     # The stage is another one if the contents of its model, data, rewards or tools are others, even under the same names.
     contents = [*_model_sha256(start), file_sha256(spec.train), file_sha256(data.eval), rewards_sha256(section)]
-    contents += [modules_sha256(name.partition(":")[0], [Path.cwd()]) for name in config.interaction.references]
+    interaction = config.interaction
+    contents += [modules_sha256(name.partition(":")[0], interaction.module_dirs()) for name in interaction.own_code]
     unkeyed = spec.model_copy(update={"resources": type(spec.resources)(**spec.resources.ways)})
     return run_stage(spec.model_copy(update={"key": _key(unkeyed, *contents)}), folder, in_process=in_process)
 

@@ -29,7 +29,8 @@ from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rewards import RewardConfig, RewardsConfig
+from schemas.config.rewards import RewardsConfig
+from schemas.config.run import LabInputs
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results.base import StepResult
@@ -127,33 +128,42 @@ def _contents(value: BaseModel) -> str:
     """Digest of what a config section refers to by name: a data file, a model folder or hub commit, the code of rewards."""
     if isinstance(value, DataSource | ModelConfig):
         path = Path(resolve(value.path))
+        if isinstance(value, DataSource) and value.sha256 is not None:
+            # Reading it compares the rows with it.
+            return value.sha256
         if path.exists():
             # A base model is read once, not once per step.
-            return path_sha256(path, remembered=isinstance(value, ModelConfig))
+            found = path_sha256(path, remembered=isinstance(value, ModelConfig))
+            if value.sha256 not in (None, found):
+                raise DamagedError(
+                    "the base model has changed since this run started",
+                    place=value.path,
+                    fix="start the run again when its files are complete; steps whose inputs are the same are skipped",
+                )
+            return found
         # A version of the registry is named by its number; the hub knows nothing of it.
         named = isinstance(value, DataSource) or value.path.startswith("models:/")
         return "" if named else hub_commit(value.path, value.revision)
-    if isinstance(value, RewardConfig):
-        return _reward_code(value, None)
-    if isinstance(value, JudgeConfig | DemonstrationsConfig | InteractionConfig):
-        return _supervision(value)
-    if isinstance(value, RewardsConfig):
-        return " ".join(_reward_code(reward, value.module_dirs()) for _, reward in sorted(value.functions.items()))
-    return ""
-
-
-def _supervision(value: JudgeConfig | DemonstrationsConfig | InteractionConfig) -> str:
-    """Digest of what people have judged, or of the code that writes demonstrations or answers the policy."""
-    if isinstance(value, InteractionConfig):
-        return " ".join(modules_sha256(name.partition(":")[0], [Path.cwd()]) for name in value.references)
     if isinstance(value, JudgeConfig):
+        # What people have judged.
         return file_sha256(value.gold) if value.gold is not None and value.gold.is_file() else ""
-    return modules_sha256(value.function.partition(":")[0], value.module_dirs()) if value.function else ""
+    return _own_code(value)
 
 
-def _reward_code(reward: RewardConfig, folders: Sequence[Path] | None) -> str:
-    module, colon, _ = (reward.function or "").partition(":")
-    return modules_sha256(module, folders) if colon else ""
+def _own_code(value: BaseModel) -> str:
+    """Digest of the user's modules that a section names: each as this section finds it."""
+    if isinstance(value, RewardsConfig):
+        return _code_of([reward.function for _, reward in sorted(value.functions.items())], value.module_dirs())
+    if isinstance(value, LabInputs):
+        return _code_of([value.lab.gold], value.rewards.module_dirs())
+    if isinstance(value, InteractionConfig):
+        return _code_of(value.own_code, value.module_dirs())
+    return _code_of([value.function], value.module_dirs()) if isinstance(value, DemonstrationsConfig) else ""
+
+
+def _code_of(references: Iterable[str | None], folders: Sequence[Path]) -> str:
+    modules = [module for module, colon, _ in ((reference or "").partition(":") for reference in references) if colon]
+    return " ".join(modules_sha256(module, folders) for module in modules)
 
 
 def model_contents(ref: ModelRef) -> dict[str, str]:

@@ -35,7 +35,7 @@ from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_log
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.errors import ChildDied, Notice, UserError, hidden_errors
+from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
 from schemas.results.base import StepResult
 from schemas.results.sweep import Pruning
 from schemas.secret import hide
@@ -122,12 +122,13 @@ def step(
             require_unchanged(inputs)
             # What a device computes depends on the way in which it does.
             ways = run.resources.ways if device else {}
-            key = content_key(name, (*rooms, name), {**inputs, "ways": ways} if ways else inputs)
+            key_now = functools.partial(content_key, name, (*rooms, name), {**inputs, "ways": ways} if ways else inputs)
+            key = key_now()
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
             run_step = _run_as_task if in_flow() else _run_here
             try:
-                outcome = run_step(functools.partial(defined.skip_or_run, work, inputs), body, label, retries)
+                outcome = run_step(functools.partial(defined.skip_or_run, work, inputs, key_now), body, label, retries)
             except UserError as error:
                 run.record_failure(label, work.directory, error)
                 raise
@@ -158,25 +159,45 @@ class _Step(Generic[Made]):
     device: bool
     on_cluster: bool
 
-    def skip_or_run(self, work: Work, inputs: dict[str, Any]) -> _Outcome[Made]:
+    def skip_or_run(self, work: Work, inputs: dict[str, Any], key_now: Callable[[], str]) -> _Outcome[Made]:
         """Skip the step if its folder holds the finished result, otherwise run it."""
         with _locked_folder(work):
             may_skip = self.cached and not work.run.fresh
             finished = finished_result(self.result_type, work.directory) if may_skip else None
             if finished is not None:
                 return _Outcome(finished, skipped=True)
-            return _Outcome(self._run(work, inputs), skipped=False)
+            return _Outcome(self._run(work, inputs, key_now), skipped=False)
 
-    def _run(self, work: Work, inputs: dict[str, Any]) -> Made:
+    def _run(self, work: Work, inputs: dict[str, Any], key_now: Callable[[], str]) -> Made:
         clear(work.directory, resumable=self.resumable and not work.run.fresh)
         # The slot is acquired here and not before: a step that is skipped needs no GPU.
         slots = _slots(work, inputs.get("rollout"), trains=self.on_cluster) if self.device else nullcontext()
         with hidden_errors(), slots, _logged_notices():
             result = self.body(work, **inputs)
+        _require_same_key(work, key_now)
         # The seal is written last. A step that is killed before this line is not finished.
         result = result.sealed(take_manifest(work.directory))
         result.save(work.directory / RESULT)
         return result
+
+
+def _require_same_key(work: Work, key_now: Callable[[], str]) -> None:
+    """Refuse what a step has made while its inputs changed: it may have read either. Nothing may be found under its key.
+
+    Raises:
+        DamagedError: they have changed.
+    """
+    try:
+        if key_now() == work.key:
+            return
+        raise DamagedError(
+            "files that this step reads have changed while it ran",
+            place=str(work.directory),
+            fix="start the run again when they are complete; steps whose inputs are the same are skipped",
+        )
+    except DamagedError:
+        clear(work.directory, resumable=False)
+        raise
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def record_sources(run: RunHandle, config: RunConfig) -> None:
     shown = [stage.demonstrations for stage in config.stages if stage.demonstrations is not None]
     found = [
         ("rewards", own_sources(config.rewards.references, config.rewards.module_dirs())),
-        ("interaction", own_sources(config.interaction.references, [Path.cwd()])),
+        ("interaction", own_sources(config.interaction.own_code, config.interaction.module_dirs())),
         *(("demonstrations", own_sources([each.function or ""], each.module_dirs())) for each in shown),
     ]
     for kind, modules in found:

@@ -56,6 +56,7 @@ def open_run(
     config: RunConfig,
     *,
     key: str,
+    inputs: RunConfig | None = None,
     fresh: bool = False,
     flow_run_id: str | None = None,
     flow_run_url: str | None = None,
@@ -68,6 +69,7 @@ def open_run(
 
     Args:
         config: the configuration; each of its fields becomes a parameter.
+        inputs: the configuration as the steps have it, with the copies of the user's own modules, which are uploaded.
         key: content key of the run. The experiment's most recent run with this key is resumed.
         fresh: create a new run even if there is one with this key.
         flow_run_id: id of the orchestrator's run, recorded as tag prefect.flow_run_id.
@@ -82,7 +84,7 @@ def open_run(
     flow = {"prefect.flow_run_id": flow_run_id, FLOW_RUN_URL: flow_run_url}
     known = {tag: value for tag, value in (flow | {PARENT_TAG: parent_run_id}).items() if value}
     title = run_title(name or config.name, flow_run_name, datetime.now())
-    run = TrackedRun(config, key=key, fresh=fresh, flow=known, title=title)
+    run = TrackedRun(config, inputs=inputs or config, key=key, fresh=fresh, flow=known, title=title)
     try:
         yield run
     except BaseException as fault:
@@ -101,8 +103,8 @@ def _is_failure(fault: BaseException) -> bool:
 class TrackedRun:
     """The parent run and its children. Created by `open_run`."""
 
-    def __init__(self, config: RunConfig, *, key: str, fresh: bool, flow: dict[str, str], title: str) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, *, inputs: RunConfig, key: str, fresh: bool, flow: dict[str, str], title: str) -> None:
+        self.config, self._inputs = config, inputs
         self.key = key
         self.store: Store = open_store(config.tracking)
         self._flow = flow
@@ -286,7 +288,7 @@ class TrackedRun:
         def work() -> None:
             self.handle.params(params)
             self.handle.text(text, "config.yaml")
-            records.record_sources(self.handle, self.config)
+            records.record_sources(self.handle, self._inputs)
             self.handle.tags({"seed": str(self.config.seed)})
 
         self.handle.once(f"config.{_digest(params)}", work)

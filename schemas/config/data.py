@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import MOST_ROWS, MOST_TOKENS, Address, Fraction, Name
@@ -97,6 +97,18 @@ class DataSource(Section):
     """Pattern of the ground truth for this source. Empty: data.answer_pattern."""
     rename: dict[str, str] = Field(default_factory=dict)
     """New names of columns of this source, {old: new}, in addition to data.rename."""
+    _locked: str | None = PrivateAttr(None)
+
+    @property
+    def sha256(self) -> str | None:
+        """SHA-256 (hex) that the file had when the run started; None: the run has not started, or it is a hub data set."""
+        return self._locked
+
+    def locked(self, sha256: str) -> Self:
+        """The source whose file must have these contents when it is read. No file and no form shows it."""
+        source = self.model_copy()
+        source._locked = sha256
+        return source
 
 
 class TaskConfig(Section):

@@ -90,6 +90,7 @@ def _with_modules(config: RunConfig, files: list[Path]) -> RunConfig:
     if config.rewards.module_dir is not None:
         return _with_module_dir(config, config.rewards.module_dir)
     functions = [reward.function or "" for reward in config.rewards.functions.values()]
+    functions += config.interaction.references
     functions += [stage.demonstrations.function or "" for stage in config.stages if stage.demonstrations is not None]
     modules = sorted({function.partition(":")[0] for function in functions if ":" in function})
     here = Path.cwd()
@@ -111,7 +112,10 @@ def _with_module_dir(config: RunConfig, folder: Path) -> RunConfig:
         for stage in config.stages
     ]
     rewards = config.rewards.model_copy(update={"module_dir": folder})
-    return config.model_copy(update={"rewards": rewards, "stages": stages})
+    interaction = config.interaction
+    if interaction.active and interaction.module_dir is None:
+        interaction = interaction.model_copy(update={"module_dir": folder})
+    return config.model_copy(update={"rewards": rewards, "stages": stages, "interaction": interaction})
 
 
 def _own_modules(modules: list[str], folder: Path, *, place: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, StringConstraints, model_validator
 
 from schemas.config.section import Section
 from schemas.config.types import Address
@@ -90,6 +90,19 @@ class ModelConfig(Section):
     added_tokens: list[TokenText | AddedToken] = Field(default_factory=list)
     """Tokens that the tokenizer gets in addition to its own: strings, or {token: <search>, special: true}. Their embeddings start
     near the mean of the others and are trained, with an adapter as well. The merged model is published with them."""
+
+    _locked: str | None = PrivateAttr(None)
+
+    @property
+    def sha256(self) -> str | None:
+        """SHA-256 (hex) of the local folder when the run started; None: it has not started, or the model is named by a hub."""
+        return self._locked
+
+    def locked(self, sha256: str | None) -> Self:
+        """The model whose files must have these contents whenever a step begins or ends. No file and no form shows it."""
+        model = self.model_copy()
+        model._locked = sha256
+        return model
 
     def unmerged(self) -> Self:
         """These settings without those of the merge: to merge in another precision is no reason to train or evaluate again."""

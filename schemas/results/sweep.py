@@ -51,6 +51,8 @@ class VariantSpec(Result):
     key: str
     """Content key of the run."""
     config: RunConfig
+    copies: Path | None = None
+    """The user's own modules, as they were when the sweep started."""
     sweep: str
     """Content key of the sweep."""
     parent_run_id: str

@@ -7,9 +7,10 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.flow_run import pipeline_key
+from flows.frozen_inputs import frozen_inputs
 from flows.model_names import with_local_model, with_pinned_model
 from flows.sweeps.flow import pinned
-from flows.sweeps.supervise import keys_of
+from flows.sweeps.supervise import plans_of
 from grpo_tasks.sweeping.grid import make_grid
 from schemas.config.load import load_config
 from schemas.errors import ConfigError
@@ -37,11 +38,11 @@ def test_a_new_champion_behind_the_base_of_a_config_makes_other_keys(champion, t
         config = with_pinned_model(load_config("small.yaml"))
         assert config.model.path == f"models:/other/{version}", "what is trained is what was hashed"
         grid = pinned(make_grid("small.yaml", [], ["stages.0.learning_rate=1e-3,3e-4"], seeds=1))
-        found.append((pipeline_key(config, "base"), keys_of(grid)))
+        found.append((pipeline_key(frozen_inputs(config), "base"), plans_of(grid)))
     assert found[0] == found[2]
     assert found[0][0] != found[1][0]
     assert found[0][1].keys() == found[1][1].keys()
-    assert not {*found[0][1].values()} & {*found[1][1].values()}
+    assert not {plan.key for plan in found[0][1].values()} & {plan.key for plan in found[1][1].values()}
 
 
 @pytest.mark.parametrize(("saved", "asked", "refused"), [

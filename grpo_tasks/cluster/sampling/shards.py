@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.cluster.parcel import INPUTS, ParcelFile, config_at, file_at, model_at, model_files, module_files
+from grpo_tasks.cluster.parcel import INPUTS, MODULES, ParcelFile, config_at, file_at, model_at, model_files, module_files
 from grpo_tasks.content.modules import own_sources
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from schemas.config.operations import ClusterConfig
@@ -27,7 +27,7 @@ class SampleParcel:
     @classmethod
     def of(cls, spec: SampleSpec) -> "SampleParcel":
         """List the inputs with their hashes."""
-        own = own_sources(spec.interaction.references, [Path.cwd()])
+        own = own_sources(spec.interaction.own_code, spec.interaction.module_dirs())
         return cls(spec, (file_at(PROMPTS, spec.prompts), *model_files(spec.ref), *module_files(own)))
 
     def spec_at(self, root: Path, only: Sequence[str]) -> SampleSpec:
@@ -46,6 +46,7 @@ class SampleParcel:
             "ref": ref,
             "prompts": root / PROMPTS,
             "only": list(only),
+            "interaction": self.spec.interaction.model_copy(update={"module_dir": root / MODULES}),
             "rollout": rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update=own)}),
             "resources": self.spec.resources.model_copy(update={"num_processes": 1, "cluster": ClusterConfig()}),
         }

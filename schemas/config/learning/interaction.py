@@ -1,6 +1,8 @@
 """Section `interaction`: tools and environments that answer the policy between two turns of a conversation."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -10,7 +12,8 @@ from schemas.config.section import Section
 from schemas.config.stage import StageConfig
 from schemas.config.types import MOST_TOKENS, FreeSettings
 
-Reference = Annotated[str, StringConstraints(pattern=r"^[\w.]+:[\w.]+$", max_length=200)]
+_REFERENCE = r"^[\w.]+:[\w.]+$"
+Reference = Annotated[str, StringConstraints(pattern=_REFERENCE, max_length=200)]
 """module:function or module:Class."""
 CallFormat = Literal["auto", "hermes", "llama", "json"]
 
@@ -46,6 +49,9 @@ class InteractionConfig(Section):
     conversations of a worker share it. Python and what makes the schemas of tools take about 130 MiB."""
     workers: int = Field(2, ge=1, le=256)
     """Worker processes."""
+    module_dir: Path | None = None
+    """Folder with the modules of your tools or environment, relative to the working directory. Empty: as for
+    rewards.module_dir."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -60,6 +66,15 @@ class InteractionConfig(Section):
         """The tools, or the environment, as module:name."""
         return [*self.tools, *([self.environment] if self.environment else [])]
 
+    def module_dirs(self) -> list[Path]:
+        """Folders that are searched for the modules of your tools or environment, after the installed packages."""
+        return [Path.cwd(), *([self.module_dir] if self.module_dir is not None else [])]
+
+    @property
+    def own_code(self) -> list[str]:
+        """The references, and what the settings of the environment name in the same way: it may load that itself."""
+        return [*self.references, *references_in(self.settings)]
+
     def longest(self, rollout: RolloutConfig) -> int:
         """The most tokens after a prompt."""
         return self.max_tokens if self.active else rollout.max_completion_length
@@ -72,6 +87,19 @@ class InteractionConfig(Section):
     def active(self) -> bool:
         """True if conversations have turns of somebody else."""
         return bool(self.tools) or self.environment is not None
+
+
+def references_in(value: object) -> Iterator[str]:
+    """Every text in a tree of mappings and lists that has the form module:name, whether there is such a module or not."""
+    if isinstance(value, str):
+        if re.match(_REFERENCE, value):
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from references_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from references_in(item)
 
 
 def check_interaction(interaction: InteractionConfig, rollout: RolloutConfig, stages: Sequence[StageConfig]) -> None:

@@ -1,0 +1,170 @@
+"""What a run is made of stays as it was when the run started, whatever becomes of the files.
+
+    the user's own modules    copied by their contents to OUTPUT_DIR/NAME/.inputs/DIGEST; every process imports the copies
+    gold pairs of a judge     copied to OUTPUT_DIR/NAME/.inputs/SHA256
+    data files                read once, by the step prepare_data, which refuses other contents than those that were hashed
+    base model                compared with its hash before every step and after it
+    config, champion          read once; the champion is compared again before an alias moves
+
+Keys, lineage and uploaded sources are those of the copies.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_tasks.content.copies import Copies, copies_in, keep_modules
+from grpo_tasks.content.hashes import digest_of, file_sha256
+from grpo_tasks.content.modules import own_sources
+from grpo_tasks.running.key import path_sha256
+from schemas.config.data import DataSource
+from schemas.config.learning.interaction import references_in
+from schemas.config.learning.judge import JudgeConfig
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+from schemas.paths import is_local, resolve
+
+FOLDER = ".inputs"
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of a run."""
+
+    given: RunConfig
+    """The config as it was given. Its data and its base model are compared with what they were."""
+    config: RunConfig
+    """The same with the folder of the copies as that of every own module, for the steps."""
+    copies: Copies
+    hashed: dict[Path, str]
+    """SHA-256 of each local data file and each file with gold pairs."""
+    _said: set[Path] = field(default_factory=set)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) over the names and contents of the user's own modules."""
+        return digest_of((name, file_sha256(path)) for name, path in self.copies.files.items())
+
+    def newly_changed(self) -> list[str]:
+        """What to say about the files that are no longer as they were; each is named once."""
+        now = [*self.copies.changed(), *(path for path, sha256 in self.hashed.items() if _sha256_or_none(path) != sha256)]
+        new = [path for path in dict.fromkeys(now) if path not in self._said]
+        self._said.update(new)
+        return [f"{_shown(path)} has changed since this run started: this run goes on without the change" for path in new]
+
+
+def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
+    """Copy and hash what a config names.
+
+    Args:
+        config: the config of a run.
+        folder: copies that an earlier part of the run has made. None: they are made now.
+
+    Raises:
+        ConfigError: the files change all the time.
+    """
+    parent = config.resources.output_dir / config.name / FOLDER
+    if folder is None or copies_in([folder]) is None:
+        folder = _copied(config, parent)
+    copies = copies_in([folder])
+    assert copies is not None, "the copies were made above"
+    files = _gold_files(config)
+    hashed = {file: source.sha256 or file_sha256(file) for file, source in _data_files(config)}
+    hashed |= {path: file_sha256(path) for path in files}
+    gold = {path: _kept_file(path, hashed[path], parent) for path in files}
+    given = _locked(config, hashed)
+    return Inputs(given, _with_gold(_with_folder(given, folder), gold), copies, hashed)
+
+
+def _copied(config: RunConfig, parent: Path) -> Path:
+    """The folder with the copies of every module that a text of the config may name."""
+    references = list(references_in(config.model_dump(mode="json")))
+    sections = [config.rewards, config.interaction, *(stage.demonstrations for stage in config.stages)]
+    search = list(dict.fromkeys(folder for section in sections if section is not None for folder in section.module_dirs()))
+    for _ in range(_TRIES):
+        found = own_sources(references, search)
+        folder = keep_modules(found, parent, searched=search)
+        # An edit between reading the imports of a module and copying it may have added one.
+        if own_sources(references, [folder]).keys() == found.keys() and own_sources(references, search).keys() == found.keys():
+            return folder
+    raise ConfigError(
+        "the modules change while they are copied", place=str(search[0]), fix="start the run when they are complete"
+    )
+
+
+def _with_folder(config: RunConfig, folder: Path) -> RunConfig:
+    here = {"module_dir": folder}
+    stages = [
+        stage
+        if stage.demonstrations is None
+        else stage.model_copy(update={"demonstrations": stage.demonstrations.model_copy(update=here)})
+        for stage in config.stages
+    ]
+    update = {"rewards": config.rewards.model_copy(update=here), "interaction": config.interaction.model_copy(update=here)}
+    return config.model_copy(update={**update, "stages": stages})
+
+
+def _judges(config: RunConfig) -> dict[str, JudgeConfig]:
+    return {name: reward.judge for name, reward in config.rewards.functions.items() if reward.judge is not None}
+
+
+def _gold_files(config: RunConfig) -> list[Path]:
+    return [judge.gold for judge in _judges(config).values() if judge.gold is not None and judge.gold.is_file()]
+
+
+def _with_gold(config: RunConfig, kept: dict[Path, Path]) -> RunConfig:
+    functions = dict(config.rewards.functions)
+    for name, judge in _judges(config).items():
+        if judge.gold in kept:
+            changed = judge.model_copy(update={"gold": kept[judge.gold]})
+            functions[name] = functions[name].model_copy(update={"judge": changed})
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"functions": functions})})
+
+
+def _kept_file(path: Path, sha256: str, parent: Path) -> Path:
+    """The copy of a file, in a folder named by its contents."""
+    kept = parent.resolve() / sha256[:16] / path.name
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_name(f".part-{kept.name}")
+        shutil.copyfile(path, unfinished)
+        unfinished.replace(kept)
+    if file_sha256(kept) != sha256:
+        kept.unlink()
+        raise ConfigError("the file has changed while the run started", place=str(path), fix="start the run again")
+    return kept
+
+
+def _data_files(config: RunConfig) -> list[tuple[Path, DataSource]]:
+    sources = [*config.data.train, *config.data.eval, *(source for guard in config.promotion.guards for source in guard.data)]
+    return [(file, source) for source in sources if (file := _file_of(source)) is not None]
+
+
+def _file_of(source: DataSource) -> Path | None:
+    path = Path(resolve(source.path))
+    return path if source.format != "hub" and is_local(source.path) and path.is_file() else None
+
+
+def _locked(config: RunConfig, hashed: dict[Path, str]) -> RunConfig:
+    def lock(sources: Sequence[DataSource]) -> list[DataSource]:
+        return [source.locked(hashed[file]) if (file := _file_of(source)) is not None else source for source in sources]
+
+    data = config.data.model_copy(update={"train": lock(config.data.train), "eval": lock(config.data.eval)})
+    guards = [guard.model_copy(update={"data": lock(guard.data)}) for guard in config.promotion.guards]
+    promotion, base = config.promotion.model_copy(update={"guards": guards}), Path(resolve(config.model.path))
+    # Hashed once for all steps, and once for all runs: the hash is remembered.
+    known = config.model.sha256 or (path_sha256(base, remembered=True) if base.exists() else None)
+    return config.model_copy(update={"data": data, "promotion": promotion, "model": config.model.locked(known)})
+
+
+def _sha256_or_none(path: Path) -> str | None:
+    try:
+        return file_sha256(path, remembered=True)
+    except OSError:
+        return None
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(here)) if path.is_relative_to(here := Path.cwd()) else str(path)
