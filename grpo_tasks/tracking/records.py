@@ -182,10 +182,13 @@ def record_log(run: RunHandle, result: StepResult, step: str) -> None:
 
 
 def record_sources(run: RunHandle, config: RunConfig) -> None:
-    """The user's own modules and what they import: rewards/MODULE.py, demonstrations/MODULE.py, interaction/MODULE.py."""
+    """The user's own modules and what they import: rewards/MODULE.py, evaluators/MODULE.py, interaction/MODULE.py, ..."""
+    evaluators = [*config.evaluation.evaluators.values(), *(guard.evaluator or "" for guard in config.promotion.guards)]
     shown = [stage.demonstrations for stage in config.stages if stage.demonstrations is not None]
     found = [
         ("rewards", own_sources(config.rewards.references, config.rewards.module_dirs())),
+        ("evaluators", own_sources(evaluators, config.rewards.module_dirs())),
+        ("lab", own_sources([config.lab.gold or ""], config.rewards.module_dirs())),
         ("interaction", own_sources(config.interaction.own_code, config.interaction.module_dirs())),
         *(("demonstrations", own_sources([each.function or ""], each.module_dirs())) for each in shown),
     ]

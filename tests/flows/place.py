@@ -15,6 +15,7 @@ from grpo_tasks.operating.commands import mlflow_command, prefect_command, prefe
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -103,6 +104,17 @@ class Place:
             [BIN / "grpo", *map(str, arguments)],
             cwd=self.root,
             env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def start_python(self, module, *arguments, **variables):
+        """Start a module of the tests, as `python -m`, in this folder."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=self.root,
+            env=self.environment | {"PYTHONPATH": str(ROOT)} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
