@@ -8,7 +8,7 @@ A run without a deployment cannot be started again by a worker. It ends with the
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,9 @@ from grpo_tasks.operating.automations import SUSPENDED
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
+from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
-from schemas.errors import DamagedError, ModelError
+from schemas.errors import DamagedError, ModelError, TrackingError
 from schemas.results.base import Result
 from schemas.results.publication import Approval, Publication, Trained
 from schemas.secret import hide
@@ -57,11 +58,26 @@ class Asked(Result):
     """With the base model as it was found."""
     run_key: str
     """Content key of the MLflow run: the data may be others when a person has decided."""
+    store: str = ""
+    """Address of the MLflow store, without a password. An environment variable may name another when a person has decided."""
     copies: Path | None = None
     """The user's own modules, as they were when the run started."""
     trained: Trained
     tags: dict[str, str] = Field(default_factory=dict)
     """Of the version that waits."""
+
+    @classmethod
+    def of(cls, run: FlowRun, config: RunConfig, trained: Trained, tags: Mapping[str, str] | None = None) -> "Asked":
+        """What `run` would continue with. `config`: as it was given, with the base model as it was found."""
+        tracked = run.tracked
+        return cls(
+            config=config,
+            run_key=tracked.key,
+            store=hide(tracked.store.uri),
+            copies=run.inputs.copies.folder,
+            trained=trained,
+            tags=dict(tags or {}),
+        )
 
 
 def what_was_asked() -> Asked | None:
@@ -107,7 +123,18 @@ def read_asked(file: Path) -> Asked:
 
 @contextmanager
 def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
-    """The run once more, for the decision alone. Results that it has recorded are not recorded twice."""
+    """The run once more, for the decision alone. Results that it has recorded are not recorded twice.
+
+    Raises:
+        TrackingError: the store is another one than that in which the run was recorded.
+    """
+    here = hide(open_store(asked.config.tracking).uri)
+    if asked.store not in ("", here):
+        raise TrackingError(
+            f"this run was recorded in {asked.store}, and the MLflow server is {here} now",
+            place="MLFLOW_TRACKING_URI",
+            fix="set it for the worker as it was when the run started, and start the run again",
+        )
     with open_flow_run(asked.config, flow=flow, key=asked.run_key, copies=asked.copies) as run:
         for result in asked.trained.results():
             run.record(result)
@@ -171,7 +198,7 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
             raise
     approval = Approval(decision=verdict.decision, by=verdict.approved_by, note=verdict.note)
     try:
-        run_logger().info(decide_pending(name, approval, config.tracking))
+        run_logger().info(decide_pending(name, approval, config.tracking, sha256=asked.trained.merged.sha256))
     except ModelError as changed:
         # Another version became champion meanwhile, or `grpo promote` was quicker and has sent the events: publishing again
         # finds out.

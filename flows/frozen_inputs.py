@@ -52,7 +52,7 @@ class Inputs:
         now = [*self.copies.changed(), *(path for path, sha256 in self.hashed.items() if _sha256_or_none(path) != sha256)]
         new = [path for path in dict.fromkeys(now) if path not in self._said]
         self._said.update(new)
-        return [f"{_shown(path)} has changed since this run started: this run goes on without the change" for path in new]
+        return [f"{_shown(path)} has changed since this run started: this run ignores the change" for path in new]
 
 
 def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:

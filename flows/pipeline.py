@@ -60,8 +60,7 @@ def run_pipeline(
             prepare_publishing()
             if config.promotion.against_champion:
                 check_champion(config.registered_model, config.tracking)
-            trained, kept = train_and_evaluate(run), run.inputs.copies.folder
-            asked = Asked(config=config, run_key=run.tracked.key, copies=kept, trained=trained, tags=dict(tags or {}))
+            asked = Asked.of(run, config, train_and_evaluate(run), tags)
             made = _published(run, asked)
     else:
         made = _published_again(asked)

@@ -111,7 +111,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
             merged = merged_model(run, ref, data)
             final = evaluation_of(run, "merged", merged.model, data)
             trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
-            asked = Asked(config=config, run_key=run.tracked.key, copies=run.inputs.copies.folder, trained=trained)
+            asked = Asked.of(run, config, trained)
             made = _published(run, asked)
     else:
         made = _published_again(asked)

@@ -25,7 +25,7 @@ from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
 from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
-from schemas.errors import ModelError
+from schemas.errors import DamagedError, ModelError
 from schemas.results.publication import WAITS, Approval, Lineage
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
@@ -251,20 +251,33 @@ def await_approval(store: Store, name: str, version: str, champion: str) -> None
     store.ask(lambda client: client.set_model_version_tag(name, version, APPROVAL_TAG, pending.model_dump_json()))
 
 
-def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig) -> str:
+def decide_pending(reference: str, approval: Approval, tracking: TrackingConfig, *, sha256: str | None = None) -> str:
     """Record what a person has decided about a version that waits for approval; `promote` makes it the champion.
+
+    Args:
+        reference: NAME/VERSION.
+        approval: the decision.
+        tracking: where the registry is.
+        sha256: SHA-256 of the model that the person was shown; None: the version itself was.
 
     Returns:
         A sentence about what happened.
 
     Raises:
         ModelError: there is no such version, it waits for no decision, or another version became champion meanwhile.
+        DamagedError: the version is not the model that the person was shown.
     """
     store = open_store(tracking)
     # Another person, or a run that publishes, may decide at the same time: everything is read while the lock is held.
     with store.lock(publish_lock(parse_reference(reference)[0]), who="a decision about a version"):
         version = find_version(reference, tracking)
         name, number = version.name, str(version.version)
+        if sha256 is not None and version.tags.get(SHA_TAG) != sha256:
+            raise DamagedError(
+                f"version {number} of {name} is no longer the model that a person was asked about (its SHA-256 differs)",
+                place=store.uri,
+                fix="somebody changed the version: start the run again; it registers a new one and asks again",
+            )
         pending = approval_of(version)
         if pending is None or pending.decision != "pending":
             made = f": it was {pending}" if pending else ""

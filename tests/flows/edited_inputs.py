@@ -5,6 +5,10 @@
 The run is `grpo run`. When the key of a step is known and its body has not begun, this edits inputs and leaves them so. The
 reference is a run that nobody disturbed: keys, adapters, samples, metrics, uploaded sources and versions have to be equal, or the
 run has to stop and say which file changed.
+
+Nobody can change the environment variables of a process from outside. A run that a worker continues after an approval may find
+others: it compares its store (tests/tracking/test_approval.py). The alias of the champion is moved in
+tests/tracking/test_publishing.py.
 """
 
 import os
@@ -24,14 +28,11 @@ from tests.flows.place import SMALL, Place, prefect_server
 STEP, EDIT = "TEST_STEP", "TEST_EDIT"
 """Environment variables of the run: the step before which an input is edited, and which one."""
 MINE = """
-import os
 from my_helper import SCALE
 
 def mine(prompts, completions, **columns):
     return [SCALE * len(texts[-1]["content"]) / 100 for texts in completions]
 
-def measured(prompts, completions, **columns):
-    return [float(os.environ.get("TEST_SIGN", "1")) * text[-1]["content"].count("1") for text in completions]
 """
 ROOM = """
 from my_words import WORD
@@ -94,14 +95,9 @@ def edit_data() -> None:
     Path("train.jsonl").write_text("".join(rows[::-1][:100]), encoding="utf-8")
 
 
-def edit_environment() -> None:
-    # What a shell or a service file would set for the next process; the store of this run is open.
-    os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///elsewhere.db"
-
-
 def edit_template() -> None:
     template = Path("base/chat_template.jinja")
-    template.write_text(template.read_text(encoding="utf-8").replace("user", "person"), encoding="utf-8")
+    template.write_text("Hello. " + template.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def edit_weights() -> None:
@@ -127,11 +123,10 @@ EDITS = {
     "modules": Edit("reward module, evaluator, environment, their imports, demonstrations", edit_modules, tuple(EDITED)),
     "config": Edit("config file", edit_config),
     "data": Edit("data file", edit_data, ("train.jsonl",)),
-    "environment": Edit("environment variable", edit_environment),
     "template": Edit("chat template", edit_template, stops=STOPS),
     "weights": Edit("base weights", edit_weights, stops=STOPS),
 }
-AT_ONCE = ("modules", "config", "data", "environment")
+AT_ONCE = ("modules", "config", "data")
 """Edits with which a run goes on. They are made in one run: what differs shows which of them was read."""
 UNREAD = "prepare_data/all"
 """The step that reads the data. Contents that changed before are refused, because the run has the key of the others."""

@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from flows.approval import Asked, read_asked, write_asked
+from flows.approval import Asked, continued_flow_run, read_asked, write_asked
 from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, find_champion
@@ -16,7 +16,7 @@ from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.proof import prove_served
 from grpo_tasks.tracking.shown.headline import NOTE
 from schemas.config.evaluation import PromotionConfig
-from schemas.errors import DamagedError, ModelError
+from schemas.errors import DamagedError, ModelError, TrackingError
 from schemas.results.publication import Approval, Publication, Trained
 
 from .test_publishing import result_of
@@ -160,6 +160,27 @@ def test_an_approval_is_refused_when_another_version_became_champion_meanwhile(w
     client.set_registered_model_alias(name, "champion", "3")
     with pytest.raises(ModelError, match=r"version 3 is the champion now, and version 2 was compared with version 1"):
         decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking)
+
+
+def test_a_person_promotes_the_model_that_was_shown_and_no_other(waiting):
+    config, _ = waiting
+    client, name = MlflowClient(config.tracking.tracking_uri), config.registered_model
+    shown = client.get_model_version(name, "2").tags["grpo.sha256"]
+    client.set_model_version_tag(name, "2", "grpo.sha256", "0" * 64)
+    with pytest.raises(DamagedError, match=r"version 2 of .* is no longer the model that a person was asked about"):
+        decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking, sha256=shown)
+    assert aliases(config) == {"champion": "1", "challenger": "2"}
+    client.set_model_version_tag(name, "2", "grpo.sha256", shown)
+    decide_pending(f"{name}/2", Approval(decision="promote"), config.tracking, sha256=shown)
+    assert aliases(config) == {"champion": "2", "previous": "1"}
+
+
+def test_a_run_continues_in_the_store_in_which_it_was_recorded(asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    recorded = asked.model_copy(update={"store": f"sqlite:///{tmp_path / 'mlflow.db'}"})
+    said = r"was recorded in sqlite:.*mlflow\.db, and the MLflow server is .*elsewhere\.db now"
+    with pytest.raises(TrackingError, match=said), continued_flow_run(recorded, flow="pipeline"):
+        pass
 
 
 @pytest.fixture
