@@ -208,7 +208,7 @@ class Servers:
             options = {"num_cpus": self._share.cpus, "num_gpus": self._share.gpus, "scheduling_strategy": strategy}
             server.actor = ray.remote(ServerNode).options(max_restarts=0, **options).remote(self.environment["VLLM_API_KEY"])
             facts = ask(server.actor.describe.remote(), name, START_S)
-            require_equal({facts.name: facts.versions})
+            require_equal([(facts.name, facts.versions)])
             send(files, [Member(server.actor, facts)])
             started = server.actor.start.remote(files, self._parcel.spec.start.path, self._config, self._served)
             server.address = ask(started, f"{name} on {facts.name}", START_S)

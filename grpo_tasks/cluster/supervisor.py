@@ -133,7 +133,7 @@ class Attempt:
         asked = [actor.describe.remote() for actor in self.actors]
         described = [ask(ref, address, START_S) for ref, address in zip(asked, self.addresses, strict=True)]
         members = [Member(actor, facts) for actor, facts in zip(self.actors, described, strict=True)]
-        require_equal({member.facts.name: member.facts.versions for member in members})
+        require_equal((member.facts.name, member.facts.versions) for member in members)
         # Opening both cuts off an incomplete last line that a killed driver left.
         Journal(self.dir.journal), Events(self.dir.events)
         parcel = pack(self.spec, self.dir)

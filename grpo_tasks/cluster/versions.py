@@ -1,6 +1,7 @@
 """What a machine runs: Python, torch, Ray and our code. Nodes that differ would train something else, or fail in the middle."""
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -51,18 +52,18 @@ def code_sha256(top: Path) -> str:
     return digest_of((path.relative_to(top).as_posix(), file_sha256(path)) for path in files)
 
 
-def require_equal(versions: dict[str, Versions]) -> None:
+def require_equal(versions: Iterable[tuple[str, Versions]]) -> None:
     """Refuse nodes that differ from this machine.
 
     Args:
-        versions: those of each node, by its name.
+        versions: name and versions of each node. Two nodes on one machine have the same name.
 
     Raises:
         ClusterError: with every node that differs, and in what.
     """
     own = own_versions()
-    faults = {node: own.differences(theirs) for node, theirs in versions.items()}
-    lines = [f"{node}: {', '.join(fault)}" for node, fault in sorted(faults.items()) if fault]
+    faults = sorted((node, own.differences(theirs)) for node, theirs in versions)
+    lines = [f"{node}: {', '.join(fault)}" for node, fault in faults if fault]
     if lines:
         raise ClusterError(
             "nodes of the cluster run something else than the driver:\n" + "\n".join(lines),

@@ -148,10 +148,13 @@ def test_gloo_and_nccl_use_that_interface_unless_the_environment_names_another_o
 
 def test_a_node_that_differs_is_refused_by_name():
     own = own_versions()
-    require_equal({"same": own})
+    require_equal([("same", own)])
     other = Versions(own.python, own.libraries | {"torch": "1.0"}, "0" * 64)
     with pytest.raises(ClusterError, match=r"odd: torch 1.0 instead of .*, our code 000000000000 instead of"):
-        require_equal({"same": own, "odd": other})
+        require_equal([("odd", other), ("same", own)])
+    # Two nodes on one machine have one name.
+    with pytest.raises(ClusterError, match=r"host: torch 1.0 instead of"):
+        require_equal([("host", other), ("host", own)])
 
 
 def test_a_cluster_that_nobody_names_is_refused(monkeypatch):

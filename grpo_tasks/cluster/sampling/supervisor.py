@@ -111,7 +111,7 @@ class SamplingSupervisor:
         """Compare versions and send the inputs; raises NodeLost if a node dies meanwhile."""
         asked = [actor.describe.remote() for actor in actors]
         members = [Member(actor, ask(ref, "a node", START_S)) for actor, ref in zip(actors, asked, strict=True)]
-        require_equal({member.facts.name: member.facts.versions for member in members})
+        require_equal((member.facts.name, member.facts.versions) for member in members)
         send(self.parcel.files, members)
         placed = [(member, member.actor.place.remote(self.parcel)) for member in members]
         for member, ref in placed:
