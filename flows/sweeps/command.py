@@ -8,7 +8,7 @@ from rich.table import Table
 from flows.cli.environment import named_config, prepare_flow
 from flows.cli.errors import report_errors
 from flows.cli.options import OptionalConfig, Set
-from flows.cli.show import out
+from flows.cli.show import out, print_table
 
 if TYPE_CHECKING:
     from grpo_tasks.sweeping.grid import Grid
@@ -83,7 +83,7 @@ def show_grid(grid: "Grid") -> None:
     for variant in grid.variants:
         values = [variant.settings[path] for path in paths]
         table.add_row(str(variant.number), *values, str(variant.config.seed))
-    out.print(table)
+    print_table(out, table, [])
     for line in forecast(grid.variants, grid.base.resources.output_dir / grid.base.name).lines():
         out.print(line)
     if grid.added:
@@ -105,7 +105,8 @@ def show_sweep(result: "SweepResult") -> None:
         table.add_column(names.get(name, name), overflow="fold")
     for row in rows:
         table.add_row(*(row[name] for name in columns))
-    out.print(table)
+    kept = {"run", "seed", "ended", *result.lines[0].settings}
+    print_table(out, table, [names.get(name, name) for name in columns if name not in kept])
     for line in result.lines:
         if line.end is not None and line.end.state != "finished":
             out.print(f"run {line.number} {line.end.headline()}", soft_wrap=True)
