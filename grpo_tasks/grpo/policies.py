@@ -129,16 +129,16 @@ class Policies:
 
     def _fault(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
         """What is wrong with a layout; None if it agrees with the model's own forward pass, with and without adapter."""
-        with shaken_adapter(self.model) as adapted, self.ranks.accelerator.autocast():
-            for without in (False, True) if adapted else (False,):
+        with self.ranks.accelerator.autocast(), shaken_adapter(self.model, rows, self.spec.model.dtype) as shift:
+            for without in (False, True) if shift else (False,):
                 with self.model.disable_adapter() if without else nullcontext():
-                    found = self._differs_from_truth(rows, tokens, layout)
+                    found = self._differs_from_truth(rows, tokens, layout, shift)
                 if found is not None:
                     return found
         return None
 
     @torch.no_grad()
-    def _differs_from_truth(self, rows: CheckRows, tokens: TokenBatch, layout: Layout) -> str | None:
+    def _differs_from_truth(self, rows: CheckRows, tokens: TokenBatch, layout: Layout, shift: float) -> str | None:
         truth = true_scores(self.model, rows, temperature=self.temperature)
         # As it trains, without the one noise that is wanted: whatever else makes a pass of training another function shows.
         self.model.train()
@@ -159,7 +159,7 @@ class Policies:
             [row[:length] for row, length in zip(each, lengths, strict=True)] for each in (scores.logps, scores.entropies)
         )
         found = Scores(logps, entropies)
-        return fault_of(found.difference(truth), self.spec.model.dtype)
+        return fault_of(found.difference(truth), self.spec.model.dtype, shift)
 
     def _prepare_reference(self, device: torch.device) -> None:
         spec = self.spec

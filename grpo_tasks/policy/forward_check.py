@@ -38,6 +38,11 @@ LONGEST_COMPLETION = 64
 """A longer window is filled by the prompt: only completions pass through the head, which for long ones would take gigabytes."""
 ADAPTER_SHARE = 0.2
 """Size of the check's adapter: its output over that of an ordinary linear layer, which keeps the size of its input."""
+SEEN = 4.0
+"""The check's adapter moves the policy by so many tolerances at least: a copy without it must not pass for rounding. Where even a
+large one does not, the tolerance is this share of what it does."""
+_GROWTH = (1, 2, 4, 8, 16)
+"""What the size of the check's adapter is multiplied with until it is seen. Policies that hardly prefer any token move little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +129,24 @@ class Scores:
         return worst
 
 
-def fault_of(difference: float, dtype: str) -> str | None:
-    """What is wrong with numbers that differ so much from the truth; None if rounding in this precision explains it."""
+def fault_of(difference: float, dtype: str, shift: float = math.inf) -> str | None:
+    """What is wrong with numbers that differ so much from the truth; None if rounding in this precision explains it.
+
+    Args:
+        difference: from the truth.
+        dtype: of the base weights.
+        shift: what `shaken_adapter` gave; 0 without an adapter.
+    """
     if math.isnan(difference):
         # `no_mask` is nan (attention/shared_prompt.py).
         return "one of its layers does not pass the prompt on"
-    if difference <= TOLERANCE * (1 if dtype == "float32" else 50):
+    if difference <= min(_tolerance(dtype), shift / SEEN or math.inf):
         return None
     return f"off by {difference:.2g} nats from transformers' own forward pass"
+
+
+def _tolerance(dtype: str) -> float:
+    return TOLERANCE * (1 if dtype == "float32" else 50)
 
 
 @torch.no_grad()
@@ -202,25 +217,44 @@ def attention(config: PretrainedConfig, name: str | None = None) -> Iterator[Non
 
 
 @contextmanager
-def shaken_adapter(model: CausalLM) -> Iterator[bool]:
-    """Give the active adapter seeded weights for a while, and then its own back; yields False where there is none."""
+def shaken_adapter(model: CausalLM, rows: CheckRows, dtype: str) -> Iterator[float]:
+    """Give the active adapter seeded weights for a while, and then its own back.
+
+    Yields how far they move the policy on these rows: 0 where there is no adapter, inf where it is certainly far enough.
+
+    Args:
+        model: the policy.
+        rows: what the policy is compared on.
+        dtype: of the base weights. In float32 the tolerance is so small that nothing has to be tried.
+    """
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)] if isinstance(model, PeftModel) else []
-    kept: list[tuple[Tensor, Tensor]] = []
+    seconds = list(_second_matrices(layers))
+    kept = [(weight, weight.detach().clone()) for weight, _ in seconds]
+    shift = math.inf if kept else 0.0
     try:
-        for number, layer in enumerate(layers):
-            for name in layer.active_adapters:
-                part: Any = layer.lora_B[name] if name in layer.lora_B else layer.lora_embedding_B.get(name)
-                if part is None:
-                    continue
-                weight = part if isinstance(part, Tensor) else part.weight
-                kept.append((weight, weight.detach().clone()))
-                # Of x with mean square 1, A x has a mean square of about 1/3 as peft draws A, and B A x one of r std^2 / 3.
-                std = ADAPTER_SHARE / (layer.scaling[name] * (layer.r[name] / 3) ** 0.5)
-                values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * std
+        if isinstance(model, PeftModel) and kept and dtype != "float32":
+            with model.disable_adapter():
+                base = true_scores(model, rows)
+        for times in _GROWTH if kept else ():
+            for number, (weight, std) in enumerate(seconds):
+                values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * (times * std)
                 with torch.no_grad():
                     weight.copy_(shard_like(values.to(weight.dtype).to(weight.device), weight))
-        yield bool(kept)
+            if dtype == "float32" or (shift := true_scores(model, rows).difference(base)) >= SEEN * _tolerance(dtype):
+                break
+        yield shift
     finally:
         with torch.no_grad():
             for weight, before in kept:
                 weight.copy_(before)
+
+
+def _second_matrices(layers: Sequence[LoraLayer]) -> Iterator[tuple[Tensor, float]]:
+    """The matrix B of every active adapter, and the standard deviation that gives it the size `ADAPTER_SHARE`."""
+    for layer in layers:
+        for name in layer.active_adapters:
+            part: Any = layer.lora_B[name] if name in layer.lora_B else layer.lora_embedding_B.get(name)
+            if part is not None:
+                # Of x with mean square 1, A x has a mean square of about 1/3 as peft draws A, and B A x one of r std^2 / 3.
+                std = ADAPTER_SHARE / (layer.scaling[name] * (layer.r[name] / 3) ** 0.5)
+                yield (part if isinstance(part, Tensor) else part.weight), std

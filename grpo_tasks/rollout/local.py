@@ -92,6 +92,8 @@ class LocalEngine:
         self._policy, self._fuse = policy, share_prompts and fuse_kernels and frozen
         self._make_state: MakeState | None = None
         self._fused: FusedDecoder | None = None
+        self._shift = 0.0
+        """How far the adapter of the check moves the policy; see `shaken_adapter`."""
         if is_sharded(policy):
             # Its forward pass wants all processes, and one of them may have no requests.
             self._make_state = self._fitting_state()
@@ -141,6 +143,10 @@ class LocalEngine:
                 self.rows_decoded += loop.rows_decoded
         return [done[index] for index in range(len(requests))]
 
+    @property
+    def _dtype(self) -> str:
+        return str(self._model.dtype).removeprefix("torch.")
+
     def _fitting_state(self) -> MakeState:
         """The fastest way of decoding that says what the policy's own forward pass says, found before the first completion.
 
@@ -148,12 +154,12 @@ class LocalEngine:
             ModelError: none does.
         """
         rows, name = CheckRows.of(self._policy), type(causal_model(self._model)).__name__
-        with shaken_adapter(self._policy) as shaken:
-            if shaken:
+        with shaken_adapter(self._policy, rows, self._dtype) as self._shift:
+            if self._shift:
                 self.sync()
             truth = true_scores(self._policy, rows)
             found = self._agreeing_state(rows, truth)
-        if shaken:
+        if self._shift:
             self.sync()
         if not isinstance(found, str):
             return found
@@ -211,7 +217,7 @@ class LocalEngine:
             with _evaluating(self._model):
                 parts = [decoded_scores(self._model, make_state, rows) for rows in batches]
             found = Scores([each for part in parts for each in part.logps], [each for part in parts for each in part.entropies])
-            return fault_of(found.difference(truth), str(self._model.dtype).removeprefix("torch."))
+            return fault_of(found.difference(truth), self._dtype, self._shift)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a strange layer raises in a way that it was not written for

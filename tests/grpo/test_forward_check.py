@@ -11,7 +11,7 @@ from transformers import GraniteConfig, NemotronConfig, StableLmConfig, VaultGem
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.policy import folded_adapter, sharded
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.forward_check import CheckRows, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -108,7 +108,23 @@ def test_the_check_gives_the_adapter_its_own_weights_back_and_leaves_random_numb
 def test_the_adapter_of_the_check_moves_the_policy_far():
     policy, rows = adapted(SCALED), CheckRows.of(sharp(SCALED))
     base = true_scores(policy, rows)
-    with shaken_adapter(policy) as shaken:
+    with shaken_adapter(policy, rows, "float32") as shaken:
         assert shaken
         assert true_scores(policy, rows).difference(base) > 0.03
+    assert true_scores(policy, rows).difference(base) == 0.0
+
+
+def test_in_sixteen_bits_the_adapter_of_the_check_is_seen_in_a_policy_that_hardly_prefers_any_token():
+    policy = adapted(SCALED)
+    with torch.no_grad():
+        policy.get_output_embeddings().weight.mul_(0.1)
+    policy.to(torch.bfloat16)
+    rows = CheckRows.of(policy.get_base_model())
+    base = true_scores(policy, rows)
+    with shaken_adapter(policy, rows, "bfloat16") as shift:
+        moved = true_scores(policy, rows)
+    # A copy without the adapter is as far off as the adapter moves the policy: less than what rounding may do elsewhere.
+    assert moved.difference(base) == shift < 0.05
+    assert fault_of(shift, "bfloat16") is None
+    assert fault_of(shift, "bfloat16", shift) is not None
     assert true_scores(policy, rows).difference(base) == 0.0
