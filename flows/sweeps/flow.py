@@ -8,7 +8,8 @@ from prefect.client.orchestration import get_client
 from flows.flow_run import state_in_prefect
 from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
-from flows.sweeps.supervise import Options, Supervisor, plans_of
+from flows.sweeps.plans import plans_of
+from flows.sweeps.supervise import Options, Supervisor
 from flows.temporary_server import locked_flow
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url

@@ -5,8 +5,6 @@
 One thread: it starts processes and looks at them in turn. A run that ended before, by its content, is not started again.
 """
 
-import hashlib
-import json
 import os
 import shlex
 from collections import deque
@@ -16,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from flows.flow_run import inputs_key
-from flows.frozen_inputs import frozen_inputs
+from flows.sweeps.plans import Plan
 from flows.sweeps.process import MODULE
 from grpo_tasks.processes.child import POLL_S, Child, error_of
 from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
@@ -26,9 +23,8 @@ from grpo_tasks.running.orchestrator import run_logger, show_artifact, show_prog
 from grpo_tasks.sweeping.grid import Grid, Variant
 from grpo_tasks.sweeping.table import cells, markdown
 from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
-from schemas.config.learning.interaction import references_in
 from schemas.config.run import RunConfig
-from schemas.errors import DamagedError, DiskFullError, OrchestratorError, TrackingError, UserError
+from schemas.errors import DiskFullError, OrchestratorError, TrackingError, UserError
 from schemas.results.sweep import Pruning, SweepLine, SweepResult, VariantEnd, VariantSpec
 from schemas.secret import hide
 
@@ -52,16 +48,6 @@ class _Running:
     variant: Variant
     folder: Path
     child: Child
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run of a sweep is made of."""
-
-    key: str
-    """Content key of the run."""
-    copies: Path
-    """The user's own modules."""
 
 
 @dataclass(slots=True)
@@ -213,41 +199,6 @@ class Supervisor:
 
     def _folder(self, variant: Variant) -> Path:
         return self.folder / RUNS / f"{variant.number:03d}"
-
-
-def plans_of(grid: Grid) -> dict[int, Plan]:
-    """What each run is made of. Data, model and modules are hashed and copied once for all runs that share them."""
-    shared: dict[str, tuple[str, Path]] = {}
-    plans = {}
-    for variant in grid.variants:
-        tree = variant.config.model_dump(mode="json", exclude={"tracking", "resources"})
-        own = [tree.pop("stages"), tree.pop("seed")]
-        # The modules that stages name are copied too.
-        text = json.dumps([tree, sorted(references_in(own))], sort_keys=True)
-        if text not in shared:
-            inputs = frozen_inputs(variant.config)
-            shared[text] = inputs_key(inputs), inputs.copies.folder
-        plans[variant.number] = Plan(_key(shared[text][0], own), shared[text][1])
-    return plans
-
-
-def require_planned(spec: VariantSpec) -> None:
-    """Compare the files of a run, when it begins, with those that its sweep has hashed.
-
-    Raises:
-        DamagedError: data or the base model have changed.
-    """
-    own = spec.config.model_dump(mode="json", include={"stages", "seed"})
-    if _key(inputs_key(frozen_inputs(spec.config, folder=spec.copies)), [own["stages"], own["seed"]]) != spec.key:
-        raise DamagedError(
-            "the data or the base model have changed since this sweep started",
-            place=f"run {spec.number} of the sweep",
-            fix="start the sweep again: runs whose inputs are the same are skipped",
-        )
-
-
-def _key(inputs: str, own: object) -> str:
-    return hashlib.sha256(json.dumps([inputs, own], sort_keys=True).encode()).hexdigest()
 
 
 def _with_threads(config: RunConfig, parallel: int) -> RunConfig:

@@ -14,7 +14,7 @@ from prefect.states import Completed
 from flows.flow_run import open_flow_run
 from flows.model_names import with_local_model
 from flows.pipeline import train_and_evaluate
-from flows.sweeps.supervise import require_planned
+from flows.sweeps.plans import require_planned
 from flows.temporary_server import locked_flow
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.operating.automations import PRUNED

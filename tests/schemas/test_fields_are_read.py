@@ -21,6 +21,7 @@ THROUGH = {
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
     ("DemonstrationsConfig", "module_dir"): ("DemonstrationsConfig", "module_dirs"),
+    ("InteractionConfig", "module_dir"): ("InteractionConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
     ("JudgeConfig", "max_call_s"): ("RewardConfig", "call_limit_s"),
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),

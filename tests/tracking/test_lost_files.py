@@ -45,12 +45,13 @@ def test_a_version_without_files_is_never_registered(database, publish_one, tmp_
 
 
 def test_artifacts_that_a_moved_project_has_left_behind_are_said(database, make_config, tmp_path, monkeypatch):
-    config = make_config("sqlite:///mlflow.db")
+    # A name of its own: MLflow keeps one store for each address, and a relative one means the folder of its first use.
+    config = make_config("sqlite:///left.db")
     with open_run(config, key="here") as run:
         assert run.said_about_files() == ""
     moved = tmp_path / "moved"
     moved.mkdir()
-    shutil.copy(tmp_path / "mlflow.db", moved)
+    shutil.copy(tmp_path / "left.db", moved)
     monkeypatch.chdir(moved)
     with open_run(config, key="there") as run:
         assert f"in {tmp_path}/mlruns" in run.said_about_files()

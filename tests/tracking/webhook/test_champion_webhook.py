@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from flows.flow_run import FlowRun
+from flows.frozen_inputs import frozen_inputs
 from flows.preflight import check_webhook
 from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.operating.webhook.send import ID, SIGNATURE, TIME, send, signature
@@ -56,7 +57,7 @@ def test_promotion_approval_and_rollback_are_told_to_the_receiver(receiver, data
         reason="better",
     )
     with open_run(config, key="1") as tracked:
-        FlowRun(tracked, tmp_path, False, None).announce(publication, None)
+        FlowRun(tracked, frozen_inputs(config), tmp_path, False, None).announce(publication, None)
     told = next_message()
     assert (told["event"], told["how"], told["model"]) == ("champion.changed", "promoted", name)
     assert (told["version"], told["version_before"], told["run"]["mlflow_run_id"]) == ("1", None, first.run_id)
