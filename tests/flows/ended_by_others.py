@@ -7,10 +7,12 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
 
 import yaml
 from mlflow import MlflowClient
@@ -37,7 +39,7 @@ ENDS = {
     "failed": (lambda run: set_state(run.api, run.flow_run, "FAILED"), "FAILED", "FAILED"),
     "crashed": (lambda run: set_state(run.api, run.flow_run, "CRASHED"), "CRASHED", "KILLED"),
     "completed": (lambda run: set_state(run.api, run.flow_run, "COMPLETED"), "CANCELLED", "KILLED"),
-    "deleted": (lambda run: ask(f"{run.api}/flow_runs/{run.flow_run}", method="DELETE"), None, "KILLED"),
+    "deleted": (lambda run: run.delete(), None, "KILLED"),
     "deleted in MLflow": (lambda run: run.delete_tracked(), "FAILED", None),
 }
 """How a run is ended; what Prefect and MLflow say afterwards, or None where the run is gone."""
@@ -95,6 +97,17 @@ class Run:
     def tracked(self):
         found = self.client.get_experiment_by_name(self.experiment)
         return self.client.search_runs([found.experiment_id])
+
+    def delete(self):
+        """Delete the flow run; a server whose database is busy answers 503."""
+        for _ in range(20):
+            try:
+                ask(f"{self.api}/flow_runs/{self.flow_run}", method="DELETE")
+                return
+            except HTTPError as error:
+                if error.code != 503:
+                    raise
+                time.sleep(0.5)
 
     def delete_tracked(self):
         for run in self.tracked():
@@ -163,6 +176,8 @@ def ended(place: Place, moment: str, case: str) -> Outcome:
 def main() -> None:
     """End runs in every way at every moment, and print the table."""
     failed = False
+    # A child would inherit what nohup does: a run that ignores SIGHUP is not ended by it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print("| ended by | while it is | Prefect, MLflow | nothing published, nothing wrong |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder)) as api:
         (root := Path(folder) / "work").mkdir()
