@@ -73,7 +73,7 @@ class Inbox:
                 for offset in range(0, size, CHUNK_BYTES):
                     stream.write(read(held.name, file, offset, CHUNK_BYTES))
         if target.parent == self.directory.checkpoints and not is_intact(part):
-            shutil.rmtree(part)
+            shutil.rmtree(part, ignore_errors=True)
             return
         if target == self.directory.result:
             self._store_result(part)

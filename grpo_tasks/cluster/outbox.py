@@ -119,6 +119,9 @@ class Outbox:
             if path.is_dir():
                 shutil.copytree(path, shelf, copy_function=os.link)
                 files = {each.relative_to(shelf).as_posix(): each.stat().st_size for each in files_below(shelf)}
+                # The trainer deletes an old checkpoint file by file, and the folder last.
+                if not files:
+                    return None
             else:
                 os.link(path, shelf)
                 files = {"": shelf.stat().st_size}

@@ -124,6 +124,17 @@ def test_old_checkpoints_go_when_new_ones_are_here_and_never_all_of_them(mail):
     assert [path.name for path in inbox.directory.checkpoints.iterdir()] == ["step-000004"]
 
 
+@pytest.mark.parametrize("left", [[], [MANIFEST], ["state.json"]], ids=["nothing", "manifest", "state"])
+def test_a_checkpoint_that_is_being_deleted_while_it_is_collected_does_not_arrive(mail, left):
+    outbox, inbox = mail
+    for file in [*checkpoint(outbox.directory, 2).iterdir()]:
+        if file.name not in left:
+            file.unlink()
+    checkpoint(outbox.directory, 4)
+    inbox.apply(outbox.collect(), outbox.read, outbox.release)
+    assert [path.name for path in inbox.directory.checkpoints.iterdir()] == ["step-000004"]
+
+
 def test_nothing_incomplete_stays_of_a_driver_that_was_killed(mail):
     _, inbox = mail
     for folder in (inbox.directory.root, inbox.directory.checkpoints, inbox.directory.completions(1).parent):
