@@ -169,7 +169,8 @@ def open_flow_run(
     check_output(config)
     check_tracking(config)
     check_webhook(config)
-    inputs = frozen_inputs(config, folder=copies)
+    with _report_disk_full(config.resources.output_dir):
+        inputs = frozen_inputs(config, folder=copies)
     key = key or content_key(flow, ROOMS, _sections(inputs))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:

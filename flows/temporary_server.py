@@ -7,6 +7,8 @@ its port    Prefect looks for a free port, and its server binds it seconds later
 outlasting  Ctrl-C in a terminal reaches every process of the command. If the server ended first, the run could not record its own
             end: it would ask again and again, and fail with an error. So the server has a session of its own, and ends last. It
             also ends when the command is killed.
+one by one  Two servers that start at once in a new folder both find a database without tables, and one of them fails. So each
+            waits until the other answers.
 """
 
 import functools
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -31,6 +34,7 @@ from prefect.states import Completed
 from sqlalchemy.engine import make_url
 
 from grpo_tasks.processes.lifetime import PARENT
+from grpo_tasks.processes.lock import alone
 from schemas.errors import OrchestratorError, UserError, disk_full
 from schemas.results.base import Result
 
@@ -49,12 +53,9 @@ def check_database() -> None:
     Raises:
         UserError: with the folder.
     """
-    given = get_current_settings().server.database.connection_url
-    assert given is not None, "Prefect fills it in"
-    url = make_url(given.get_secret_value())
-    if not url.drivername.startswith("sqlite") or not url.database or ":memory:" in url.database:
+    file = _database()
+    if file is None:
         return
-    file = Path(url.database)
     # Prefect has tried to make its folder when it was imported.
     refused = next((path for path in (file.parent, file) if path.exists() and not os.access(path, os.W_OK)), None)
     if refused is not None or not file.parent.is_dir():
@@ -63,6 +64,15 @@ def check_database() -> None:
             place=f"PREFECT_HOME={get_current_settings().home}",
             fix="export PREFECT_HOME=/folder/that/can/be/written, or PREFECT_API_URL of a running server",
         )
+
+
+def _database() -> Path | None:
+    """The file in which the temporary server keeps its database, if it does."""
+    given = get_current_settings().server.database.connection_url
+    assert given is not None, "Prefect fills it in"
+    url = make_url(given.get_secret_value())
+    in_file = url.drivername.startswith("sqlite") and url.database and ":memory:" not in url.database
+    return Path(str(url.database)) if in_file else None
 
 
 def lock_temporary_server() -> None:
@@ -75,16 +85,25 @@ def lock_temporary_server() -> None:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
     prefect_server.SubprocessASGIServer.find_available_port = _bind_port  # type: ignore[assignment, method-assign]
     prefect_server.SubprocessASGIServer._run_uvicorn_command = _start_supervised  # type: ignore[assignment, method-assign]
+    prefect_server.SubprocessASGIServer.start = _start_alone  # type: ignore[assignment, method-assign]
     refresh_global_settings_context()
 
 
 _start = prefect_server.SubprocessASGIServer._run_uvicorn_command
+_start_and_wait = prefect_server.SubprocessASGIServer.start
 _bound: dict[int, socket.socket] = {}
 """Sockets by their port, until the server has inherited them."""
 
 
 _output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the server
 """What the server prints: what it cannot do, the run reports by itself, once."""
+
+
+def _start_alone(server: prefect_server.SubprocessASGIServer, timeout: int | None = None) -> None:
+    """Start the server and wait until it answers, one process at a time for each database."""
+    file = _database()
+    with nullcontext() if file is None else alone(file.with_name(f"{file.name}.start.lock"), who="Prefect's temporary server"):
+        _start_and_wait(server, timeout)
 
 
 def _bind_port(_: prefect_server.SubprocessASGIServer) -> int:

@@ -178,7 +178,7 @@ def _wide(shared: Tensor, folded: Float[Tensor, "P K M D"], query: Float[Tensor,
     return rows.expand(-1, -1, -1, query.shape[1] // folded.shape[1], -1, -1).flatten(2, 4)
 
 
-def _repeat(keys: Float[Tensor, "N K S D"], like: Float[Tensor, "N H _ D"]) -> Float[Tensor, "N H S D"]:
+def _repeat(keys: Float[Tensor, "N K S D"], like: Float[Tensor, "N H _ _"]) -> Float[Tensor, "N H S D"]:
     """One copy of each key head for each query head that shares it: the CPU kernel knows no grouped-query attention."""
     times = like.shape[1] // keys.shape[1]
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,12 +70,20 @@ def end_group(process, number=signal.SIGTERM):
 
 
 def ask(url, body=None, method=None):
-    """The JSON that a server answers; a request with a body is a POST, unless `method` is given."""
+    """The JSON that a server answers; a request with a body is a POST, unless `method` is given. A busy server is asked again."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
+    deadline = time.monotonic() + 300
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                text = answer.read()
+            return json.loads(text) if text else None
+        except urllib.error.HTTPError as error:
+            # Prefect answers 503 while its database is locked.
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def _answers(address):
