@@ -30,13 +30,20 @@ class Ranks:
 
     @classmethod
     def of(cls, spec: StageSpec, device: torch.device) -> "Ranks":
-        """The ranks that were started for the stage (torchrun's environment variables), or this process alone."""
+        """The ranks that were started for the stage (torchrun's environment variables), or this process alone.
+
+        Raises:
+            RuntimeError: this process has an Accelerator on another kind of device already.
+        """
         # Full fine-tuning keeps float32 weights and computes in the configured precision; adapters bring their own casts.
         half = spec.model.lora is None and device.type == "cuda" and spec.model.dtype != "float32"
         precision = {"bfloat16": "bf16", "float16": "fp16"}[spec.model.dtype] if half else "no"
         # A round of sampling often takes longer than NCCL's own limit of 10 minutes.
         limit = InitProcessGroupKwargs(timeout=timedelta(minutes=spec.resources.distributed_timeout_minutes))
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[limit])
+        if accelerator.device.type != device.type:
+            # accelerate keeps the device of the first Accelerator of a process.
+            raise RuntimeError(f"accelerate computes on {accelerator.device}, and {device} was asked for")
         if spec.model.lora is not None and spec.model.dtype == "float16":
             # The adapter is float32, but its gradient passes through activations in float16, whose smallest number is 6e-8: in an
             # update of 262,144 tokens half of the gradient became 0. The scaler multiplies the loss to prevent that.

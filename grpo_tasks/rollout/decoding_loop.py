@@ -118,7 +118,7 @@ class DecodingLoop:
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.seen = self._prompt_tokens(requests, model) if sampling.repetition_penalty != 1.0 else None
         self.record = self._new_record()
-        self._steps = Replay(self._step, enabled=self.state.static and device.type == "cuda")
+        self._replay = Replay(enabled=self.state.static and device.type == "cuda")
 
     def run(self) -> list[Completion]:
         """Decode until every completion has ended."""
@@ -127,10 +127,10 @@ class DecodingLoop:
             if done == room:
                 room = self.buckets.columns(done + 1, limit)
                 self.state.make_room(room)
-                self._steps.forget()
+                self._replay.forget()
             count = min(self.buckets.check_every, room - done)
             for _ in range(count):
-                self._steps.run()
+                self._replay.run(self._step)
             self.rows_decoded += count * len(self.tokens)
             done += count
             self._check(count)
@@ -169,7 +169,7 @@ class DecodingLoop:
         self.tokens, self.uniform = self.tokens.index_select(0, chosen), self.uniform.index_select(0, chosen)
         self.seen = None if self.seen is None else self.seen.index_select(0, chosen)
         self.record = self._new_record()
-        self._steps.forget()
+        self._replay.forget()
 
     def _append(self, request: int, steps: Sequence[Sequence[float]]) -> bool:
         """Append the tokens of one row up to its end or limit; returns True if it is reached."""
@@ -207,38 +207,38 @@ def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:
 class Replay:
     """Runs a step again and again; on CUDA as a graph, which launches all of its kernels at once.
 
-    Not yet run on a card. If the capture fails, the steps go on one by one after one warning.
+    If the capture fails, the steps go on one by one after one warning. It keeps no step: a loop that kept an object which keeps one
+    of its methods would be a cycle, and the keys and values of its batch would stay on the card until Python looks for cycles.
 
     Args:
-        step: reads and writes tensors that stay where they are until `forget` is called.
         enabled: capture graphs; the device is CUDA.
     """
 
-    def __init__(self, step: Callable[[], None], *, enabled: bool) -> None:
-        self._step, self._enabled, self._eager_steps = step, enabled, 0
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled, self._eager_steps = enabled, 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def forget(self) -> None:
         """The shapes change: later steps need another graph."""
         self._graph, self._eager_steps = None, 0
 
-    def run(self) -> None:
-        """One step."""
+    def run(self, step: Callable[[], None]) -> None:
+        """One step, which reads and writes tensors that stay where they are until `forget` is called."""
         if self._graph is None and self._enabled and self._eager_steps == EAGER_STEPS:
-            self._graph = self._captured()
+            self._graph = self._captured(step)
         if self._graph is not None:
             self._graph.replay()
             return
-        self._step()
+        step()
         self._eager_steps += 1
 
-    def _captured(self) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """The graph of one step; capturing runs no kernel."""
         try:
             graph = torch.cuda.CUDAGraph()
             # A capture that fails ends on its own stream; the outer block returns to the present one.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self._step()
+                step()
         except RuntimeError as error:
             self._enabled = False
             warnings.warn(f"CUDA graphs cannot be used, so decoding is slower ({error})", stacklevel=2)

@@ -111,7 +111,7 @@ def test_the_script_installs_the_wheels_and_ends_with_the_status_of_the_tests(tm
 @pytest.mark.ci
 def test_the_tests_for_a_gpu_pass_on_a_cpu_of_such_a_machine(tmp_path, machine):
     # A compiled layer takes a minute, and a killed stage half of one; other tests have both.
-    chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_passes.py::test_compiled_layers_give_the_same_numbers"}
+    chosen = {"TEST_ARGS": "--deselect=tests/gpu/test_risky.py::test_compiled_layers_give_the_same_numbers"}
     chosen["TEST_ARGS"] += " --deselect=tests/gpu/test_stages.py::test_a_stage_that_is_killed_and_resumed_ends_in_the_same_bytes"
     limits = {"TEST_SECONDS": "600", "BENCH_SECONDS": "0", "BENCH_ARGS": "--device cpu"}
     done = run(["bash", SCRIPT, "run", "found"], tmp_path, PYTHON=str(machine), GRPO_TEST_DEVICE="cpu", **chosen, **limits)

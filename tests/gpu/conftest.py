@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 # Without pyarrow there are no stages to test.
 if find_spec("pyarrow"):
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if DEVICE == "cuda" and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator():
+    """accelerate keeps its device for the whole process: the Accelerator of one test would be that of all later ones."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.last_layer import predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
-from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.sharded import gather_shards, shard
 from tests.attention.reference_kernel import masked_way
@@ -109,16 +108,6 @@ def test_gradient_checkpointing_changes_no_bit(device):
         torch.use_deterministic_algorithms(mode=False)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
-def test_compiled_layers_give_the_same_numbers(device):
-    policy = policy_of("qwen2")
-    del policy.get_base_model().model.layers[1:]
-    policy.to(device)
-    wanted = results(policy, batch_on(device))
-    compile_layers(policy)
-    assert_same(results(policy, batch_on(device)), wanted, 1e-3)
 
 
 def test_one_rank_with_sharded_weights_gives_the_same_numbers(device, monkeypatch):

@@ -15,7 +15,6 @@ from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.rollout.decoding_loop import EAGER_STEPS, Replay
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig
@@ -35,8 +34,10 @@ def test_sampled_tokens_have_the_probabilities_that_training_gives_them(dtype, d
     policy = load_policy(BASE, ModelConfig(dtype=dtype), device=device)
     requests = [Request(prompt, seed) for prompt in PROMPTS for seed in range(8)]
     engine = LocalEngine(policy, load_tokenizer(BASE))
-    found = engine.generate(requests, Sampling.of(RolloutConfig(max_completion_length=40)))
-    assert engine.generate(requests[3:4], Sampling.of(RolloutConfig(max_completion_length=40)))[0].token_ids == found[3].token_ids
+    sampling = Sampling.of(RolloutConfig(max_completion_length=40))
+    found = engine.generate(requests, sampling)
+    # The same batch only: a card takes other kernels for other numbers of rows, which round differently.
+    assert [again.token_ids for again in engine.generate(requests, sampling)] == [completion.token_ids for completion in found]
     prompt_of = [index for index in range(len(PROMPTS)) for _ in range(8)]
     batch = token_batch(PROMPTS, [completion.token_ids for completion in found], prompt_of, device=device)
     with torch.no_grad():
@@ -67,18 +68,6 @@ def test_nothing_waits_to_build_and_to_score_a_pass(dtype, device):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert figures.over(Ranks(Accelerator(cpu=True))).tokens > 0
-
-
-def test_a_step_that_cannot_be_captured_leaves_the_present_stream_as_it_is(device):
-    if device.type != "cuda":
-        pytest.skip("only a card captures steps")
-    number, stream = torch.ones(4, device=device), torch.cuda.current_stream()
-    steps = Replay(lambda: number.sum().item(), enabled=True)
-    for _ in range(EAGER_STEPS):
-        steps.run()
-    with pytest.warns(UserWarning, match="CUDA graphs cannot be used"):
-        steps.run()
-    assert torch.cuda.current_stream() == stream
 
 
 def start(directory):

@@ -1,5 +1,7 @@
 """Decoding in buckets: what a step runs does not change within a bucket, and buckets change no completion."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -223,15 +225,33 @@ def test_a_cpu_multiplies_all_matrices_of_a_batch_at_once(policy, tokenizer, pro
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card captures the graph")
 def test_steps_go_on_one_by_one_with_one_warning_where_no_graph_can_be_captured():
     done = []
-    steps = Replay(lambda: done.append(1), enabled=True)
+    replay = Replay(enabled=True)
     for _ in range(EAGER_STEPS):
-        steps.run()
+        replay.run(lambda: done.append(1))
     with pytest.warns(UserWarning, match="CUDA graphs cannot be used"):
-        steps.run()
-    steps.forget()
+        replay.run(lambda: done.append(1))
+    replay.forget()
     for _ in range(EAGER_STEPS + 1):
-        steps.run()  # a second warning would be an error
+        replay.run(lambda: done.append(1))  # a second warning would be an error
     assert len(done) == 2 * (EAGER_STEPS + 1)
+
+
+def test_keys_and_values_of_a_batch_go_with_it_and_wait_for_no_collector(policy, tokenizer, monkeypatch):
+    caches = []
+    made = DecodingCache.__init__
+
+    def noted(cache, *arguments, **keywords):
+        made(cache, *arguments, **keywords)
+        caches.append(weakref.ref(cache))
+
+    monkeypatch.setattr(DecodingCache, "__init__", noted)
+    gc.disable()
+    try:
+        LocalEngine(policy, tokenizer).generate(REQUESTS, sampling(max_completion_length=8))
+        assert caches
+        assert [cache() for cache in caches] == [None] * len(caches)
+    finally:
+        gc.enable()
 
 
 def test_a_request_may_have_a_limit_of_its_own(policy, tokenizer, prompts):
