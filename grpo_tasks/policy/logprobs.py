@@ -268,8 +268,9 @@ class _FrozenHead(torch.autograd.Function):
             if found is not None:
                 found.copy_(logp.argmax(-1) == wanted)
             probabilities = logp.exp()
-            # sum p log p as [m, 1, V] x [m, V, 1]: a product and a sum would make one more [m, V].
-            entropies.append(torch.bmm(probabilities[:, None], logp[:, :, None]).flatten())
+            # In place, because nothing reads logp any more. Not a matrix product: autocast would round it to 16 bits, and rows
+            # times columns of that length took 5 % of an update on an H100.
+            entropies.append(logp.mul_(probabilities).sum(-1))
             del logp
             if way_back is not None:
                 # p - onehot, in place: from here on nothing else reads the probabilities.

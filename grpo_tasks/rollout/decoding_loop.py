@@ -207,8 +207,8 @@ def _packed(drawn: Drawn) -> Float[Tensor, "F N"]:
 class Replay:
     """Runs a step again and again; on CUDA as a graph, which launches all of its kernels at once.
 
-    If the capture fails, the steps go on one by one after one warning. It keeps no step: a loop that kept an object which keeps one
-    of its methods would be a cycle, and the keys and values of its batch would stay on the card until Python looks for cycles.
+    If the capture fails, the steps go on one by one after one warning. The step is given at each call: a loop whose replay kept
+    one of its methods would be a cycle, and keys and values of its batch would stay on the card until Python looks for cycles.
 
     Args:
         enabled: capture graphs; the device is CUDA.

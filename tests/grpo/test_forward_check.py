@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import GraniteConfig, NemotronConfig, StableLmConfig, VaultGemmaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, NemotronConfig, Qwen2Config, StableLmConfig, VaultGemmaConfig
 
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.policy import folded_adapter, sharded
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.forward_check import CheckRows, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import SEEN, CheckRows, Scores, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -128,3 +128,20 @@ def test_in_sixteen_bits_the_adapter_of_the_check_is_seen_in_a_policy_that_hardl
     assert fault_of(shift, "bfloat16") is None
     assert fault_of(shift, "bfloat16", shift) is not None
     assert true_scores(policy, rows).difference(base) == 0.0
+
+
+def test_the_adapter_of_the_check_does_not_turn_rounding_into_noise():
+    """A deep policy with random weights: on an H100 every way of scoring one was refused."""
+    config = Qwen2Config(**SMALL | {"num_hidden_layers": 28, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 4000})
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    policy = new_policy(base.requires_grad_(False), ModelConfig(dtype="bfloat16")).eval()
+    rows = CheckRows.of(policy)
+    with shaken_adapter(policy, rows, "bfloat16") as shift, torch.no_grad():
+        truth = true_scores(policy, rows)
+        logits = [
+            policy(input_ids=torch.tensor([rows.prompts[prompt] + completion])).logits[0, -len(completion) - 1 : -1]
+            for prompt, completion in zip(rows.prompt_of, rows.completions, strict=True)
+        ]
+    # The same sums in another order: sdpa instead of eager attention.
+    assert 0.0 < Scores.of_logits(logits, rows.completions).difference(truth) < shift / (4 * SEEN)

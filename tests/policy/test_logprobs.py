@@ -5,6 +5,7 @@ from grpo_tasks.policy import logprobs
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.load import compile_layers
 from grpo_tasks.policy.logprobs import completion_logprobs, score_tokens
+from tests.attention.test_packed_attention import MODELS, model_of
 
 
 @pytest.fixture
@@ -104,3 +105,16 @@ def test_a_frozen_head_scores_as_one_that_is_trained_and_is_computed_once(temper
     head.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(score_tokens(head, hidden, targets, temperature=temperature, chunk_elements=150)[0], logps)
+
+
+@pytest.mark.parametrize("layout", ["packed", "plain"])
+def test_under_autocast_scores_of_a_frozen_model_are_not_rounded_to_16_bits(batch, layout):
+    """The reference of full fine-tuning in 16 bits is scored so on a card."""
+    policy = model_of(MODELS["qwen2"]).requires_grad_(False)
+    exact = completion_logprobs(policy, batch, temperature=1.0, layout=layout)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        found = completion_logprobs(policy, batch, temperature=1.0, layout=layout)
+    for name in ("logps", "entropies"):
+        scores = getattr(found, name)[batch.completion_mask]
+        assert (scores.bfloat16() != scores).any()
+        torch.testing.assert_close(scores, getattr(exact, name)[batch.completion_mask], rtol=0.02, atol=0.02)
