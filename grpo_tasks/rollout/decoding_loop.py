@@ -36,19 +36,27 @@ class Buckets:
 
     check_every: int
     """Steps between two checks."""
-    exact_rows: bool
-    """Drop rows whenever some have ended. Otherwise the number of rows takes the values 2^i and 1.5 * 2^i only."""
+    fewest_rows: int
+    """Rows are dropped down to this number times 1, 4, 16, ... only; 0: whenever some have ended."""
     first_columns: int
     """Room for new tokens in the first bucket; the next ones have 1.5, 2, 3, 4, 6, ... times as much."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Buckets":
-        """On a CPU a new shape costs nothing and neither does reading a token; elsewhere both make the device wait."""
-        return cls(1, True, 16) if device.type == "cpu" else cls(8, False, 64)
+        """On a CPU a new shape costs nothing and neither does reading a token; elsewhere both make the device wait.
+
+        On a card a step of 64 rows takes hardly longer than one of a single row, because it reads all weights; a new shape costs
+        a capture and some eager steps. Measured on an H100 with the shape of Qwen2.5-1.5B and 64 completions as long as those of
+        GSM8K: 2.3 s with one capture, 3.4 s with the 17 captures of rows and columns in twelve widths.
+        """
+        return cls(1, 0, 16) if device.type == "cpu" else cls(8, 64, 512)
 
     def rows(self, alive: int) -> int:
         """How many rows are decoded for so many unfinished completions."""
-        return alive if self.exact_rows else _steps_of(alive, 1)
+        size = self.fewest_rows
+        while 0 < size < alive:
+            size *= 4
+        return size or alive
 
     def columns(self, needed: int, limit: int) -> int:
         """Room for at least `needed` new tokens per row, of at most `limit`."""
@@ -108,7 +116,6 @@ class DecodingLoop:
         self.ended = [False] * len(requests)
         most = sampling.max_completion_length
         self.limits = [min(most, request.max_tokens or most) for request in requests]
-        self.rows_decoded = 0
         # All numbers at once: request i uses number t for its token t, whatever happens to the other requests.
         self.uniform = uniform_numbers([request.seed for request in requests], sampling.max_completion_length, device=device)
         prompts = unique_prompts(requests, device)
@@ -131,7 +138,6 @@ class DecodingLoop:
             count = min(self.buckets.check_every, room - done)
             for _ in range(count):
                 self._replay.run(self._step)
-            self.rows_decoded += count * len(self.tokens)
             done += count
             self._check(count)
         return [

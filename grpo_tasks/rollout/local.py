@@ -98,8 +98,6 @@ class LocalEngine:
             # Its forward pass wants all processes, and one of them may have no requests.
             self._make_state = self._fitting_state()
         self._buckets = Buckets.of(policy.device)
-        self.rows_decoded = 0
-        """Rows of all steps so far, those included that had ended and whose tokens nobody reads."""
         self._end_ids = end_token_ids(tokenizer, policy.generation_config.eos_token_id)
 
     def sync(self) -> None:
@@ -140,7 +138,6 @@ class LocalEngine:
                 batch = [requests[index] for index in indices]
                 loop = DecodingLoop(self._model, batch, sampling, stop, make_state, self._buckets)
                 done.update(zip(indices, loop.run(), strict=True))
-                self.rows_decoded += loop.rows_decoded
         return [done[index] for index in range(len(requests))]
 
     @property

@@ -145,18 +145,18 @@ def decode_counts() -> dict[str, float]:
         counts[name] = float(one + (LAYERS - 1) * (two - one))
     engine = _engine(_model({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, 1, torch.float32))
     engine._end_ids = frozenset(ENDS)
-    steps = [0]
+    steps, shapes = [0], set()
 
-    def count(_: DecodingLoop) -> None:
+    def count(loop: DecodingLoop) -> None:
         steps[0] += 1
+        shapes.add((len(loop.tokens), len(loop.state.cache._columns)))  # type: ignore[attr-defined]
 
     # The check against the model's own forward pass comes before the first completion, once for an engine.
     engine.generate(_requests()[:1], Sampling.of(RolloutConfig(max_completion_length=1)))
-    engine.rows_decoded = 0
     with each_step(count, lambda _: None), Reads() as reads:
-        drawn = engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
+        engine.generate(_requests(), Sampling.of(RolloutConfig(max_completion_length=LENGTH)))
     counts["host_syncs_per_decode_step"] = reads.count / steps[0]
-    counts["rows_decoded_per_row_alive"] = engine.rows_decoded / sum(len(completion.token_ids) for completion in drawn)
+    counts["captures_per_rollout"] = float(len(shapes))
     return counts
 
 

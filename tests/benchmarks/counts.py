@@ -153,7 +153,7 @@ def decode_rows() -> Iterator[Count]:
     yield Count(f"kernels_per_decode_step, {LAYERS} layers", "689-857", 650, found["kernels_per_decode_step"])
     yield Count("the same, adapter apart from 16-bit weights", "-", 650, found["kernels_per_decode_step_adapter"])
     yield Count("host_syncs_per_decode_step", "2", 0.15, found["host_syncs_per_decode_step"])
-    yield Count("rows decoded / rows alive, 12 widths", "1.0", 1.2, found["rows_decoded_per_row_alive"])
+    yield Count("captures of a rollout, 64 rows", "16", 1, found["captures_per_rollout"])
 
 
 def head_kernels(tokens: int = 10_000) -> int:
