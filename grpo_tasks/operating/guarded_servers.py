@@ -11,7 +11,6 @@ import os
 from importlib import import_module
 
 from grpo_tasks.operating.form_check import FormCheck
-from grpo_tasks.web.live_pages import LivePages
 from grpo_tasks.web.same_origin import LOOPBACK, SameOrigin, further_hosts
 
 
@@ -37,13 +36,13 @@ def _name_hosts_to_mlflow() -> None:
 
 
 def prefect_app() -> SameOrigin:
-    """Prefect's API, pages and services, and the live pages of stages, behind the checks."""
+    """Prefect's API, pages and services, behind the checks."""
     from prefect.settings import get_current_settings
 
     secret = get_current_settings().server.api.auth_string
     password = secret.get_secret_value() if secret else None
     app = import_module("prefect.server.api.server").create_app(final=True)
-    return SameOrigin(LivePages(FormCheck(app, password), password))
+    return SameOrigin(FormCheck(app, password))
 
 
 def main() -> None:

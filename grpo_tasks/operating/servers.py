@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_tasks.content.live_folder import FOLDER as LIVE
 from grpo_tasks.operating.commands import (
     HOST,
     QUIET,
@@ -297,7 +296,7 @@ class Stack:
 
     @property
     def _own(self) -> dict[str, str]:
-        return {LIVE: str(self.folder / "live"), WORKDIR: str(self.workdir)}
+        return {WORKDIR: str(self.workdir)}
 
     def _spawn(self, name: str, at: Addresses, postgres: str | None) -> None:
         command, environment = self._command(name, at, postgres)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from uuid import UUID
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.orchestrator import show_live
+from grpo_tasks.running.orchestrator import show_markdown
 from schemas.results.publication import DECISIONS_VIEW
 from schemas.secret import hide
 
@@ -74,4 +74,4 @@ def show_links(
         rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])
     if version is not None:
         rows.append(["model version", f"[{version[0]} version {version[1]}]({pages.version(*version)})"])
-    show_live(LINKS, table(["what", "where"], rows), "This run in MLflow", known)
+    show_markdown(LINKS, table(["what", "where"], rows), "This run in MLflow", known)

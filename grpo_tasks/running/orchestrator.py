@@ -108,7 +108,7 @@ def show_progress(key: str, percent: float, description: str, known: dict[str, U
             known[key] = cast(UUID, create_progress_artifact(percent, key=key, description=description))
 
 
-def show_live(key: str, markdown: str, description: str, known: dict[str, UUID]) -> None:
+def show_markdown(key: str, markdown: str, description: str, known: dict[str, UUID]) -> None:
     """Show a report, or update the one that `known` has under this key; outside of a flow nothing happens."""
     if not in_flow():
         return

@@ -1,7 +1,8 @@
 """Shows the progress of a stage while it is trained: a bar in the terminal, lines in the Prefect log, events in the Prefect UI.
 
-    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect, live.html
-                                                        --`ship`, every few seconds--> MLflow
+    trainer (child process) --writes--> journal, events --read here twice a second--> terminal, Prefect's log and events
+                                                        --every 10 s--> the artifact `progress-STAGE` of the Prefect UI
+                                                        --`ship`, every few seconds--> MLflow, whose charts follow the stage
 
 The trainer knows none of these: everything comes from its journal.
 """
@@ -9,26 +10,28 @@ The trainer knows none of these: everything comes from its journal.
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
-from uuid import NAMESPACE_URL, uuid5
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_tasks.content.markdown import table
-from grpo_tasks.running.live import LivePage, page_name
-from grpo_tasks.running.orchestrator import run_logger, send_event
+from grpo_tasks.running.orchestrator import artifact_key, run_logger, send_event, show_progress
 from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
-from schemas.metrics import PROGRESS, REWARD
+from schemas.metrics import EPOCH, PROGRESS, REWARD
 
-ADVICE = "The loss starts near 0 and may rise while the model improves: watch the reward."
-SUPERVISED_ADVICE = "The loss is the cross entropy of the trained tokens: it should fall, and more slowly with every pass."
 POLL_S = 0.5
-"""Metrics in the bar, the log lines and the summary, with the short names that they have there."""
+"""Shortest time between two looks at the files."""
+SHOW_S = 10.0
+"""Shortest time between two versions of the artifact: each is some requests to the Prefect server."""
+RECENT = 20
+"""Updates whose mean duration gives the time left."""
 
 
 class StageProgress:
@@ -37,18 +40,19 @@ class StageProgress:
     Args:
         stage: every `logging_steps`-th update and the last one get a log line.
         directory: where the journal and the events are written.
-        key: content key of the stage.
         ship: sends new lines of the journal to the tracking server.
         ship_every_s: seconds between two calls of `ship`; it is also called at the end.
     """
 
-    def __init__(
-        self, stage: StageConfig, directory: StageDir, *, key: str, ship: Callable[[], object], ship_every_s: float
-    ) -> None:
+    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = run_logger()
         self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)
         self._polled = self._shipped = time.monotonic()
+        self._shown = 0.0
+        self._artifacts: dict[str, UUID] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._figures: dict[str, float] = {}
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -62,8 +66,7 @@ class StageProgress:
         # The updates before a resume were logged by the run that made them.
         earlier = self._journal.read()
         self._last = self._logged = earlier[-1] if earlier else None
-        self._page = LivePage(stage, directory.live, page_name(key))
-        self._page.add(earlier)
+        self._remember(earlier)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -84,13 +87,44 @@ class StageProgress:
         steps = sorted({1, *(round(journal.last_step * eighth / 8) for eighth in range(1, 9))} & journal.steps.keys())
         rows = [[str(step), *(_number(_latest(journal, name, step)) for name in names)] for step in steps]
         updates = table(["update", *names], rows, right=["update", *names])
-        supervised = "The loss is the cross entropy of the trained tokens: it should fall, and more slowly with every pass."
         advice = (
-            supervised
-            if self._stage.kind != "grpo"
-            else "The loss starts near 0 and may rise while the model improves: watch the reward."
+            "The loss starts near 0 and may rise while the model improves: watch the reward."
+            if self._stage.kind == "grpo"
+            else "The loss is the cross entropy of the trained tokens: it should fall, and more slowly with every pass."
         )
         return "\n\n".join([f"# Stage {self._stage.name}", updates, advice])
+
+    def percent(self) -> float:
+        """How much of the stage is done, from 0 to 100; 0 before its first update."""
+        if not self._recent:
+            return 0.0
+        last, stage = self._recent[-1], self._stage
+        done = last["step"] / stage.max_steps if stage.max_steps else (last["metrics"].get(EPOCH) or 0.0) / stage.num_train_epochs
+        return round(min(100.0, 100 * done), 1)
+
+    def now(self) -> str:
+        """Progress in one line: `format: update 40/120, reward 1.234, kl 0.010, 3 min left`."""
+        step = self._recent[-1]["step"] if self._recent else 0
+        figures = [f"{short} {value:.3f}" for short, value in self._figures.items()]
+        return f"{self._stage.name}: " + ", ".join(filter(None, [f"update {step}{self._of()}", *figures, self._left()]))
+
+    def _left(self) -> str:
+        """The time that is left, judged by the last updates; empty when it is not known."""
+        percent = self.percent()
+        if len(self._recent) < 2 or percent in (0.0, 100.0):
+            return ""
+        first, last = self._recent[0], self._recent[-1]
+        pace_s = (last["timestamp_ms"] - first["timestamp_ms"]) / 1000 / (last["step"] - first["step"])
+        seconds = pace_s * last["step"] * (100 - percent) / percent
+        if seconds < 90:
+            return f"{seconds:.0f} s left"
+        return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+
+    def _remember(self, lines: list[dict[str, Any]]) -> None:
+        self._recent.extend(lines)
+        for line in lines:
+            # The latest value of each: not every update measures the KL.
+            self._figures |= {short: line["metrics"][name] for name, short in PROGRESS.items() if name in line["metrics"]}
 
     def _poll(self, *, final: bool) -> None:
         self._polled = time.monotonic()
@@ -106,7 +140,10 @@ class StageProgress:
             self._bar.update(self._task, completed=lines[-1]["step"], figures=_figures(lines[-1]))
         if final and self._last is not None and self._last is not self._logged:
             self._log_update(self._last)
-        self._page.add(lines, final=final)
+        self._remember(lines)
+        if self._recent and (final or (lines and self._polled - self._shown >= SHOW_S)):
+            self._shown = self._polled
+            show_progress(f"progress-{artifact_key(self._stage.name)}", self.percent(), self.now(), self._artifacts)
         if final or self._polled - self._shipped >= self._ship_every_s:
             self._shipped = self._polled
             self._ship()

@@ -10,7 +10,6 @@ checkpoints/             step-000050/, each with a manifest of hashes
 best/                    the weights with the highest eval_reward
 final/                   the trained weights (an adapter, or the complete model)
 result.json              written last; a stage that has it is finished
-live.html                curves and figures so far, for a browser
 log.txt                  output of the trainer and of the reward functions
 """
 
@@ -115,11 +114,6 @@ class StageDir:
     def token_budget(self) -> Path:
         """What `max_tokens_per_microbatch: auto` has measured (grpo/token_budget.py)."""
         return self.root / "token_budget.json"
-
-    @property
-    def live(self) -> Path:
-        """The live page."""
-        return self.root / "live.html"
 
     @property
     def log(self) -> Path:

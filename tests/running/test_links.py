@@ -45,13 +45,13 @@ def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server
         known = {}
         for percent in (10.0, 20.0):
             orchestrator.show_progress("progress-s", percent, f"{percent:g} done", known)
-            orchestrator.show_live("live-s", f"at {percent:g}", "s", known)
+            orchestrator.show_markdown("links-s", f"at {percent:g}", "s", known)
         orchestrator.show_table("figures", [{"metric": "kl", "value": 0.5}], description="d")
 
     progresses()
     found = shown(server, "progress")
     assert (found["progress-s"]["data"], found["progress-s"]["description"]) == (20.0, "20 done")
-    assert found["live-s"]["data"] == "at 20"
+    assert found["links-s"]["data"] == "at 20"
     assert found["figures"]["type"] == "table"
     assert len(ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["progress"]}}})) == 3
 

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 
-from grpo_tasks.running import live
 from grpo_tasks.running import progress as progress_module
 from grpo_tasks.running.progress import StageProgress
 from grpo_tasks.stage.journal import Journal
@@ -25,9 +24,7 @@ def followed(tmp_path, monkeypatch, caplog):
     def follow(updates, *, flush_interval_s=1000.0, **settings):
         stage, shipped = StageConfig(name="only", rewards=["format"], **settings), []
         caplog.clear()
-        with StageProgress(
-            stage, directory, key="ab" * 32, ship=lambda: shipped.append(1), ship_every_s=flush_interval_s
-        ) as progress:
+        with StageProgress(stage, directory, ship=lambda: shipped.append(1), ship_every_s=flush_interval_s) as progress:
             for step in updates:
                 journal.append(step, {"reward": step / 10, "kl": 0.01})
                 progress._poll(final=False)
@@ -47,30 +44,25 @@ def test_the_journal_is_shipped_every_flush_interval_and_at_the_end(followed):
     assert followed(range(8, 15), flush_interval_s=1e-9)[1] == 8
 
 
-def test_the_live_page_shows_curves_figures_and_the_time_left_and_stops_reloading_at_the_end(followed, tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_LIVE", str(tmp_path / "served"))
-    seen = []
-    write = live.LivePage._write
-    monkeypatch.setattr(live, "EVERY_S", 0.0)
-    monkeypatch.setattr(live.LivePage, "_write", lambda page, final: (write(page, final), seen.append(page._path.read_text())))
+def test_prefect_shows_figures_and_the_time_left_every_ten_seconds_and_at_the_end(followed, monkeypatch):
+    shown = []
+    monkeypatch.setattr(progress_module, "show_progress", lambda *given: shown.append(given[:3]))
     followed(range(1, 8), max_steps=10)
-    running, ended = seen[-2], seen[-1]
-    assert "update 7/10, reward 0.700, kl 0.010" in running
-    assert " left" in running
-    assert 'http-equiv="refresh"' in running
-    assert running.count("<polyline") == 2
-    assert 'http-equiv="refresh"' not in ended
-    assert (tmp_path / "served" / f"{'ab' * 16}.html").read_text() == ended == (tmp_path / "live.html").read_text()
+    # The first update, and the end: ten seconds have not passed between.
+    assert [(key, percent) for key, percent, _ in shown] == [("progress-only", 10.0), ("progress-only", 70.0)]
+    assert shown[-1][2].startswith("only: update 7/10, reward 0.700, kl 0.010, ")
+    assert shown[-1][2].endswith(" left")
+    followed([], max_steps=7)
+    assert shown[-1][1:] == (100.0, "only: update 7/7, reward 0.700, kl 0.010")
 
 
-def test_a_curve_is_thinned_out_and_keeps_its_last_point(tmp_path):
-    page = live.LivePage(StageConfig(name="s", rewards=["format"], max_steps=5000), tmp_path / "live.html", "ab")
-    page.add([{"step": step, "timestamp_ms": 2000 * step, "metrics": {"reward": 1.0, "kl": None}} for step in range(1, 2501)])
-    points = page._points("reward")
-    assert len(points) <= live.MOST_POINTS + 1
-    assert points[-1] == (2500, 1.0)
-    assert (page.percent(), page.left()) == (50.0, "83 min left")
-    assert "83 min left" in page.html(final=False)
+def test_the_time_left_is_judged_by_the_last_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_module, "run_logger", lambda: logging.getLogger("progress"))
+    stage = StageConfig(name="s", rewards=["format"], max_steps=5000)
+    progress = StageProgress(stage, StageDir(tmp_path), ship=list, ship_every_s=1000.0)
+    assert (progress.percent(), progress.now()) == (0.0, "s: update 0/5000")
+    progress._remember([{"step": step, "timestamp_ms": 2000 * step, "metrics": {"reward": 1.0}} for step in range(1, 2501)])
+    assert (progress.percent(), progress.now()) == (50.0, "s: update 2500/5000, reward 1.000, 83 min left")
 
 
 def test_a_damaged_journal_stops_the_stage_before_its_process_starts(followed, tmp_path):
