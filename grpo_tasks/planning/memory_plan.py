@@ -19,7 +19,6 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from grpo_tasks.planning.cards import RESERVE
 from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
 from grpo_tasks.policy.load import load_errors
@@ -32,6 +31,8 @@ from schemas.errors import ModelError
 from schemas.paths import resolve
 
 GIB = 2**30
+RESERVE = 1.5 * 2**30
+"""Bytes of a card left free: the CUDA context, the libraries' workspaces and what the allocator cannot use."""
 OPTIMIZER_BYTES = {"adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.0, "paged_adamw_8bit": 0.0}
 """Bytes per trained weight of the two moments; a paged optimizer keeps them in the memory of the host."""
 NF4_BYTES = 0.5 + 4 / 64

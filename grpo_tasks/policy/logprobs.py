@@ -255,7 +255,7 @@ class _FrozenHead(torch.autograd.Function):
         kept: list[Tensor] = []
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
-        one = torch.ones(1, 1, dtype=torch.float32, device=hidden.device)
+        minus_one = torch.full((1, 1), -1.0, device=hidden.device)
         for chunk, wanted, found in zip(hidden.split(rows), targets.split(rows), _split(hits, targets, rows), strict=True):
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
                 given = chunk.detach().requires_grad_(ctx.needs_input_grad[0])
@@ -274,7 +274,7 @@ class _FrozenHead(torch.autograd.Function):
             del logp
             if way_back is not None:
                 # p - onehot, in place: from here on nothing else reads the probabilities.
-                slope = probabilities.scatter_add_(1, wanted[:, None], -one.expand(len(wanted), 1))
+                slope = probabilities.scatter_add_(1, wanted[:, None], minus_one.expand(len(wanted), 1))
                 kept += torch.autograd.grad(way_back, given, slope.to(dtype))
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(torch.cat(kept).mul_(-1.0 / temperature).to(hidden.dtype))

@@ -25,9 +25,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.planning.cards import Card, Link
-from grpo_tasks.planning.scale_model import Assumed, Cluster, Forecast, Layout, ScaleModel
-from grpo_tasks.planning.workload import workload
 from grpo_tasks.policy.load import load_tokenizer, new_policy
 from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rewards.suite import RewardSuite
@@ -41,6 +38,9 @@ from schemas.config.rollout import RolloutConfig
 from schemas.metrics import MEAN_LENGTH, STEP_TIME
 from schemas.results.model import ModelRef
 from tests.benchmarks.scale import computing_s, gradient_sums, in_processes
+from tests.benchmarks.scale.cards import Card, Link
+from tests.benchmarks.scale.model import Assumed, Cluster, Forecast, Layout, ScaleModel
+from tests.benchmarks.scale.workload import workload
 from tests.benchmarks.sides import Work, write_stage
 
 OUT = {False: Path(".bench/scale-check.json"), True: Path(".bench/scale-check-nodes.json")}

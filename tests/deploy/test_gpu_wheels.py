@@ -117,5 +117,5 @@ def test_the_tests_for_a_gpu_pass_on_a_cpu_of_such_a_machine(tmp_path, machine):
     done = run(["bash", SCRIPT, "run", "found"], tmp_path, PYTHON=str(machine), GRPO_TEST_DEVICE="cpu", **chosen, **limits)
     report = (tmp_path / "found" / "tests.txt").read_text()
     assert done.returncode == 0, report[-3000:]
-    assert int(re.search(r"(\d+) passed", report)[1]) > 35
+    assert sum(map(int, re.findall(r"(\d+) passed", report))) > 35
     assert "the budget has ended" in (tmp_path / "found" / "bench.jsonl").read_text()

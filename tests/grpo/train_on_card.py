@@ -32,6 +32,7 @@ def main(root: Path, total: float | None = None, limit: float | None = None) -> 
     directory = StageDir(root)
     spec = StageSpec.load(directory.spec)
     Accelerator.device = property(lambda _: CARD)
+    trainer.pick_device = lambda _: CARD
     # The kernels of CUDA are missing; the indices that they get are used in all that is around them.
     packed_attention.varlen_kernel = lambda like, _window: REFERENCE if like.device.type == "card" else None
     if total is not None:

@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from grpo_tasks.planning.cards import CARDS, NETWORKS, Card, Link, card_named, network_named
-from grpo_tasks.planning.scale_model import (
+from grpo_tasks.planning.update_pass import META, meta_policy
+from schemas.config.load import load_config
+from schemas.config.model import LoraConfig, ModelConfig
+from schemas.errors import ConfigError, ModelError
+from tests.benchmarks.scale.cards import CARDS, NETWORKS, Card, Link
+from tests.benchmarks.scale.model import (
     ADVICE,
     SAMPLING,
     Assumed,
@@ -20,12 +24,8 @@ from grpo_tasks.planning.scale_model import (
     ScaleModel,
     ring_s,
 )
-from grpo_tasks.planning.scale_sweep import asked_layout, best_layout, saturated, sweep
-from grpo_tasks.planning.update_pass import META, meta_policy
-from grpo_tasks.planning.workload import Shape, Workload, workload
-from schemas.config.load import load_config
-from schemas.config.model import LoraConfig, ModelConfig
-from schemas.errors import ConfigError, ModelError
+from tests.benchmarks.scale.sweep import best_layout, saturated, sweep
+from tests.benchmarks.scale.workload import Shape, Workload, workload
 
 TINY = Shape(layers=1, hidden=4, intermediate=8, heads=2, key_heads=1, head_dim=2, vocabulary=10, tied=True)
 SMALL = Workload(
@@ -210,41 +210,6 @@ def test_what_cannot_be_is_refused_with_a_fix(model, layout, message):
     with pytest.raises(ConfigError, match=message) as caught:
         model.forecast(layout)
     assert caught.value.fix
-
-
-def test_the_asked_layout_uses_all_cards():
-    assert asked_layout(large(), 2, 4) == Layout(12, 4)
-    assert asked_layout(large(tensor_parallel=2), 2, 4) == Layout(8, 4)
-    assert asked_layout(large(served=False), 2, None) == Layout(16, 0)
-    assert asked_layout(large(cards_per_node=1), 1, None) == Layout(1, 0)
-    chosen = asked_layout(large(), 1, None)
-    assert chosen.trainers + chosen.replicas == 8
-
-
-@pytest.mark.parametrize(
-    ("model", "nodes", "replicas", "message"),
-    [
-        (large(), 1, 8, "8 replicas x 1 cards leave none of the 8 cards for training"),
-        (large(tensor_parallel=4), 1, 2, "leave none"),
-        (large(), 1, 0, "engine vllm needs a server"),
-        (large(served=False), 1, 2, "engine local samples on the cards that train"),
-        (large(), 65, 1, "520 cards are more than 512"),
-        (large(), 64, 1, "511 processes cannot share the 256"),
-    ],
-)
-def test_a_cluster_that_cannot_be_is_refused_with_a_fix(model, nodes, replicas, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        asked_layout(model, nodes, replicas)
-    assert caught.value.fix
-
-
-def test_unknown_cards_and_networks_are_refused_with_the_known_ones():
-    assert card_named(" H100 ").memory == 80e9
-    with pytest.raises(ConfigError, match="'v100'") as caught:
-        card_named("v100")
-    assert "a100, h100, h200, b200, l40s, rtx4090" in caught.value.fix
-    with pytest.raises(ConfigError, match="network"):
-        network_named("token ring")
 
 
 def test_members_of_a_ring_send_everything_twice_but_for_their_part():

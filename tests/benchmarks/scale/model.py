@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from grpo_tasks.planning.cards import RESERVE, Card, Link
-from grpo_tasks.planning.workload import Workload
+from grpo_tasks.planning.memory_plan import RESERVE
 from schemas.errors import ConfigError
+from tests.benchmarks.scale.cards import Card, Link
+from tests.benchmarks.scale.workload import Workload
 
 TRAINED_BYTES = 16.0
 """Bytes per trained weight: float32 weight and gradient, and two moments."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_tasks.planning.scale_model import Forecast, Layout, ScaleModel, cards_of
 from schemas.errors import ConfigError
+from tests.benchmarks.scale.model import Forecast, Layout, ScaleModel, cards_of
 
 COUNTS = tuple(2**power for power in range(10))
 """Numbers of cards that are tried: 1 to 512."""
@@ -21,39 +21,6 @@ class Point:
     """Cards that are there; the layout may use fewer."""
     best: Forecast | None
     """None: the workload does not fit on so few cards."""
-
-
-def asked_layout(model: ScaleModel, nodes: int, replicas: int | None) -> Layout:
-    """The layout on so many nodes, all cards in use.
-
-    Args:
-        model: workload and cluster.
-        nodes: number of nodes.
-        replicas: servers on cards of their own, and the other cards train; None: as many as make an update fastest.
-
-    Raises:
-        ConfigError: there cannot be such a layout; says what would have to change.
-    """
-    cards, work = nodes * model.cluster.cards_per_node, model.work
-    if cards > MOST_CARDS:
-        raise ConfigError(f"{cards} cards are more than {MOST_CARDS}", place="--nodes", fix="fewer nodes or --cards-per-node")
-    if replicas is None and work.served and cards > 1:
-        best = best_layout(model, cards)
-        replicas = best.layout.replicas if best is not None else 1
-    if replicas and not work.served:
-        raise ConfigError(
-            "engine local samples on the cards that train", place="--replicas", fix="leave it out, or --set rollout.engine=vllm"
-        )
-    if work.served and not replicas and cards > 1:
-        raise ConfigError("engine vllm needs a server", place="--replicas", fix="--replicas 1 or more, or rollout.engine: local")
-    layout = Layout(cards - (replicas or 0) * work.tensor_parallel, replicas or 0)
-    if layout.trainers < 1:
-        taken = f"{replicas} replicas x {work.tensor_parallel} cards leave none of the {cards} cards for training"
-        most = (cards - 1) // work.tensor_parallel
-        fix = f"--replicas {most}, or more nodes" if most else "more nodes"
-        raise ConfigError(taken, place="--replicas", fix=fix)
-    model.check(layout)
-    return layout
 
 
 def sweep(model: ScaleModel, counts: Sequence[int] = COUNTS) -> list[Point]:

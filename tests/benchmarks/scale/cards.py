@@ -13,14 +13,8 @@ NVLink and PCIe count one direction, which is half of what their makers print. E
 all of its cards share.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from schemas.errors import ConfigError
-
-RESERVE = 1.5 * 2**30
-"""Bytes of a card left free: the CUDA context, the libraries' workspaces and what the allocator cannot use."""
 LATENCY_S = 5e-6
 """Assumed time that a message takes between two cards of a node."""
 NETWORK_LATENCY_S = 20e-6
@@ -81,30 +75,3 @@ NETWORKS = {
     )
 }
 """Known networks of a node by name; 3200gbit is eight cards of 400 Gbit/s."""
-
-Known = TypeVar("Known")
-
-
-def card_named(name: str) -> Card:
-    """The card of that name.
-
-    Raises:
-        ConfigError: there is none; the message lists the known ones.
-    """
-    return _named(name, CARDS, "card")
-
-
-def network_named(name: str) -> Link:
-    """The network of that name.
-
-    Raises:
-        ConfigError: there is none; the message lists the known ones.
-    """
-    return _named(name, NETWORKS, "network")
-
-
-def _named(name: str, known: Mapping[str, Known], what: str) -> Known:
-    found = known.get(name.strip().lower())
-    if found is None:
-        raise ConfigError(f"no {what} is called {name[:40]!r}", place=f"--{what}", fix=f"one of {', '.join(known)}")
-    return found

@@ -1,0 +1,1 @@
+"""How long an update takes on 1 to 512 cards, calculated: docs/scale.md shows it."""
