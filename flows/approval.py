@@ -24,9 +24,8 @@ from prefect.input.actions import create_flow_run_input, delete_flow_run_input, 
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.flow_run import CHAMPION_CHANGED, FlowRun, open_flow_run, warn
+from flows.flow_run import CHAMPION_CHANGED, FlowRun, open_flow_run
 from grpo_tasks.operating.automations import SUSPENDED
-from grpo_tasks.operating.webhook.champion import tell_champion_changed
 from grpo_tasks.running.orchestrator import run_logger, send_event
 from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
 from grpo_tasks.tracking.store import open_store
@@ -206,9 +205,6 @@ def ask_for_approval(asked: Asked, publication: Publication, headline: str, comp
     else:
         if approval.decision == "promote":
             send_event(CHAMPION_CHANGED, f"grpo.model.{publication.model_name}", payload | {"detail": str(approval)})
-            before, tracking = pending.champion if pending else "", config.tracking
-            version = publication.model_version
-            warn(tell_champion_changed(publication.model_name, version, before, "approved", tracking, tracking.webhook))
         send_event(DECIDED, resource, payload | {"detail": str(approval)})
     return True
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from uuid import UUID
 
 from flows.frozen_inputs import Inputs, frozen_inputs
-from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_webhook, check_working_directory
-from grpo_tasks.operating.webhook.champion import tell_champion_changed
+from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_working_directory
 from grpo_tasks.processes.child import no_room
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
@@ -105,7 +104,7 @@ class FlowRun:
         show_links(pages, self._shown, report=report, version=version)
 
     def announce(self, publication: Publication, before: Champion | None) -> None:
-        """Send the event grpo.champion.changed, and the message to the webhook, if the version has become the champion."""
+        """Send the event grpo.champion.changed if the version has become the champion."""
         if publication.champion and (before is None or before.version != publication.model_version):
             name, version = publication.model_name, publication.model_version
             payload = {
@@ -115,8 +114,6 @@ class FlowRun:
                 "detail": publication.headline(),
             }
             send_event(CHAMPION_CHANGED, f"grpo.model.{name}", payload)
-            tracking = self.config.tracking
-            warn(tell_champion_changed(name, version, payload["before"], "promoted", tracking, tracking.webhook))
 
     def require_wanted(self) -> None:
         """Ask Prefect, before something is published, whether somebody has ended the run; wait while it is paused.
@@ -168,7 +165,6 @@ def open_flow_run(
         check_inputs(config)
     check_output(config)
     check_tracking(config)
-    check_webhook(config)
     with _report_disk_full(config.resources.output_dir):
         inputs = frozen_inputs(config, folder=copies)
     key = key or content_key(flow, ROOMS, _sections(inputs))

@@ -201,19 +201,6 @@ def check_tracking(config: RunConfig) -> None:
     check_store(config.tracking)
 
 
-def check_webhook(config: RunConfig) -> None:
-    """Refuse a receiver without a secret before the first step, instead of after the last one.
-
-    Raises:
-        ConfigError: with the environment variable.
-    """
-    if config.tracking.webhook.url is not None:
-        # Here, because it imports httpx, which few runs need.
-        from grpo_tasks.operating.webhook.send import secret_of
-
-        secret_of(config.tracking.webhook)
-
-
 def check_installed(config: RunConfig) -> None:
     """Refuse settings that need a library which is not installed.
 

@@ -9,10 +9,9 @@ from flows.steps import base_model, measured_difficulty, trained_stage, validate
 from flows.temporary_server import locked_flow
 from grpo_tasks.tracking.description import describe_environment
 from grpo_tasks.tracking.registry import lineage_of, recorded_config
-from schemas.config.load import check_config, tracking_at
+from schemas.config.load import check_recorded, tracking_at
 from schemas.config.operations import TrackingConfig
 from schemas.config.run import RunConfig
-from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ConfigError
 from schemas.results.data import DataReport
 from schemas.results.publication import Lineage, Reproduction
@@ -21,8 +20,7 @@ from schemas.results.publication import Lineage, Reproduction
 def config_of(lineage: Lineage, tracking: TrackingConfig, output_dir: Path) -> RunConfig:
     """The config that a version was made with, but with another output folder."""
     place = f"config.yaml of run {lineage.run_id}"
-    tree = parse_yaml(recorded_config(lineage, tracking), place=place)
-    recorded = check_config(tree, place=place)
+    recorded = check_recorded(recorded_config(lineage, tracking), place=place)
     resources = recorded.resources.model_copy(update={"output_dir": output_dir})
     where = recorded.tracking.model_copy(update={"tracking_uri": tracking.tracking_uri})
     return recorded.model_copy(update={"resources": resources, "tracking": where})

@@ -78,8 +78,7 @@ def train_stage(  # noqa: PLR0913 - each of them counts in the key
     )
     # The shipper reads the spec before the stage starts.
     spec.save(directory.spec)
-    shipper = work.run.follow(work.directory)
-    with StageProgress(stage, directory, ship=shipper.ship, ship_every_s=shipper.flush_interval_s) as progress:
+    with StageProgress(stage, directory, ship=work.run.follow(work.directory).ship) as progress:
         result = run_stage(spec, work.directory, tick=progress.tick)
     work.artifact(f"train-{stage.name}", progress.summary(Journal(directory.journal)))
     return result if choice is None else result.model_copy(update={"kept": choice.counts})

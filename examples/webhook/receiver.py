@@ -1,9 +1,8 @@
-"""Receives the messages about a new champion, on the standard library alone: python receiver.py [PORT].
+"""Receives MLflow's signed messages about a new champion, on the standard library alone: python receiver.py [PORT].
 
-    POST  ->  length  ->  time within five minutes  ->  signature, compared in constant time  ->  id never seen  ->  on_change()
+    POST  ->  length  ->  time within five minutes  ->  signature, compared in constant time  ->  id never seen  ->  on_champion()
 
-It takes messages of the pipeline (`webhook-id`, ...) and of MLflow's own webhooks (`X-MLflow-Delivery-Id`, ...). Both sign
-"ID.TIME.BODY". The secret comes from GRPO_WEBHOOK_SECRET. Put a server with TLS in front of it, or keep it on 127.0.0.1.
+MLflow signs "ID.TIME.BODY". The secret comes from WEBHOOK_SECRET. Put a server with TLS in front of it, or keep it on 127.0.0.1.
 """
 
 import base64
@@ -19,15 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 MAX_BYTES = 1_000_000
 TOLERANCE_S = 300
 """Largest difference between a message's time and this machine's clock."""
-HEADERS = (
-    ("webhook-id", "webhook-timestamp", "webhook-signature"),
-    ("X-MLflow-Delivery-Id", "X-MLflow-Timestamp", "X-MLflow-Signature"),
-)
+HEADERS = ("X-MLflow-Delivery-Id", "X-MLflow-Timestamp", "X-MLflow-Signature")
 
 
-def on_change(message: dict) -> None:
+def on_champion(name: str, version: str) -> None:
     """Replace this by what you want to happen: deploy the version, write to a chat, start a test."""
-    print(json.dumps(message, indent=2), flush=True)
+    print(f"version {version} of {name} is the champion", flush=True)
 
 
 class Seen:
@@ -77,8 +73,7 @@ class Receiver(BaseHTTPRequestHandler):
             self._answer(413)
             return
         body = self.rfile.read(int(length))
-        names = next((names for names in HEADERS if names[0] in self.headers), HEADERS[0])
-        message_id, sent, given = (self.headers.get(name, "") for name in names)
+        message_id, sent, given = (self.headers.get(name, "") for name in HEADERS)
         refused = why_not(self.secret, message_id, sent, given, body, time.time())
         if refused:
             self.log_message("refused: %s", refused)
@@ -86,7 +81,9 @@ class Receiver(BaseHTTPRequestHandler):
             return
         if self.seen.add(message_id, time.time()):
             try:
-                on_change(json.loads(body))
+                data = json.loads(body)["data"]
+                if data.get("alias") == "champion":
+                    on_champion(data["name"], data["version"])
             except Exception:
                 # The sender repeats it after this answer.
                 self.seen.forget(message_id)
@@ -104,9 +101,9 @@ class Receiver(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve on 127.0.0.1 until Ctrl-C."""
-    Receiver.secret = os.environ.get("GRPO_WEBHOOK_SECRET", "").strip().encode()
+    Receiver.secret = os.environ.get("WEBHOOK_SECRET", "").strip().encode()
     if not Receiver.secret:
-        sys.exit("export GRPO_WEBHOOK_SECRET first: the same value as where the runs are started")
+        sys.exit("export WEBHOOK_SECRET first: the one that the webhook is registered with")
     port = int(sys.argv[1]) if len(sys.argv) > 1 else 8099
     server = ThreadingHTTPServer(("127.0.0.1", port), Receiver)
     print(f"waiting on http://127.0.0.1:{server.server_port}", flush=True)

@@ -8,7 +8,7 @@ import typer
 
 from flows.cli.environment import prepare_environment, prepare_flow
 from flows.cli.errors import report_errors
-from flows.cli.notify import resume_suspended, tell_prefect, tell_webhook
+from flows.cli.notify import resume_suspended, tell_prefect
 from flows.cli.options import MODEL_HELP, Registered, TrackingUri
 from flows.cli.show import out
 from schemas.config.load import tracking_at
@@ -28,7 +28,6 @@ def rollback(
         left, now = roll_back(name, to=to, reason=reason, tracking=tracking_at(tracking_uri))
         tell_prefect("grpo.champion.changed", f"grpo.model.{name}", f"rolled back from version {left} to version {now}")
         out.print(f"{name}: version {now} is the champion now, version {left} is `previous`")
-        tell_webhook(name, now, left, "rolled back", tracking_at(tracking_uri))
 
 
 def promote(
@@ -41,7 +40,7 @@ def promote(
     """Decide about a version that passed its tests and waits for approval (promotion.approval: manual)."""
     with report_errors():
         prepare_environment()
-        from grpo_tasks.tracking.registry import approval_of, decide_pending, find_version
+        from grpo_tasks.tracking.registry import decide_pending, find_version
         from schemas.results.publication import Approval
 
         tracking = tracking_at(tracking_uri)
@@ -53,9 +52,7 @@ def promote(
         out.print(said, soft_wrap=True, highlight=False)
         tell_prefect("grpo.approval.decided", f"grpo.model.{name}.{number}", said)
         if not reject:
-            approved = approval_of(find_version(f"{name}/{number}", tracking))
             tell_prefect("grpo.champion.changed", f"grpo.model.{name}", said)
-            tell_webhook(name, number, approved.champion if approved else "", "approved", tracking)
         resume_suspended(found.run_id or "", number, decided, tracking)
 
 

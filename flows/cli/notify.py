@@ -1,6 +1,6 @@
-"""Who hears of a command that changes the registry: automations and the suspended run in Prefect, and the webhook.
+"""Who hears of a command that changes the registry: automations and the suspended run in Prefect.
 
-The registry has changed before these messages are sent. A server or a receiver that is away is a line of output, not an error.
+The registry has changed before these messages are sent. A server that is away is a line of output, not an error.
 """
 
 import os
@@ -14,7 +14,6 @@ from flows.cli.show import out
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
-    from grpo_tasks.operating.webhook.champion import How
     from schemas.config.operations import TrackingConfig
     from schemas.results.publication import Approval
 
@@ -93,12 +92,3 @@ def _of_stack() -> str | None:
         if PREFECT in stack.running():
             return stack.addresses().environment[_ADDRESS]
     return None
-
-
-def tell_webhook(name: str, version: str, before: str, how: "How", tracking: "TrackingConfig") -> None:
-    """Tell the receiver of the version's recorded config, if it has one, about the new champion."""
-    from grpo_tasks.operating.webhook.champion import tell_champion_changed
-
-    problem = tell_champion_changed(name, version, before, how, tracking)
-    if problem:
-        out.print(problem, soft_wrap=True, highlight=False)

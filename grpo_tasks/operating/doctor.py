@@ -1,7 +1,7 @@
 """The chain that a run needs, with a real request each: packages, device, servers, workers, disk.
 
 Leaves nothing behind: a small file is written to the store of artifacts, read and deleted. What only a config names (rollout
-servers, judges, a webhook) is not asked.
+servers, judges) is not asked.
 """
 
 import base64

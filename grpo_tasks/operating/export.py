@@ -19,10 +19,9 @@ from grpo_tasks.policy.merge_proof import PROOF_PROMPTS
 from grpo_tasks.tracking.models import download_adapter, fetch_version
 from grpo_tasks.tracking.past_runs import fetch_held_out
 from grpo_tasks.tracking.registry import find_version, lineage_of, recorded_config
-from schemas.config.load import check_config
+from schemas.config.load import check_recorded
 from schemas.config.model import ModelConfig
 from schemas.config.operations import TrackingConfig
-from schemas.config.yaml_text import parse_yaml
 from schemas.errors import ModelError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef, percent
@@ -99,7 +98,7 @@ def chain_of(reference: str, tracking: TrackingConfig) -> list[Link]:
     while reference:
         lineage = lineage_of(reference, tracking)
         place = f"config.yaml of run {lineage.run_id}"
-        link = Link(lineage, check_config(parse_yaml(recorded_config(lineage, tracking), place=place), place=place).model)
+        link = Link(lineage, check_recorded(recorded_config(lineage, tracking), place=place).model)
         _refuse_unsuitable(link)
         links.insert(0, link)
         reference = _parent(link.model.path, tracking)

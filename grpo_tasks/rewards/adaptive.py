@@ -1,12 +1,18 @@
 """Adaptive weights: a function that rarely succeeds gets more weight, one that nearly always succeeds gets less.
 
 The success rate is the share of completions with the full score, averaged over `every_steps` updates. Updates in which the
-function failed or applied to no completion are left out. The scale stays within [min_scale, max_scale].
+function failed or applied to no completion are left out. The scale stays within
+[MIN_SCALE, MAX_SCALE].
 """
 
 from typing import TypedDict
 
 from schemas.config.rewards import AdaptiveWeightConfig
+
+SHRINK = 0.9
+"""Factor applied when the success rate is high."""
+MIN_SCALE, MAX_SCALE = 0.25, 4.0
+"""Smallest and largest weight, as a multiple of the configured one."""
 
 
 class AdaptiveState(TypedDict):
@@ -49,5 +55,5 @@ class AdaptiveWeight:
         self.scale, self.steps, self.shares = state["scale"], state["steps"], list(state["shares"])
 
     def _adjusted(self, rate: float) -> float:
-        factor = self.config.grow if rate < self.config.low else self.config.shrink if rate > self.config.high else 1.0
-        return min(self.config.max_scale, max(self.config.min_scale, self.scale * factor))
+        factor = self.config.grow if rate < self.config.low else SHRINK if rate > self.config.high else 1.0
+        return min(MAX_SCALE, max(MIN_SCALE, self.scale * factor))

@@ -10,7 +10,6 @@ from uuid import UUID
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import show_markdown
-from schemas.results.publication import DECISIONS_VIEW
 from schemas.secret import hide
 
 PUBLIC = "GRPO_MLFLOW_URL"
@@ -33,10 +32,9 @@ class MlflowPages:
         return f"{self.base}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     @property
-    def decisions(self) -> str:
-        """All runs of the experiment, with what came out of each."""
-        view = f"workflowType=machine_learning&viewStateShareKey={DECISIONS_VIEW}"
-        return f"{self.base}/#/experiments/{self.experiment_id}/runs?{view}"
+    def runs(self) -> str:
+        """All runs of the experiment."""
+        return f"{self.base}/#/experiments/{self.experiment_id}/runs?workflowType=machine_learning"
 
     def artifact(self, path: str) -> str:
         """The page that shows a file of the run."""
@@ -68,7 +66,7 @@ def show_links(
         return
     rows = [
         ["MLflow run", f"[metrics, parameters, files]({pages.run})"],
-        ["all runs", f"[what came out of each]({pages.decisions})"],
+        ["all runs", f"[compare the runs of the experiment]({pages.runs})"],
     ]
     if report:
         rows.append(["report", f"[report.html]({pages.artifact('report/report.html')})"])

@@ -44,7 +44,7 @@ class StageProgress:
         ship_every_s: seconds between two calls of `ship`; it is also called at the end.
     """
 
-    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float) -> None:
+    def __init__(self, stage: StageConfig, directory: StageDir, *, ship: Callable[[], object], ship_every_s: float = 5.0) -> None:
         self._stage, self._directory, self._ship, self._ship_every_s = stage, directory, ship, ship_every_s
         self._log = run_logger()
         self._journal, self._events = JsonLinesTail(directory.journal, JOURNAL_KEYS), JsonLinesTail(directory.events, EVENT_KEYS)

@@ -62,8 +62,6 @@ class JournalShipper:
     stage_dir: Path
     open_child: Callable[[], RunHandle]
     """Finds or creates the child run. Called when there is something to send, so that a dead server stops no training."""
-    flush_interval_s: float = 5.0
-    """Seconds between two calls of `ship` by the step that follows the stage."""
     check: Callable[[], None] = lambda: None
     """Raises `TrackingError` when the parent run was deleted; its children may live on."""
     machine: Machine = field(default_factory=Machine)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import mlflow
 import polars as pl
-import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
@@ -17,8 +16,8 @@ from grpo_tasks.tracking.description import flatten
 from grpo_tasks.tracking.overview import parent_runs
 from grpo_tasks.tracking.registry import find_version
 from grpo_tasks.tracking.store import Store, open_store
+from schemas.config.load import check_recorded
 from schemas.config.operations import TrackingConfig
-from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from schemas.metrics import CURVES, NUM_TOKENS
 
@@ -69,12 +68,11 @@ def load_past_run(reference: str, tracking: TrackingConfig) -> PastRun:
         config = _artifact(store, run, "config.yaml", Path(folder))
         if samples is None or config is None:
             raise ModelError(f"run {run.info.run_id} has no evaluated model", fix="name a finished run of the pipeline")
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
         children = _children(store, run)
         return PastRun(
             run_id=run.info.run_id,
             name=run.info.run_name or run.info.run_id[:8],
-            settings=flatten(RunConfig.model_validate(tree)),
+            settings=flatten(check_recorded(config.read_text(encoding="utf-8"), place=f"config.yaml of run {run.info.run_id}")),
             figures=dict(run.data.metrics),
             curves={child.data.tags["grpo.stage"]: _curves(store, child) for child in children},
             samples=pl.read_parquet(samples),

@@ -9,7 +9,6 @@ this module does not do: run steps, or know who orchestrates them.
 """
 
 import hashlib
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,7 +33,6 @@ from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
 from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
-from grpo_tasks.tracking.shown.view import view_tags
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig
 from schemas.errors import EndedByOthers, PrunedError, TrackingError
@@ -201,9 +199,8 @@ class TrackedRun:
     def follow(self, stage_dir: Path) -> JournalShipper:
         """The journal shipper of a stage that is being trained; `stage_dir` holds its spec.json."""
         spec = StageSpec.load(StageDir(stage_dir).spec)
-        every_s = self.config.tracking.flush_interval_s
         child, check = partial(self.child, spec.stage.name, spec.key), partial(self._require_active, self.store.client)
-        return JournalShipper(self.store, stage_dir, child, flush_interval_s=every_s, check=check)
+        return JournalShipper(self.store, stage_dir, child, check=check)
 
     def child(self, stage: str, key: str) -> RunHandle:
         """The child run of a stage, found by its tags or created, with the stage's settings as parameters."""
@@ -338,7 +335,7 @@ def _experiment(store: Store, name: str) -> str:
     def work() -> str:
         found = store.client.get_experiment_by_name(name)
         if found is None:
-            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS | view_tags(round(time.time() * 1000)))
+            return store.client.create_experiment(name, tags=EXPERIMENT_TAGS)
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"the experiment {name} was deleted in MLflow",

@@ -18,6 +18,7 @@ from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import MAX_LINES, ConfigError, shorten
+from schemas.hints.gone import why_gone, without_gone
 from schemas.hints.search import hint_for, hint_for_value
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
@@ -176,6 +177,15 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
         raise ConfigError("\n".join(_fault_lines(error)), place=place) from error
 
 
+def check_recorded(text: str, *, place: str) -> RunConfig:
+    """The config that a run recorded, now or with an earlier version of GRPO.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+    return check_config(without_gone(parse_yaml(text, place=place)), place=place)
+
+
 def form_faults(values: dict[str, Any]) -> list[str]:
     """What is wrong with the values of a form, a line for each field; none for valid ones."""
     try:
@@ -293,7 +303,7 @@ def _fault_line(fault: dict[str, Any]) -> str:
     location = [part for part in fault["loc"] if part != "literal['all-linear']"]
     place = ".".join(str(part) for part in location) or "configuration"
     if fault["type"] == "extra_forbidden":
-        return f"{place}: unknown key; {hint_for(location)}"
+        return f"{place}: unknown key; {why_gone(location) or hint_for(location)}"
     message = _MESSAGES.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
     given = fault.get("input")
     shown = f" (given: {shorten(repr(given), _SHOWN)})" if isinstance(given, str | int | float | bool) or given is None else ""

@@ -6,25 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from schemas.config.section import Section
-from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl, Url
+from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl
 from schemas.secret import has_password
-
-
-class WebhookConfig(Section):
-    """Signed message to a receiver of yours when the champion changes. Without a url, nothing is ever sent."""
-
-    url: Annotated[Url, StringConstraints(pattern=r"^https?://")] | None = None
-    """Address of the receiver, such as https://HOST/PATH. It must not contain a password, because the config is recorded."""
-    secret_variable: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] = "GRPO_WEBHOOK_SECRET"  # noqa: S105 - a name
-    """Environment variable with the secret that signs the message. The secret itself stands in no config."""
-    limit_s: float = Field(30.0, gt=0.0, le=3_600.0)
-    """Longest time in seconds that sending is repeated. After that the run continues with a warning."""
-
-    @model_validator(mode="after")
-    def _check_password(self) -> Self:
-        if has_password(self.url or ""):
-            raise ValueError("url contains a password, and a config is recorded; fix: leave it out, the message is signed")
-        return self
 
 
 class TrackingConfig(Section):
@@ -38,12 +21,8 @@ class TrackingConfig(Section):
     """Experiment name. Empty: the name of the run."""
     registered_model: MlflowName | None = None
     """Name in the model registry. Empty: the name of the run."""
-    flush_interval_s: float = Field(5.0, gt=0.0, le=LONGEST_S)
-    """Seconds between two uploads of the training journal to MLflow. The rest is uploaded when the stage ends."""
     patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for an MLflow server that stops answering during a run. Training never waits for it."""
-    webhook: WebhookConfig = Field(default_factory=WebhookConfig)
-    """Message to a receiver of yours when the champion changes."""
 
     @model_validator(mode="after")
     def _check_password(self) -> Self:

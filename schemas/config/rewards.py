@@ -9,6 +9,9 @@ from schemas.config.learning.judge import JudgeConfig
 from schemas.config.section import Section
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
 
+JUDGE_LIMIT_S = 7_200.0
+"""Time limit of a judge for a whole batch, waits for its endpoint included."""
+
 BUILTIN_REWARDS: dict[str, float] = {
     "format": 1.0,
     "incremental_format": 1.0,
@@ -35,12 +38,6 @@ class AdaptiveWeightConfig(Section):
     """Above this success rate the weight shrinks."""
     grow: float = Field(1.2, ge=1.0)
     """Factor applied when the success rate is low."""
-    shrink: float = Field(0.9, gt=0.0, le=1.0)
-    """Factor applied when the success rate is high."""
-    min_scale: float = Field(0.25, gt=0.0, le=1.0)
-    """Smallest weight, as a multiple of the configured one."""
-    max_scale: float = Field(4.0, ge=1.0)
-    """Largest weight, as a multiple of the configured one."""
     every_steps: int = Field(10, ge=1, le=MOST_UPDATES)
     """Updates between two adjustments. The success rate is measured over these updates."""
 
@@ -101,7 +98,7 @@ class RewardConfig(Section):
     @property
     def call_limit_s(self) -> float:
         """Time limit in seconds of one call; a judge waits for its endpoint and has a limit of its own."""
-        return self.time_limit_s if self.judge is None else self.judge.max_call_s
+        return self.time_limit_s if self.judge is None else JUDGE_LIMIT_S
 
 
 class RewardsConfig(Section):

@@ -13,9 +13,6 @@ from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regre
 from schemas.results.lab import LabReport
 from schemas.results.model import MergeProof, StageResult
 
-DECISIONS_VIEW = "grpo-decisions"
-"""Key of the view of MLflow's runs that shows what came out of each."""
-
 
 class Lineage(Result):
     """Origin of a registered model version."""

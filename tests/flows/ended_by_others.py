@@ -137,9 +137,7 @@ def prepared(root: Path, api: str) -> Iterator[Place]:
     server = started_mlflow(root, port)
     place.between = Holding(f"http://127.0.0.1:{port}")
     try:
-        place.write(
-            "small.yaml", yaml.safe_dump(SMALL | {"tracking": {"tracking_uri": place.between.own, "flush_interval_s": 1.0}})
-        )
+        place.write("small.yaml", yaml.safe_dump(SMALL | {"tracking": {"tracking_uri": place.between.own}}))
         place.grpo("run", "small.yaml")
         yield place
     finally:

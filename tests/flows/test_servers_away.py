@@ -128,7 +128,7 @@ def test_mlflow_disappears_during_a_run(tmp_path, prefect_api):
     [port] = free_ports(1)
     process, place = started_mlflow(tmp_path, port), Place(tmp_path, prefect_api)
     between = Between(f"http://127.0.0.1:{port}")
-    place.write("small.yaml", yaml.safe_dump(LONG | {"tracking": {"tracking_uri": between.own, "flush_interval_s": 1.0}}))
+    place.write("small.yaml", yaml.safe_dump(LONG | {"tracking": {"tracking_uri": between.own}}))
     try:
         run = place.start("run", "small.yaml")
         wait_for_step("runs/small/train_stage/format-*/metrics.jsonl", tmp_path, 10, run)

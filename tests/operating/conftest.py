@@ -13,7 +13,6 @@ from tests.flows.place import SMALL, Place, ask
 from tests.operating.chromium import browser, page
 from tests.ports import free_ports
 from tests.postgres import cluster, programs
-from tests.tracking.webhook.receiver import SECRET
 
 __all__ = ["browser", "page"]
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -33,8 +32,7 @@ class Operated(Place):
     def environment(self):
         # Prefect checks its schedules once a minute, which is too slow for tests.
         quick = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "3"}
-        secret = {"GRPO_WEBHOOK_SECRET": SECRET}
-        return super().environment | quick | secret | ({"GRPO_POSTGRES": self.postgres} if self.postgres else {})
+        return super().environment | quick | ({"GRPO_POSTGRES": self.postgres} if self.postgres else {})
 
     @property
     def client(self):

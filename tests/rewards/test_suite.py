@@ -137,13 +137,13 @@ def test_the_moved_weight_is_the_one_that_counts(make_batch):
 
 
 def test_weights_stay_within_their_bounds():
-    weight = AdaptiveWeight(AdaptiveWeightConfig(every_steps=1, min_scale=0.5, max_scale=2.0))
+    weight = AdaptiveWeight(AdaptiveWeightConfig(every_steps=1))
     for _ in range(50):
         weight.observe(0.0)
-    assert weight.scale == 2.0
+    assert weight.scale == 4.0
     for _ in range(50):
         weight.observe(1.0)
-    assert weight.scale == 0.5
+    assert weight.scale == 0.25
 
 
 def test_updates_without_knowledge_move_nothing():

@@ -23,7 +23,6 @@ THROUGH = {
     ("DemonstrationsConfig", "module_dir"): ("DemonstrationsConfig", "module_dirs"),
     ("InteractionConfig", "module_dir"): ("InteractionConfig", "module_dirs"),
     ("RewardConfig", "weight"): ("RewardsConfig", "resolve"),
-    ("JudgeConfig", "max_call_s"): ("RewardConfig", "call_limit_s"),
     ("StageConfig", "gradient_accumulation_steps"): ("StageConfig", "completions_per_update"),
     ("StageConfig", "num_iterations"): ("StageConfig", "updates_per_rollout"),
     ("StageConfig", "steps_per_generation"): ("StageConfig", "updates_per_rollout"),

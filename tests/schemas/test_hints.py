@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from schemas.config.load import check_config
+from schemas.config.load import check_config, check_recorded
 from schemas.errors import ConfigError
 from schemas.hints.foreign_names import NOTHING, OURS
+from schemas.hints.gone import GONE
 from schemas.hints.search import all_fields, hint_for, places_of
 
 TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [{"name": "only", "rewards": ["format"]}]}
@@ -98,3 +99,20 @@ def test_a_value_of_trls_is_refused_with_ours(stage, says):
     with pytest.raises(ConfigError) as caught:
         check_config(tree)
     assert says in caught.value.message
+
+
+def test_a_setting_that_is_gone_says_what_to_do_and_a_recorded_config_with_it_is_still_read():
+    adaptive = {"every_steps": 5, "shrink": 0.8, "min_scale": 0.5, "max_scale": 2.0}
+    judge = {"base_urls": ["http://127.0.0.1:1"], "model": "m", "rubric": [{"name": "r", "description": "d"}], "max_call_s": 60.0}
+    functions = {"format": {"adaptive": adaptive}, "judge": {"judge": judge}}
+    tracking = {"webhook": {"url": "https://host/hook", "limit_s": 3.0}, "flush_interval_s": 1.0, "patience_s": 7.0}
+    old = TREE | {"tracking": tracking, "rewards": {"functions": functions}}
+    with pytest.raises(ConfigError) as refused:
+        check_config(old)
+    assert str(refused.value).count("it is no setting any more: ") == len(GONE)
+    assert "examples/webhook" in str(refused.value)
+    read = check_recorded(yaml.safe_dump(old), place="config.yaml")
+    assert read.tracking.patience_s == 7.0
+    assert read.rewards.functions["format"].adaptive.every_steps == 5
+    with pytest.raises(ConfigError, match="unknown key"):
+        check_recorded(yaml.safe_dump(old | {"never": 1}), place="config.yaml")

@@ -299,7 +299,6 @@ def test_errors_hold_no_secret(monkeypatch):
         ("tracking.tracking_uri=http://me:80/planted@host", "MLFLOW_TRACKING_URI"),
         ("tracking.tracking_uri=http://host:5000/?password=planted", "MLFLOW_TRACKING_URI"),
         ("data.train.0.path=https://planted@host/x.jsonl", "data.train.0.path"),
-        ("tracking.webhook.url=https://hooks.slack.com/services/planted/planted", "tracking.webhook.url"),
         ("rewards.functions.own={function: 'a:b', params: {dsn: 'host=db password=planted'}}", "functions.own.params.dsn"),
         ("data.train.0.path=https://host/x.jsonl?api_key=planted", "data.train.0.path"),
         ("model.path=https://me:pla/nted@host/x", "model.path"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from cryptography.fernet import Fernet
 from mlflow import MlflowClient
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,6 +56,9 @@ def server(empty_database, tmp_path_factory):
     command = [sys.executable, "-m", *mlflow_command(port)]
     command += ["--backend-store-uri", f"sqlite:///{home / 'server.db'}", "--artifacts-destination", str(home / "artifacts")]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    # For webhooks to this machine, each heard of at once.
+    environment |= {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
+    environment |= {"MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": Fernet.generate_key().decode(), "MLFLOW_WEBHOOK_CACHE_TTL": "0"}
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:

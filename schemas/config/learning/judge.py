@@ -55,7 +55,6 @@ class JudgeConfig(Section):
             "max_concurrency",
             "request_timeout_s",
             "max_outage_s",
-            "max_call_s",
             "max_malformed",
             "max_completion_chars",
             "max_cost",
@@ -109,8 +108,6 @@ class JudgeConfig(Section):
     """How long the run waits when no address answers, in seconds. Then the stage stops; the same command resumes it. It writes a
     checkpoint first, except with several ranks, with rollout.max_staleness above 0 and in a held-out evaluation: then it resumes
     from the last one."""
-    max_call_s: float = Field(7_200.0, gt=0.0, le=LONGEST_S)
-    """Time limit in seconds for judging a whole batch, waits included. It replaces time_limit_s."""
     max_malformed: int = Field(2, ge=0, le=100)
     """How often a question is asked again when the verdict is malformed. A completion without any sound verdict scores 0."""
     max_completion_chars: int = Field(20_000, ge=100, le=MOST_CHARS)

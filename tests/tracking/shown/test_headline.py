@@ -1,9 +1,6 @@
 """What the list of runs shows: names, a description with the decision, and figures under short names."""
 
-import base64
 import getpass
-import json
-import zlib
 from datetime import datetime
 
 import pytest
@@ -14,7 +11,6 @@ from grpo_tasks.tracking.handle import MARKER, RunHandle
 from grpo_tasks.tracking.past_runs import _is_named
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.shown.headline import NOTE, run_title
-from grpo_tasks.tracking.shown.view import TAG
 from schemas.results.publication import Publication
 
 
@@ -104,20 +100,6 @@ def test_the_description_leads_back_to_prefect_before_and_after_the_decision(con
     note = client.get_run(run.run_id).data.tags[NOTE]
     assert note.startswith("**Promoted**")
     assert f"[Flow run in Prefect]({page})" in note
-
-
-def test_a_new_experiment_has_a_view_with_the_decisions_and_a_view_that_was_deleted_stays_so(config, client):
-    with open_run(config, key="k") as run:
-        pass
-    experiment = client.get_experiment(client.get_run(run.run_id).info.experiment_id)
-    view = json.loads(experiment.tags[TAG])
-    state = json.loads(zlib.decompress(base64.b64decode(view["state"].removeprefix("deflate;"))))
-    assert view["name"] == "Decisions"
-    assert {"tags.`grpo.decision`", "tags.`promoted`", "metrics.`accuracy`"} <= set(state["selectedColumns"])
-    client.delete_experiment_tag(experiment.experiment_id, TAG)
-    with open_run(config, key="other"):
-        pass
-    assert TAG not in client.get_experiment(experiment.experiment_id).tags
 
 
 def test_a_list_of_runs_shows_user_source_model_data_and_figures_without_a_click(
