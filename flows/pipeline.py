@@ -21,11 +21,11 @@ from flows.steps import (
     validated_data,
 )
 from flows.temporary_server import locked_flow
-from grpo_tasks.publish_model import publish_model
+from grpo_tasks.steps.publish_model import publish_model
+from grpo_tasks.steps.write_report import write_report
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.tracking.served.libraries import prepare_publishing
-from grpo_tasks.write_report import write_report
 from schemas.config.run import RunConfig
 from schemas.results.publication import PipelineResult, PublishedFacts, Trained
 

@@ -10,7 +10,7 @@ from flows.pipeline import run_pipeline
 from flows.preflight import check_working_directory
 from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, merged_model, rivals_of, validated_data
 from flows.temporary_server import locked_flow
-from grpo_tasks.publish_model import publish_model
+from grpo_tasks.steps.publish_model import publish_model
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.results.data import DataReport

@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 
 from flows.flow_run import FlowRun
-from grpo_tasks.check_guard import check_guard
 from grpo_tasks.data.table import read_table
-from grpo_tasks.evaluate_model import evaluate_model
 from grpo_tasks.evaluation.guards import check_guard_pattern, compare_guard, guard_data, guard_scoring
 from grpo_tasks.evaluation.paired import deciding_metric
 from grpo_tasks.evaluation.regressions import require_endings
-from grpo_tasks.measure_difficulty import measure_difficulty
-from grpo_tasks.merge_adapter import merge_adapter
-from grpo_tasks.prepare_data import prepare_data
-from grpo_tasks.probe_rewards import probe_rewards
 from grpo_tasks.stage.gate import require_pass_at_group
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
+from grpo_tasks.steps.check_guard import check_guard
+from grpo_tasks.steps.evaluate_model import evaluate_model
+from grpo_tasks.steps.measure_difficulty import measure_difficulty
+from grpo_tasks.steps.merge_adapter import merge_adapter
+from grpo_tasks.steps.prepare_data import prepare_data
+from grpo_tasks.steps.probe_rewards import probe_rewards
+from grpo_tasks.steps.train_stage import train_stage
+from grpo_tasks.steps.validate_data import validate_data
 from grpo_tasks.tracking.models import Champion, current_champion, fetch_champion
-from grpo_tasks.train_stage import train_stage
-from grpo_tasks.validate_data import validate_data
 from schemas.config.evaluation import GUARD, EvaluationConfig, PromotionGuard
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig

@@ -1,1 +1,1 @@
-"""The GRPO pipeline: one file is a step, one folder is a room of the library behind the steps."""
+"""The GRPO pipeline: one file of steps/ is a step, the other folders are the rooms of the library behind the steps."""

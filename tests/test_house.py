@@ -15,7 +15,7 @@ from grpo_tasks.running.key import source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "grpo_tasks", "schemas")
-STEPS = sorted(path.stem for path in (ROOT / "grpo_tasks").glob("*.py") if path.stem != "__init__")
+STEPS = sorted(path.stem for path in (ROOT / "grpo_tasks" / "steps").glob("*.py") if path.stem != "__init__")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def graph():
 
 
 def declared_rooms(step):
-    tree = ast.parse((ROOT / "grpo_tasks" / f"{step}.py").read_text())
+    tree = ast.parse((ROOT / "grpo_tasks" / "steps" / f"{step}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "step":
             return {element.value for keyword in node.keywords if keyword.arg == "rooms" for element in keyword.value.elts}
@@ -37,7 +37,7 @@ def rooms_behind(graph, module):
     return {room for room in rooms if (ROOT / "grpo_tasks" / room).is_dir()}
 
 
-def test_the_steps_are_the_files_of_grpo_tasks():
+def test_the_steps_are_the_files_of_their_folder():
     assert STEPS == [
         "check_guard", "evaluate_model", "measure_difficulty", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
         "train_stage", "validate_data", "write_report",
@@ -47,7 +47,7 @@ def test_the_steps_are_the_files_of_grpo_tasks():
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_declares_every_room_its_code_reaches(graph, step):
     declared = declared_rooms(step)
-    behind = rooms_behind(graph, f"grpo_tasks.{step}")
+    behind = rooms_behind(graph, f"grpo_tasks.steps.{step}")
     for room in declared:
         behind |= rooms_behind(graph, f"grpo_tasks.{room}")
     # How a step is run, shown, verified and recorded does not change what it makes; the stage directory's names come along.

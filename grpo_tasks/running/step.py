@@ -120,9 +120,10 @@ def step(
         def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
             inputs = _bound(body, args, kwargs)
             require_unchanged(inputs)
+            code = (*rooms, f"steps/{name}")
             # What a device computes depends on the way in which it does.
             ways = run.resources.ways if device else {}
-            key_now = functools.partial(content_key, name, (*rooms, name), {**inputs, "ways": ways} if ways else inputs)
+            key_now = functools.partial(content_key, name, code, {**inputs, "ways": ways} if ways else inputs)
             key = key_now()
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)

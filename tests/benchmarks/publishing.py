@@ -13,7 +13,7 @@ from pathlib import Path
 from flows.cli.environment import prepare_environment
 from flows.flow_run import open_flow_run
 from flows.steps import base_model, evaluation_of, merged_model, validated_data
-from grpo_tasks.publish_model import publish_model
+from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from schemas.config.load import load_config
 

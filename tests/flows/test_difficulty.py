@@ -10,7 +10,7 @@ from flows import one_step
 from flows.cli.show import describe_difficulty, show_plan
 from flows.steps import MEASURING_SEED, _sampled_model
 from grpo_tasks.data.table import read_prompts
-from grpo_tasks.measure_difficulty import measure_difficulty
+from grpo_tasks.steps.measure_difficulty import measure_difficulty
 from schemas.config.load import load_config
 from schemas.config.operations import ResourcesConfig
 from schemas.config.run import RunConfig
@@ -135,7 +135,7 @@ def test_what_a_pass_rate_depends_on_is_part_of_the_key(change):
 
 def test_pass_rates_of_a_column_are_taken_without_sampling(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("grpo_tasks.running.orchestrator.sys", type("sys", (), {"modules": {}}))
-    monkeypatch.setattr("grpo_tasks.measure_difficulty.run_sampling", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr("grpo_tasks.steps.measure_difficulty.run_sampling", lambda *_: pytest.fail("sampled"))
     config = config_of()
     config = config.model_copy(update={"difficulty": config.difficulty.model_copy(update={"pass_rate_column": "rate"})})
     report = measured(Recorder(tmp_path / "runs"), rows, config)

@@ -10,8 +10,8 @@ from flows.model_names import DATE, with_fixed_date, with_local_model
 from grpo_tasks.content.chat import asks_for_date
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
-from grpo_tasks.probe_rewards import _date
 from grpo_tasks.running.key import content_key
+from grpo_tasks.steps.probe_rewards import _date
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
