@@ -140,7 +140,7 @@ def test_a_pod_that_keeps_its_runs_on_a_volume_finds_vllm_where_a_run_looks_for_
     for name, pod in pods():
         [main] = pod["spec"]["containers"]
         mounts = [mount["mountPath"] for mount in main.get("volumeMounts", [])]
-        if main["image"] != "grpo-pipeline-gpu:0.2.0" or "/runs" not in mounts or main["name"] == "ray-head":
+        if main["image"] != "grpo-pipeline-gpu:0.3.0" or "/runs" not in mounts or main["name"] == "ray-head":
             continue
         checked += 1
         [link] = pod["spec"]["initContainers"]

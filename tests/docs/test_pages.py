@@ -68,10 +68,10 @@ def test_the_readme_is_for_ten_minutes():
     assert "passes the tests" in test
 
 
-def test_the_readme_leads_to_every_page():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readme_leads_to_the_index_and_the_index_to_every_page():
+    assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     pages = {path.name for path in DOCS.glob("*.md")} - {"index.md"}
-    assert pages <= {Path(link).name for link in LINK.findall(text)}
+    assert pages <= {Path(link).name for link in LINK.findall((DOCS / "index.md").read_text(encoding="utf-8"))}
 
 
 def test_the_architecture_page_names_every_room():
