@@ -1,6 +1,6 @@
 """A day in the two web pages, in Chromium: from the form of a preset over an approval to a rolled back champion.
 
-Each stop leaves a picture in the folder GRPO_SCREENSHOTS; those of docs/journey.md come from there.
+Each stop leaves a picture in the folder GRPO_SCREENSHOTS; those of docs/operate.md come from there.
 """
 
 import re
