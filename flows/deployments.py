@@ -95,7 +95,7 @@ def deployments() -> list[Deployment]:
     return [
         Deployment(
             "preset",
-            "flows.single.preset_flow",
+            "flows.pipeline.preset_flow",
             "Recommended. The whole pipeline from a preset or a YAML file, with a few settings changed: a form of three fields.",
             {"source": "demo", "overrides": [], "fresh": False},
         ),
@@ -152,7 +152,7 @@ def _single_steps() -> list[Deployment]:
         Deployment("merge", "flows.single.merge_flow", "Merge an adapter into the base model and prove the merge.", demo),
         Deployment(
             "publish",
-            "flows.single.publish_flow",
+            "flows.publish.publish_flow",
             "Merge an adapter, compare it with base and champion, register it, decide.",
             demo,
         ),

@@ -29,8 +29,10 @@ from schemas.results.publication import Publication
 from schemas.results.sweep import Pruning, VariantSpec
 from schemas.secret import hide
 
-ROOMS = ("data", "answers", "rewards", "attention", "policy", "planning", "rollout", "replicas", "stage", "grpo", "evaluation")
-"""Rooms whose code decides what a trained model is."""
+STEPS = tuple(
+    f"grpo_tasks.steps.{name}" for name in ("prepare_data", "validate_data", "train_stage", "merge_adapter", "evaluate_model")
+)
+"""Steps whose code decides what a trained model is."""
 FAILURE_FILES = ("report.md", "quarantine.parquet", "probes.parquet", "events.jsonl", "log.txt")
 """Files of a failed step that are sent to MLflow."""
 CHAMPION_CHANGED = "grpo.champion.changed"
@@ -64,8 +66,8 @@ class FlowRun:
         """Hashes of what the model was made from."""
         hashes = {
             "grpo.config_sha256": content_key("config", (), _sections(self.inputs)),
-            "grpo.code_sha256": content_key("code", ROOMS, {}),
-            "grpo.reward_sha256": content_key("rewards", ("rewards", "answers"), {"rewards": self.config.rewards}),
+            "grpo.code_sha256": content_key("code", STEPS, {}),
+            "grpo.reward_sha256": content_key("rewards", ("grpo_tasks.rewards.suite",), {"rewards": self.config.rewards}),
         }
         return hashes | self.tracked.origin
 
@@ -167,7 +169,7 @@ def open_flow_run(
     check_tracking(config)
     with _report_disk_full(config.resources.output_dir):
         inputs = frozen_inputs(config, folder=copies)
-    key = key or content_key(flow, ROOMS, _sections(inputs))
+    key = key or content_key(flow, STEPS, _sections(inputs))
     name = config.name if flow == "pipeline" else f"{flow} {config.name}"
     if variant is not None:
         name = variant.label
@@ -236,14 +238,14 @@ def _report_disk_full(folder: Path) -> Iterator[None]:
 
 
 def pipeline_key(inputs: Inputs, start_from: str) -> str:
-    """Hash of everything a trained model depends on: settings, contents of data, models and modules, code of the rooms."""
-    return content_key(f"retrain from {start_from}", ROOMS, _sections(inputs))
+    """Hash of everything a trained model depends on: settings, contents of data, models and modules, code of the steps."""
+    return content_key(f"retrain from {start_from}", STEPS, _sections(inputs))
 
 
 def inputs_key(inputs: Inputs) -> str:
-    """Hash of everything but the stages and the seed that a run depends on: settings, contents of files, code of the rooms."""
+    """Hash of everything but the stages and the seed that a run depends on: settings, contents of files, code of the steps."""
     kept = {name: section for name, section in _sections(inputs).items() if name not in ("stages", "seed")}
-    return content_key("inputs", ROOMS, kept)
+    return content_key("inputs", STEPS, kept)
 
 
 def _sections(inputs: Inputs) -> dict[str, object]:

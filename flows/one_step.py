@@ -1,6 +1,6 @@
 """One step of the pipeline, with the steps that it needs, as plain functions: `grpo validate` without a server calls these.
 
-single.py makes flows of them, which need Prefect. Here nothing imports it, so that a command answers at once.
+single.py makes flows of them, whose forms show these docstrings. Here nothing imports Prefect, so that a command answers at once.
 """
 
 from pathlib import Path
@@ -28,7 +28,12 @@ from schemas.results.model import MergeProof, StageResult
 
 
 def validate(config: RunConfig, fresh: bool = False) -> DataReport:
-    """Read the data and check every row."""
+    """Read the data and check every row.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     config = with_local_model(config)
     with open_flow_run(config, flow="validate", fresh=fresh) as run:
         data = validated_data(run)
@@ -37,14 +42,24 @@ def validate(config: RunConfig, fresh: bool = False) -> DataReport:
 
 
 def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
-    """Test every reward of every stage."""
+    """Test every reward of every stage.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     config = with_local_model(config)
     with open_flow_run(config, flow="rewards", fresh=fresh) as run:
         return probed_rewards(run, validated_data(run))
 
 
 def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
-    """Measure how often the base model solves each training prompt, by the rewards of each stage."""
+    """Measure how often the base model solves each training prompt, by the rewards of each stage.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     given = config.difficulty
     if given.samples == 0 and given.pass_rate_column is None:
         raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="--set difficulty.samples=8")
@@ -60,14 +75,26 @@ def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
 
 
 def evaluate(model: str, config: RunConfig, fresh: bool = False) -> EvalReport:
-    """Evaluate `model` on the held-out prompts: any name that flows/model_names.py resolves."""
+    """Evaluate a model on the held-out prompts.
+
+    Args:
+        model: a model folder, an adapter folder, a hub id, or a registered model: NAME, NAME@ALIAS or NAME/VERSION.
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     config = with_local_model(config)
     with open_flow_run(config, flow="evaluate", fresh=fresh) as run:
         return evaluation_of(run, "model", named_model(model, config), validated_data(run))
 
 
 def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergeProof:
-    """Merge an adapter (any name that `adapter_model` takes) and prove it; copy the merged model to the folder `into`."""
+    """Merge an adapter into the base model and prove the merge.
+
+    Args:
+        adapter: a folder with adapter_config.json, a hub id, or a registered version.
+        config: the configuration. Fields that are rarely changed are folded away.
+        into: a new folder for a copy of the merged model. Empty: no copy.
+    """
     config = with_local_model(config)
     ref = adapter_model(adapter, config)
     # A model may be what this command copied before it was killed; `copy_model` compares.
@@ -81,7 +108,14 @@ def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergePro
 
 
 def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool = False) -> StageResult:
-    """Train the stage of this name from `start` (any model name, or an adapter folder), by default from the base model."""
+    """Train one stage, and publish nothing.
+
+    Args:
+        config: the configuration. Fields that are rarely changed are folded away.
+        stage: name of a stage of the config.
+        start: an adapter folder or a model to start from. Empty: the base model.
+        fresh: run every step again, even if its inputs have not changed.
+    """
     if stage not in [known.name for known in config.stages]:
         known = ", ".join(known.name for known in config.stages)
         raise ConfigError(f"no stage {stage} in this config", place="stage", fix=f"one of {known}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
-from flows.preflight import check_structure
+from flows.preflight import check_structure, check_working_directory
 from flows.steps import (
     base_model,
     checked_guards,
@@ -26,6 +26,7 @@ from grpo_tasks.steps.write_report import write_report
 from grpo_tasks.tracking.models import check_champion
 from grpo_tasks.tracking.registry import tag_version
 from grpo_tasks.tracking.served.libraries import prepare_publishing
+from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.results.publication import PipelineResult, PublishedFacts, Trained
 
@@ -39,6 +40,20 @@ def grpo_pipeline(config: RunConfig, fresh: bool = False) -> PipelineResult:
         fresh: run every step again, even if its inputs have not changed.
     """
     return run_pipeline(config, fresh)
+
+
+@locked_flow(name="grpo-preset", description="Run the pipeline from a preset or a YAML file, with a few settings changed.")
+def preset_flow(source: str = "demo", overrides: list[str] | None = None, fresh: bool = False) -> PipelineResult:
+    """The whole pipeline from a preset or a YAML file, with a few settings changed.
+
+    Args:
+        source: name of a preset, or a YAML file in the folder where `grpo up` was called.
+        overrides: settings to change, each as key.path=value, for example stages.0.learning_rate=1e-5.
+        fresh: run every step again, even if its inputs have not changed.
+    """
+    check_working_directory()
+    asked = what_was_asked()
+    return run_pipeline(asked.config if asked else load_config(source, overrides), fresh)
 
 
 def run_pipeline(

@@ -11,7 +11,8 @@ from pathlib import Path
 import grimp
 import pytest
 
-from grpo_tasks.running.key import source_digest
+from grpo_tasks.running import key
+from grpo_tasks.running.key import MACHINERY, code_behind
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "grpo_tasks", "schemas")
@@ -23,20 +24,6 @@ def graph():
     return grimp.build_graph("flows", "grpo_tasks", "schemas", include_external_packages=True, cache_dir=None)
 
 
-def declared_rooms(step):
-    tree = ast.parse((ROOT / "grpo_tasks" / "steps" / f"{step}.py").read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "step":
-            return {element.value for keyword in node.keywords if keyword.arg == "rooms" for element in keyword.value.elts}
-    raise AssertionError(f"{step} declares no rooms")
-
-
-def rooms_behind(graph, module):
-    below = graph.find_upstream_modules(module, as_package=graph.find_children(module) != set())
-    rooms = {name.split(".")[1] for name in below if name.startswith("grpo_tasks.")}
-    return {room for room in rooms if (ROOT / "grpo_tasks" / room).is_dir()}
-
-
 def test_the_steps_are_the_files_of_their_folder():
     assert STEPS == [
         "check_guard", "evaluate_model", "measure_difficulty", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
@@ -44,33 +31,55 @@ def test_the_steps_are_the_files_of_their_folder():
     ]  # fmt: skip
 
 
+STARTED = {
+    "train_stage": {"grpo_tasks.grpo.__main__", "grpo_tasks.supervised.__main__", "grpo_tasks.trl_engine.__main__"},
+    "evaluate_model": {"grpo_tasks.rollout.__main__", "grpo_tasks.rewards.serve", "grpo_tasks.environments.serve"},
+    "merge_adapter": {"grpo_tasks.policy.__main__"},
+    "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.served.proof"},
+}
+"""Modules that a step starts in processes of their own."""
+
+
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_declares_every_room_its_code_reaches(graph, step):
-    declared = declared_rooms(step)
-    behind = rooms_behind(graph, f"grpo_tasks.steps.{step}")
-    for room in declared:
-        behind |= rooms_behind(graph, f"grpo_tasks.{room}")
-    # How a step is run, shown, verified and recorded does not change what it makes; the stage directory's names come along.
-    assert behind - {"running", "tracking", "stage", "content", "processes", "web", "sweeping"} <= declared
-    assert ("grpo" in declared) == (step == "train_stage")
+def test_all_code_that_a_step_imports_or_starts_is_in_its_key(step):
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    for module in [name for name in graph.modules if name.startswith(MACHINERY)]:
+        graph.remove_module(module)
+    counted = set(code_behind(f"grpo_tasks.steps.{step}"))
+    started = STARTED.get(step, set())
+    for root in {f"grpo_tasks.steps.{step}", *started}:
+        assert graph.find_upstream_modules(root) | {root} <= counted
+    assert not any(name.startswith("grpo_tasks.grpo.") for name in counted) or step == "train_stage"
 
 
-def test_the_digest_of_a_room_ignores_comments_and_sees_code(tmp_path, monkeypatch):
-    from grpo_tasks.running import key
-
+def test_the_key_ignores_comments_and_sees_code_wherever_a_step_reaches_it(tmp_path, monkeypatch):
     room = tmp_path / "grpo_tasks" / "room"
-    room.mkdir(parents=True)
-    monkeypatch.setattr(key, "_ROOT", tmp_path / "grpo_tasks")
+    (room / "templates").mkdir(parents=True)
+    monkeypatch.setattr(key, "_ROOT", tmp_path)
+    files = {
+        "a.py": "from grpo_tasks.room import b\n",
+        "b.py": 'def f():\n    """Doc."""\n    import grpo_tasks.room.c  # why\n',
+        "c.py": 'START = "grpo_tasks.room.d"\n',
+        "d.py": "x = 1\n",
+        "other.py": "",
+        "templates/page.html": "<p>",
+    }
 
-    def digest(text):
-        (room / "file.py").write_text(text)
-        source_digest.cache_clear()
-        return source_digest("room")
+    def digest(**changed):
+        for name, text in (files | {name.replace("_", "."): text for name, text in changed.items()}).items():
+            (room / name).write_text(text)
+        for cached in (key.code_sha256, key.code_behind, key._source):
+            cached.cache_clear()
+        return key.code_sha256("grpo_tasks.room.a")
 
-    first = digest('"""Doc."""\nx = 1  # why\n')
-    assert digest('"""Another."""\nx = 1\n') == first
-    assert digest("x = 2\n") != first
-    source_digest.cache_clear()
+    first = digest()
+    assert digest(b_py='def f():\n    """Another."""\n    import grpo_tasks.room.c\n', other_py="y = 2\n") == first
+    (room / "templates" / "page.html").write_text("<b>")
+    changes = [digest(**{name: "z = 3\n"}) for name in ("a_py", "b_py", "c_py", "d_py")]
+    files["templates/page.html"] = "<b>"
+    assert len({first, digest(), *changes}) == 6
+    for cached in (key.code_sha256, key.code_behind, key._source):
+        cached.cache_clear()
 
 
 def test_help_a_dry_run_and_a_refused_config_import_nothing_heavy():

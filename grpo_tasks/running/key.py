@@ -1,18 +1,22 @@
-"""Content keys: a hash of a step's inputs and of the code it reaches.
+"""Content keys: a hash of a step's inputs and of the code that it reaches.
 
 Prefect's TASK_SOURCE policy hashes only the lines of the task itself. The logic is in the rooms, so an edited room would give
-back the old result. Here the code of the rooms counts too, without its comments and docstrings.
+back the old result. Here every module counts that the step's file imports, or names in a string because it is started in a
+process of its own, and every module that these reach; without comments and docstrings.
 
     counts by its content    data files, tables of rows, model folders, the user's own reward modules, outputs of earlier steps
     counts by its JSON       everything else in the inputs
-    does not count           where a file lies, when or how fast a step ran, machine settings (they are no inputs)
+    does not count           where a file lies, when or how fast a step ran, machine settings (they are no inputs), MACHINERY
 """
 
 import ast
 import hashlib
+import inspect
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,44 +41,79 @@ from schemas.results.base import StepResult
 from schemas.results.data import PromptTable
 from schemas.results.model import ModelRef
 
-_ROOT = Path(__file__).resolve().parent.parent
-EVERYWHERE = ("schemas", "content/chat", "content/tokenizer")
-"""Code that counts in every key: what the inputs mean, and how texts become tokens."""
+_ROOT = Path(__file__).resolve().parents[2]
+MACHINERY = tuple(f"grpo_tasks.{room}" for room in ("cluster", "operating", "processes", "running", "sweeping", "web"))
+"""How and where a step is run. It does not change what the step makes."""
+_OURS = re.compile(r"(grpo_tasks|schemas)(\.\w+)+")
 
 
-def content_key(step: str, rooms: Iterable[str], inputs: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over the name of the step, the code of its rooms and of schemas/, and its inputs.
+def content_key(step: str, roots: Iterable[str], inputs: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) over the name of the step, the code that its modules reach, and its inputs.
 
     Raises:
         DamagedError: the files of a model are not the ones that its step wrote.
     """
-    parts = [step, *(f"{room}={source_digest(room)}" for room in sorted({*rooms, *EVERYWHERE}))]
+    parts = [step, code_sha256(*sorted(roots))]
     parts += [f"{name}={_canonical_json(value)}" for name, value in sorted(inputs.items())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @cache
-def source_digest(room: str) -> str:
-    """SHA-256 over the code of a room (`schemas`, or a folder or file of grpo_tasks)."""
-    folder = _ROOT.parent / room if room == "schemas" else _ROOT / room
-    files = sorted([*folder.rglob("*.py"), *folder.rglob("*.html")]) if folder.is_dir() else [folder.with_suffix(".py")]
+def code_sha256(*roots: str) -> str:
+    """SHA-256 (hex) over the code of modules and of all that they reach."""
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.relative_to(_ROOT.parent).as_posix().encode() + b"\0")
-        digest.update(_without_docstrings(path).encode() + b"\0")
+    for module in code_behind(*roots):
+        digest.update(f"{module}\0{_source(module).code}\0".encode())
     return digest.hexdigest()
 
 
-def _without_docstrings(path: Path) -> str:
-    if path.suffix != ".py":
-        return path.read_text(encoding="utf-8")
-    tree = _parse(path.read_text(encoding="utf-8"))
+@cache
+def code_behind(*roots: str) -> list[str]:
+    """Names of modules and of all that they reach, sorted."""
+    found, left = set(roots), [*roots]
+    while left:
+        reached = {name for name in _source(left.pop()).names if not name.startswith(MACHINERY)} - found
+        found |= reached
+        left += reached
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    code: str
+    names: frozenset[str]
+    """The modules of ours that it imports, or names in a string."""
+
+
+@cache
+def _source(module: str) -> _Source:
+    path = _file(module) or Path(inspect.getfile(sys.modules[module]))  # a step of the user's, or of a test
+    tree, names = _parse(path.read_text(encoding="utf-8")), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _OURS.fullmatch(node.value):
+            names |= {node.value, f"{node.value}.__main__"}
+    _remove_docstrings(tree)
+    templates = [page.read_text(encoding="utf-8") for page in sorted(path.parent.glob("templates/*.html"))]
+    return _Source("\0".join([ast.unparse(tree), *templates]), frozenset(filter(_file, names)))
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module of ours; None for any other name."""
+    path = _ROOT.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py") if module.startswith(("grpo_tasks", "schemas", "flows")) else ()
+    return next((file for file in files if file.is_file()), None)
+
+
+def _remove_docstrings(tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node, clean=False
         ):
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
 
 
 @tenacity.retry(

@@ -1,6 +1,6 @@
 """A step: a function of (work, inputs) that gets a content key and a folder, and in a flow a Prefect task.
 
-    @step(rooms=("data",))
+    @step()
     def prepare_data(work: Work, data: DataConfig) -> PreparedData: ...
 
     prepare_data(run, config.data)      in a flow:
@@ -93,7 +93,6 @@ class Work:
 
 def step(
     *,
-    rooms: tuple[str, ...],
     retries: int = 0,
     resumable: bool = False,
     cached: bool = True,
@@ -103,7 +102,6 @@ def step(
     """Make a function a step.
 
     Args:
-        rooms: folders of grpo_tasks whose code the step reaches (a test compares them with the import graph).
         retries: how often to try again when the child process died; a `UserError` of another kind is never retried.
         resumable: an unfinished step continues in its folder instead of starting with an empty one.
         cached: skip the step when it is finished; without it the step runs every time and decides itself what to do again.
@@ -120,10 +118,9 @@ def step(
         def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
             inputs = _bound(body, args, kwargs)
             require_unchanged(inputs)
-            code = (*rooms, f"steps/{name}")
             # What a device computes depends on the way in which it does.
             ways = run.resources.ways if device else {}
-            key_now = functools.partial(content_key, name, code, {**inputs, "ways": ways} if ways else inputs)
+            key_now = functools.partial(content_key, name, (body.__module__,), {**inputs, "ways": ways} if ways else inputs)
             key = key_now()
             label = _label(name, inputs)
             work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)

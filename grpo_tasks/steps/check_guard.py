@@ -14,7 +14,7 @@ from schemas.config.run import JudgeInputs
 from schemas.results.data import GuardData
 
 
-@step(rooms=("data", "answers"))
+@step()
 def check_guard(work: Work, label: str, inputs: JudgeInputs, *, model: ModelConfig, rollout: RolloutConfig) -> GuardData:
     """Read the prompts of a guard and apply every rule; stop if too many rows are bad."""
     began = time.perf_counter()

@@ -23,7 +23,6 @@ from schemas.results.model import ModelRef
 
 
 @step(
-    rooms=("evaluation", "rollout", "environments", "replicas", "policy", "attention", "answers", "data", "rewards", "judging"),
     retries=1,
     device=True,
     on_cluster=True,

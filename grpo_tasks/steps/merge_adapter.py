@@ -14,7 +14,7 @@ from schemas.results.data import DataReport
 from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, Sampling, percent
 
 
-@step(rooms=("policy", "attention", "data", "environments"), retries=1, device=True)
+@step(retries=1, device=True)
 def merge_adapter(
     work: Work,
     ref: ModelRef,

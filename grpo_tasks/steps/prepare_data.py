@@ -8,7 +8,7 @@ from schemas.config.data import DataConfig
 from schemas.results.data import PreparedData
 
 
-@step(rooms=("data",))
+@step()
 def prepare_data(work: Work, data: DataConfig) -> PreparedData:
     """Read all rows of all sources, each with its file and line. Rows that cannot be read are kept, with their faults."""
     began = time.perf_counter()

@@ -28,7 +28,6 @@ NOT_SAMPLED = "rewards: tools and environments have to work first"
 
 
 @step(
-    rooms=("lab", "rewards", "judging", "answers", "rollout", "environments", "replicas", "policy", "attention", "data"),
     device=True,
     on_cluster=True,
 )

@@ -24,7 +24,7 @@ from schemas.results.model import MergeProof
 from schemas.results.publication import Publication
 
 
-@step(rooms=("evaluation", "answers", "tracking"), cached=False)
+@step(cached=False)
 def publish_model(
     work: Work,
     proof: MergeProof,

@@ -20,22 +20,6 @@ from schemas.results.model import ModelRef, StageResult
 
 
 @step(
-    rooms=(
-        "grpo",
-        "supervised",
-        "trl_engine",
-        "stage",
-        "rollout",
-        "environments",
-        "replicas",
-        "planning",
-        "policy",
-        "attention",
-        "rewards",
-        "judging",
-        "answers",
-        "data",
-    ),
     retries=1,
     resumable=True,
     device=True,

@@ -15,7 +15,7 @@ from schemas.config.run import JudgeInputs
 from schemas.results.data import DataReport, PreparedData
 
 
-@step(rooms=("data", "answers", "environments"))
+@step()
 def validate_data(
     work: Work,
     rows: PreparedData,

@@ -16,7 +16,7 @@ from schemas.results.publication import PublishedFacts, ReportResult
 from schemas.secret import hide
 
 
-@step(rooms=("reporting", "tracking", "data"))
+@step()
 def write_report(
     work: Work,
     data: DataReport,

@@ -8,7 +8,7 @@ from schemas.results.data import PreparedData
 
 
 def key(**inputs):
-    return content_key("step", ("data",), inputs)
+    return content_key("step", (), inputs)
 
 
 def test_the_key_follows_the_content_of_data_files_not_their_place(tmp_path):
@@ -51,10 +51,10 @@ def test_an_earlier_step_counts_by_its_key_and_not_by_its_time(tmp_path):
     assert key(rows=result) == key(rows=slower) != key(rows=other)
 
 
-def test_the_key_follows_the_step_its_rooms_and_its_inputs():
+def test_the_key_follows_the_step_its_code_and_its_inputs():
     assert key(seed=1) != key(seed=2)
-    assert content_key("a", ("data",), {}) != content_key("b", ("data",), {})
-    assert content_key("a", ("data",), {}) != content_key("a", ("data", "rewards"), {})
+    assert content_key("a", (), {}) != content_key("b", (), {})
+    assert content_key("a", ("grpo_tasks.data.rules",), {}) != content_key("a", ("grpo_tasks.data.table",), {})
 
 
 def test_the_key_follows_the_code_that_writes_demonstrations(tmp_path, monkeypatch):

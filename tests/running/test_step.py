@@ -65,7 +65,7 @@ def in_flow(defined, run, *inputs):
 
 
 def test_a_finished_step_is_skipped_until_its_inputs_or_its_files_change(run):
-    defined = step(rooms=("content",))(prepare_data)
+    defined = step()(prepare_data)
     first = in_flow(defined, run, 3)
     again = in_flow(defined, run, 3)
     assert (CALLS, again.directory) == ([3], first.directory)
@@ -82,7 +82,7 @@ def test_a_finished_step_is_skipped_until_its_inputs_or_its_files_change(run):
 
 
 def test_a_step_that_is_not_cached_runs_every_time(run):
-    defined = step(rooms=("content",), cached=False)(prepare_data)
+    defined = step(cached=False)(prepare_data)
     for _ in range(2):
         in_flow(defined, run, 3)
     assert CALLS == [3, 3]
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_cached_runs_every_time(run):
 
 def test_an_error_of_the_users_is_recorded_and_not_retried(run):
     with pytest.raises(DataError, match="no rows"):
-        in_flow(step(rooms=("content",), retries=2)(validate_data), run, 0)
+        in_flow(step(retries=2)(validate_data), run, 0)
     assert CALLS == [0]
     [(name, directory, error)] = run.failed
     assert (name, error) == ("validate_data", "no rows")
@@ -99,5 +99,5 @@ def test_an_error_of_the_users_is_recorded_and_not_retried(run):
 
 def test_a_step_whose_process_died_is_tried_again(run):
     with pytest.raises(ChildDied):
-        in_flow(step(rooms=("content",), retries=1)(validate_data), run, 1)
+        in_flow(step(retries=1)(validate_data), run, 1)
     assert CALLS == [1, 1]

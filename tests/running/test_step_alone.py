@@ -51,7 +51,7 @@ def run(tmp_path, monkeypatch):
 
 def test_a_finished_step_is_skipped_recorded_again_and_says_so(run, caplog):
     caplog.set_level(logging.INFO, "grpo")
-    defined = step(rooms=("content",))(prepare_data)
+    defined = step()(prepare_data)
     first, again = defined(run, 3), defined(run, 3)
     assert (CALLS, again.directory) == ([3], first.directory)
     assert run.recorded == [3, 3]
@@ -63,15 +63,15 @@ def test_a_finished_step_is_skipped_recorded_again_and_says_so(run, caplog):
 
 def test_an_error_of_the_users_is_recorded_and_not_retried(run):
     with pytest.raises(DataError, match="no rows"):
-        step(rooms=("content",), retries=2)(prepare_data)(run, -1)
+        step(retries=2)(prepare_data)(run, -1)
     assert CALLS == [-1]
     assert run.failed == [("prepare_data", "all", "no rows")]
 
 
 def test_a_process_that_died_is_tried_again_as_often_as_the_step_says(run):
-    assert step(rooms=("content",), retries=1)(prepare_data)(run, 99).rows == 99
+    assert step(retries=1)(prepare_data)(run, 99).rows == 99
     assert CALLS == [99, 99]
     CALLS.clear()
     run.fresh = True
     with pytest.raises(ChildDied):
-        step(rooms=("content",))(prepare_data)(run, 99)
+        step()(prepare_data)(run, 99)

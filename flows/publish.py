@@ -1,0 +1,56 @@
+"""An adapter from anywhere to a registered model: merge, compare, register, decide."""
+
+from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
+from flows.flow_run import FlowRun, open_flow_run
+from flows.model_names import adapter_model, with_local_model
+from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, merged_model, rivals_of, validated_data
+from flows.temporary_server import locked_flow
+from grpo_tasks.steps.publish_model import publish_model
+from schemas.config.run import RunConfig
+from schemas.results.publication import Publication, Trained
+
+
+@locked_flow(name="grpo-publish", description="Merge an adapter, compare it with base and champion, register it, decide.")
+def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Publication:
+    """Merge an adapter, compare it with base and champion, register it, decide.
+
+    Args:
+        adapter: as for a merge, trained from the base model of the config.
+        config: the configuration. Fields that are rarely changed are folded away.
+        fresh: run every step again, even if its inputs have not changed.
+    """
+    asked = what_was_asked()
+    if asked is None:
+        config = with_local_model(config)
+        ref = adapter_model(adapter, config)
+        with open_flow_run(config, flow="publish", fresh=fresh and not was_suspended()) as run:
+            data, guards = validated_data(run), checked_guards(run)
+            base = evaluation_of(run, "base", base_model(config), data)
+            policy = evaluation_of(run, "adapter", ref, data)
+            merged = merged_model(run, ref, data)
+            final = evaluation_of(run, "merged", merged.model, data)
+            trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
+            asked = Asked.of(run, config, trained)
+            made = _published(run, asked)
+    else:
+        made = _published_again(asked)
+    while made.awaits_approval and ask_for_approval(asked, made, made.headline(), made.headline()):
+        made = _published_again(asked)
+    return made
+
+
+def _published_again(asked: Asked) -> Publication:
+    with continued_flow_run(asked, flow="publish") as run:
+        return _published(run, asked)
+
+
+def _published(run: FlowRun, asked: Asked) -> Publication:
+    trained = asked.trained
+    base, policy, final = trained.evaluations
+    champion, rivals = rivals_of(run, trained.merged, base, trained.data)
+    checks = guard_checks(run, final, rivals[-1], trained.guards)
+    promotion = run.config.promotion
+    made = publish_model(run, trained.merged, final, rivals, policy=policy, champion=champion, promotion=promotion, guards=checks)
+    run.show_links(made)
+    run.announce(made, champion)
+    return made
