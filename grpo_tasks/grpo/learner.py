@@ -80,7 +80,7 @@ class Learner:
             TrainingError: the completions come from another policy.
         """
         rate = float(self.optimizer.param_groups[0]["lr"])
-        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.beta > 0 or measure_kl else None)
+        figures = UpdateFigures(learning_rate=rate, kl=0.0 if self.stage.has_kl_term or measure_kl else None)
         if not self.model.training:
             self.model.train()
         # None instead of zeros: the first backward pass then writes the gradient instead of adding to it.
@@ -148,7 +148,7 @@ class Learner:
         return LossInputs(
             logps=scores.logps,
             old_logps=old,
-            ref_logps=ref_logps if self.stage.beta > 0 else None,
+            ref_logps=ref_logps if self.stage.has_kl_term else None,
             advantages=microbatch.advantages,
             mask=mask,
             weights=microbatch.weights,

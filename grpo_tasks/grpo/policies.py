@@ -54,7 +54,7 @@ class Policies:
         stage, resources = self.spec.stage, self.spec.resources
         self.temperature = self.spec.rollout.temperature
         # At beta 0 the KL is a metric only. That is not worth a second model; an adapter costs next to nothing.
-        if stage.beta > 0 or (stage.kl_every_steps > 0 and self.measures_kl):
+        if stage.has_kl_term or (stage.kl_every_steps > 0 and self.measures_kl):
             self._prepare_reference(next(self.model.parameters()).device)
         for model in (self.model, self._reference):
             if model is not None and resources.compile:

@@ -224,11 +224,11 @@ class Trainer:
     @property
     def _kl_every(self) -> int:
         """Updates between two measurements of the KL."""
-        return 1 if self.stage.beta > 0 else max(1, self.stage.kl_every_steps)
+        return 1 if self.stage.has_kl_term else max(1, self.stage.kl_every_steps)
 
     def _kl_due(self) -> bool:
         """Whether this update measures the KL although beta is 0; an update without a live group leaves it to the next one."""
-        if self.stage.beta > 0 or self.stage.kl_every_steps == 0 or not self.learner.policies.measures_kl:
+        if self.stage.has_kl_term or self.stage.kl_every_steps == 0 or not self.learner.policies.measures_kl:
             return False
         return not self.journal.window(KL, last=self.step, size=self._kl_every - 1)
 

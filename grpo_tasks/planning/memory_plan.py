@@ -199,7 +199,7 @@ class StagePlan:
             yield Item("gathered weights", self._gathered())
         if self.rollout.engine == "local":
             yield Item("copy to sample from", self._copied() * self._sampled_width)
-        if not isinstance(policy, PeftModel) and (self.stage.beta > 0):
+        if not isinstance(policy, PeftModel) and self.stage.has_kl_term:
             yield Item("reference model", sum(parameter.numel() for parameter in policy.parameters()) * width)
         if self._server_beside:
             yield Item("vLLM server", self.rollout.vllm.gpu_memory_utilization * self.memory)

@@ -256,7 +256,7 @@ class Guards:
 def kl_guard_off(stage: StageConfig, *, measurable: bool) -> str | None:
     """Why the guard `kl_blow_up` has nothing to judge in this stage; None when it has, or is switched off."""
     # Cross entropy has no reference policy, so nobody expects the guard there.
-    if stage.kind != "grpo" or stage.guards.kl_blow_up.action == "off" or stage.beta > 0:
+    if stage.kind != "grpo" or stage.guards.kl_blow_up.action == "off" or stage.has_kl_term:
         return None
     why = "there is no reference policy" if not measurable else "kl_every_steps is 0" if not stage.kl_every_steps else ""
     return f"KL is not measured, because beta is 0 and {why}: the guard kl_blow_up cannot fire" if why else None

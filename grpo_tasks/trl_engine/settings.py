@@ -80,7 +80,7 @@ def _refuse(spec: StageSpec) -> None:
     for name in sorted(NATIVE_ONLY - QUIET):
         if getattr(stage, name) != getattr(defaults, name):
             _refuse_setting(stage, name, "leave it out, or engine: native")
-    if stage.beta > 0 and stage.reference == "base" and spec.start.adapter is not None:
+    if stage.has_kl_term and stage.reference == "base" and spec.start.adapter is not None:
         _refuse_setting(
             stage, "reference: base for a stage that continues an adapter", "reference: stage_start, or engine: native"
         )

@@ -372,6 +372,11 @@ class StageConfig(Section):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
+    def has_kl_term(self) -> bool:
+        """Whether the loss has a KL term towards the reference policy."""
+        return self.beta > 0
+
+    @property
     def group_size(self) -> int:
         """Completions of a prompt: those of its group, or its one demonstration."""
         return 1 if self.kind == "sft" else self.num_generations
