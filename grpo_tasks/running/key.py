@@ -202,7 +202,8 @@ def _own_code(value: BaseModel) -> str:
 
 def _code_of(references: Iterable[str | None], folders: Sequence[Path]) -> str:
     modules = [module for module, colon, _ in ((reference or "").partition(":") for reference in references) if colon]
-    return " ".join(modules_sha256(module, folders) for module in modules)
+    # A module of ours that a config names, such as the adapter for environments of verifiers, is reached by no import.
+    return " ".join(code_sha256(module) if _file(module) else modules_sha256(module, folders) for module in modules)
 
 
 def model_contents(ref: ModelRef) -> dict[str, str]:

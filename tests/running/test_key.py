@@ -1,7 +1,9 @@
 """Content keys: what makes a step run again, and what does not."""
 
-from grpo_tasks.running.key import content_key
+from grpo_tasks.running import key as key_module
+from grpo_tasks.running.key import code_behind, content_key
 from schemas.config.data import DataSource
+from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.config.stage import StageConfig
 from schemas.results.data import PreparedData
@@ -65,3 +67,18 @@ def test_the_key_follows_the_code_that_writes_demonstrations(tmp_path, monkeypat
     assert content_key("train_stage", (), {"stage": stage}) == before
     (tmp_path / "shown.py").write_text("def show(row): return 'b'\n")
     assert content_key("train_stage", (), {"stage": stage}) != before
+
+
+def test_the_key_follows_a_module_of_ours_that_only_the_config_names(tmp_path, monkeypatch):
+    interaction = InteractionConfig(environment="grpo_tasks.environments.verifiers_adapter:VerifiersEnvironment")
+    before = key(interaction=interaction)
+    assert "grpo_tasks.environments.verifiers_adapter" not in code_behind("grpo_tasks.steps.train_stage")
+    changed = tmp_path / "grpo_tasks" / "environments" / "verifiers_adapter.py"
+    changed.parent.mkdir(parents=True)
+    changed.write_text("x = 1\n")
+    monkeypatch.setattr(key_module, "_ROOT", tmp_path)
+    for cached in (key_module.code_sha256, key_module.code_behind, key_module._source):
+        cached.cache_clear()
+    assert key(interaction=interaction) != before
+    for cached in (key_module.code_sha256, key_module.code_behind, key_module._source):
+        cached.cache_clear()
