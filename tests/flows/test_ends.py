@@ -133,7 +133,7 @@ def test_a_deadline(start):
     assert (running.state(), running.tracked(), running.slots()) == ("FAILED", "FAILED", 0)
 
 
-def test_a_kill_is_told_by_the_next_run(start):
+def test_a_kill_is_reported_by_the_next_run(start):
     killed = start()
     killed.process.kill()
     killed.end()

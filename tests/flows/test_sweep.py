@@ -135,7 +135,7 @@ def publish(place, output, before):
     assert [model.name for model in place.client.search_registered_models()] == ["short"]
 
 
-def test_a_killed_sweep_goes_on_and_a_pruned_run_can_be_continued(place):
+def test_a_killed_sweep_and_a_pruned_run_can_be_continued(place):
     place.write("short.yaml", yaml.safe_dump(SHORT))
     process = place.start("sweep", "short.yaml", *GRID)
     deadline = time.monotonic() + 600

@@ -57,7 +57,7 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stage_that_cannot_share_prompts_says_so_and_trains_as_if_told_not_to(stages, settings, name):
+def test_a_stage_that_cannot_share_prompts_says_so_and_trains_without(stages, settings, name):
     given = settings(name)
     with pytest.warns(UserWarning, match=ENCODED_AGAIN), pytest.warns(UserWarning, match="its own copy of its prompt"):
         _, found = stages.train("found", **given)

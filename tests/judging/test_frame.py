@@ -80,7 +80,7 @@ def test_a_conversation_has_a_line_for_each_message_that_no_other_can_imitate(se
     assert "conversation" not in ask(settings(), {"question": "Why?"}, ["x"]).messages[0]["content"]
 
 
-def test_a_long_conversation_loses_its_middle_and_the_judge_is_told(settings):
+def test_the_judge_learns_that_a_long_conversation_has_lost_its_middle(settings):
     said = [
         Said("policy", "a" * 30),
         Said("tool", "b" * 500),
@@ -106,7 +106,7 @@ def test_no_completion_can_know_its_own_marker(settings):
     assert again.marker != first.marker
 
 
-def test_a_long_completion_loses_its_middle_and_the_judge_is_told(settings):
+def test_the_judge_learns_that_a_long_completion_has_lost_its_middle(settings):
     question = ask(settings(max_completion_chars=100), {}, ["a" * 60 + "b" * 1_000_000 + "c" * 60])
     assert "1000020 characters left out here" in question.messages[1]["content"]
     assert len(question.messages[1]["content"]) < 1_000

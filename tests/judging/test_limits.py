@@ -114,7 +114,7 @@ def test_what_a_killed_process_had_in_flight_blocks_nobody(settings, endpoint):
     assert holder.returncode == -signal.SIGKILL
 
 
-def test_the_limit_of_cost_stops_the_run_and_a_higher_one_goes_on(settings, endpoint):
+def test_the_limit_of_cost_stops_the_run_and_with_a_higher_one_it_continues(settings, endpoint):
     with pytest.raises(JudgeUnavailableError, match="max_cost is 2") as caught:
         scores(settings(max_cost=2.0, max_concurrency=1, **PRICED))
     assert len(endpoint.requests) == 2

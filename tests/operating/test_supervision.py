@@ -188,7 +188,7 @@ def test_a_port_that_another_program_uses_is_said(tmp_path):
     assert said == [f"port {taken} is in use by another program; the MLflow server uses {port}"]
 
 
-def test_of_two_commands_that_start_a_stack_at_once_one_starts_it_and_the_other_is_told(tmp_path, monkeypatch):
+def test_of_two_commands_that_start_a_stack_at_once_one_starts_it_and_the_other_says_so(tmp_path, monkeypatch):
     """Servers that only sleep: what is asked is who starts them, and whether both are recorded."""
     sleeps = ["timeit", "-n", "1", "-r", "1", "-s", "import time", "time.sleep(300)"]
     monkeypatch.setattr(Stack, "_command", lambda *_: (sleeps, {}))

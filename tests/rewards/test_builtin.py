@@ -143,7 +143,7 @@ def test_scores_stay_in_their_range_and_do_not_depend_on_the_batch(texts):
         assert scores == [score(name, text)[0] for text in texts]
 
 
-def test_correctness_looks_at_the_answer_block_only():
+def test_correctness_reads_the_answer_block_only():
     texts = [HONEST, "<answer>42</answer>", "The answer is 42.", HONEST.replace(">42<", ">41<"), HONEST.replace(">42<", "><")]
     assert score("correctness", *texts) == [1.0, 1.0, 0.0, 0.0, 0.0]
 

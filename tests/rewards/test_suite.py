@@ -152,7 +152,7 @@ def test_updates_without_knowledge_move_nothing():
     assert weight.scale == 1.0
 
 
-def test_a_restored_suite_goes_on_as_if_never_stopped(make_batch):
+def test_a_restored_suite_continues_as_if_never_stopped(make_batch):
     config = RewardsConfig.model_validate({"functions": {"format": {"adaptive": {"every_steps": 3}}}})
     first, second = RewardSuite(config, ["format"]), RewardSuite(config, ["format"])
     with first:

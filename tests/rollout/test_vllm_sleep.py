@@ -152,7 +152,7 @@ def test_waking_up_is_tried_again_as_often_as_servers_are_started_again(server, 
     engine.close()
 
 
-def test_without_sleep_no_server_is_told_to_sleep_or_wake_up(server, policy, tokenizer, tmp_path):
+def test_without_sleep_no_server_sleeps_or_wakes_up(server, policy, tokenizer, tmp_path):
     engine = engine_on(server, policy, tokenizer, tmp_path, sleep=False)
     for _ in range(2):
         engine.sync()

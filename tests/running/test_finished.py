@@ -117,7 +117,7 @@ def test_a_stage_with_an_intact_journal_continues_from_its_checkpoint(folder, na
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions/step-000002.parquet"])
-def test_a_stage_whose_journal_or_tables_were_changed_is_set_aside_and_starts_anew(folder, name):
+def test_a_stage_whose_journal_or_tables_were_changed_is_set_aside_and_starts_again(folder, name):
     flip_byte(folder / name)
     assert finished_result(StageResult, folder) is None
     clear(folder, resumable=True)

@@ -89,7 +89,7 @@ ADDED = {"added_tokens": ["<ask>", {"token": "<search>", "special": True}]}
     ],
     ids=str,
 )
-def test_what_cannot_go_together_is_refused_with_the_mend(settings, fix):
+def test_what_cannot_go_together_is_refused_with_the_fix(settings, fix):
     with pytest.raises(ConfigError, match=fix):
         check_config(TREE | settings)
 
@@ -179,14 +179,14 @@ def test_a_text_that_only_looks_like_a_number_stays_one():
     assert (config.data.system_prompt, config.model.revision, config.stages[0].max_steps) == ("nan", "1e5", 100)
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         check_config(TREE | {"seed": -1, "nmae": "x"})
     assert "seed" in caught.value.message
     assert "did you mean name?" in caught.value.message
 
 
-def test_the_mend_for_an_impossible_batch_is_possible():
+def test_the_fix_for_an_impossible_batch_is_possible():
     settings = {"name": "s", "rewards": ["format"], "num_generations": 6}
     with pytest.raises(ValueError, match="fix: per_device_train_batch_size: 6") as caught:
         StageConfig(**settings, per_device_train_batch_size=8)

@@ -82,7 +82,7 @@ def test_a_file_has_one_spelling_for_a_field_the_flat_one():
         check_config(DATA | {"stages": [stage | {"optimizer": {"adam_beta1": 0.5}}]})
 
 
-def test_reward_modules_are_found_beside_the_file_that_is_extended(tmp_path, monkeypatch):
+def test_reward_modules_are_found_next_to_the_file_that_is_extended(tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     (tmp_path / "top").mkdir()
     (tmp_path / "base" / "beside_the_base.py").write_text("def f(completions, **kwargs): return [0.0] * len(completions)\n")

@@ -167,7 +167,7 @@ def test_pruning_waits_for_an_update_that_can_be_resumed_from(tmp_path):
     assert isinstance(watched.decide(11), Fail)
 
 
-def test_a_run_that_keeps_up_publishes_its_curve_and_goes_on(tmp_path):
+def test_a_run_that_keeps_up_publishes_its_curve_and_continues(tmp_path):
     watched = watch(tmp_path, pruning=in_a_sweep(tmp_path))
     watched.journal.writes = True
     watched.journal.steps[10]["eval_reward"] = 0.5

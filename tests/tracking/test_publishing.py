@@ -118,7 +118,7 @@ def test_champion_moves_only_when_better_and_publishing_twice_makes_one_version(
     assert "there was no champion" in client.get_model_version(name, "1").tags["grpo.decision"]
 
 
-def test_the_adapter_is_published_beside_the_merged_model(any_store, make_config, make_merge, make_evaluation, tmp_path):
+def test_the_adapter_is_published_next_to_the_merged_model(any_store, make_config, make_merge, make_evaluation, tmp_path):
     config, proof = make_config(any_store), make_merge("1")
     published(config, make_evaluation, proof)
     version = find_version(f"{config.registered_model}/1", config.tracking)

@@ -1,4 +1,4 @@
-"""CPU, memory and disk of the machine are metrics of a stage while it is trained, beside its curves and not among them."""
+"""CPU, memory and disk of the machine are metrics of a stage while it is trained, apart from its curves."""
 
 from mlflow import MlflowClient
 
