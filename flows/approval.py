@@ -50,7 +50,7 @@ class Verdict(RunInput):
     note: str = Field("", max_length=2_000, description="Why, for the record.")
 
 
-class Asked(Result):
+class SuspendedRun(Result):
     """What a suspended run continues with. Its parameters name data, code and aliases that may change while a person decides."""
 
     config: RunConfig
@@ -66,7 +66,7 @@ class Asked(Result):
     """Of the version that waits."""
 
     @classmethod
-    def of(cls, run: FlowRun, config: RunConfig, trained: Trained, tags: Mapping[str, str] | None = None) -> "Asked":
+    def of(cls, run: FlowRun, config: RunConfig, trained: Trained, tags: Mapping[str, str] | None = None) -> "SuspendedRun":
         """What `run` would continue with. `config`: as it was given, with the base model as it was found."""
         tracked = run.tracked
         return cls(
@@ -79,7 +79,7 @@ class Asked(Result):
         )
 
 
-def what_was_asked() -> Asked | None:
+def what_was_asked() -> SuspendedRun | None:
     """What this run was suspended with; None when it never was.
 
     Raises:
@@ -95,7 +95,7 @@ def what_was_asked() -> Asked | None:
         return None
 
 
-def write_asked(asked: Asked, folder: Path) -> Path:
+def write_asked(asked: SuspendedRun, folder: Path) -> Path:
     """A file whose name is its SHA-256. Prefect keeps the name, so whoever edits the file cannot make it agree."""
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / f"{flow_run.id}.json"
@@ -103,7 +103,7 @@ def write_asked(asked: Asked, folder: Path) -> Path:
     return written.replace(folder / f"{hashlib.sha256(written.read_bytes()).hexdigest()}.json")
 
 
-def read_asked(file: Path) -> Asked:
+def read_asked(file: Path) -> SuspendedRun:
     """What `write_asked` wrote.
 
     Raises:
@@ -117,11 +117,11 @@ def read_asked(file: Path) -> Asked:
             place=str(file),
             fix="start a new run of the same config: finished steps are skipped, and it asks with the figures that they recorded",
         )
-    return Asked.parse(content, place=file)
+    return SuspendedRun.parse(content, place=file)
 
 
 @contextmanager
-def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
+def continued_flow_run(asked: SuspendedRun, *, flow: str) -> Iterator[FlowRun]:
     """The run once more, for the decision alone. Results that it has recorded are not recorded twice.
 
     Raises:
@@ -140,7 +140,7 @@ def continued_flow_run(asked: Asked, *, flow: str) -> Iterator[FlowRun]:
         yield run
 
 
-def _keep(asked: Asked) -> None:
+def _keep(asked: SuspendedRun) -> None:
     """Write it next to the results of the run. A config may hold an address with a password, so Prefect knows only the file."""
     folder = asked.config.resources.output_dir.resolve() / asked.config.name / ".asked"
     file = write_asked(asked, folder)
@@ -165,7 +165,7 @@ def was_suspended() -> bool:
     return bool(_questions()) or _kept() is not None
 
 
-def ask_for_approval(asked: Asked, publication: Publication, headline: str, comparison: str) -> bool:
+def ask_for_approval(asked: SuspendedRun, publication: Publication, headline: str, comparison: str) -> bool:
     """Suspend the run until a person has decided about its version, and record the decision.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run, warn
 from flows.model_names import with_local_model
 from flows.preflight import check_structure, check_working_directory
@@ -75,7 +75,7 @@ def run_pipeline(
             prepare_publishing()
             if config.promotion.against_champion:
                 check_champion(config.registered_model, config.tracking)
-            asked = Asked.of(run, config, train_and_evaluate(run), tags)
+            asked = SuspendedRun.of(run, config, train_and_evaluate(run), tags)
             made = _published(run, asked)
     else:
         made = _published_again(asked)
@@ -112,12 +112,12 @@ def train_and_evaluate(run: FlowRun) -> Trained:
     )
 
 
-def _published_again(asked: Asked) -> PipelineResult:
+def _published_again(asked: SuspendedRun) -> PipelineResult:
     with continued_flow_run(asked, flow="pipeline") as run:
         return _published(run, asked)
 
 
-def _published(run: FlowRun, asked: Asked) -> PipelineResult:
+def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
     config, trained = run.config, asked.trained
     base, *_, policy, final = trained.evaluations
     assert trained.lab is not None, "the pipeline has probed its rewards"

@@ -1,6 +1,6 @@
 """An adapter from anywhere to a registered model: merge, compare, register, decide."""
 
-from flows.approval import Asked, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
+from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
 from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, merged_model, rivals_of, validated_data
@@ -30,7 +30,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
             merged = merged_model(run, ref, data)
             final = evaluation_of(run, "merged", merged.model, data)
             trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
-            asked = Asked.of(run, config, trained)
+            asked = SuspendedRun.of(run, config, trained)
             made = _published(run, asked)
     else:
         made = _published_again(asked)
@@ -39,12 +39,12 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
     return made
 
 
-def _published_again(asked: Asked) -> Publication:
+def _published_again(asked: SuspendedRun) -> Publication:
     with continued_flow_run(asked, flow="publish") as run:
         return _published(run, asked)
 
 
-def _published(run: FlowRun, asked: Asked) -> Publication:
+def _published(run: FlowRun, asked: SuspendedRun) -> Publication:
     trained = asked.trained
     base, policy, final = trained.evaluations
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)

@@ -9,7 +9,7 @@ from flows.flow_run import state_in_prefect
 from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
 from flows.sweeps.plans import plans_of
-from flows.sweeps.supervise import Options, Supervisor
+from flows.sweeps.supervise import Options, SweepSupervisor
 from flows.temporary_server import locked_flow
 from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url
@@ -82,7 +82,7 @@ def run_sweep(grid: Grid, options: Options) -> SweepResult:
         wait.over()
         known = {"prefect.flow_run_id": run_id, "prefect.flow_run_url": flow_run_url()}
         tracked = SweepRun(grid, key=key, flow={name: value for name, value in known.items() if value})
-        return _supervised(Supervisor(grid, key, folder, tracked, options, _prefect_api(), plans))
+        return _supervised(SweepSupervisor(grid, key, folder, tracked, options, _prefect_api(), plans))
 
 
 def pinned(grid: Grid) -> Grid:
@@ -98,7 +98,7 @@ def pinned(grid: Grid) -> Grid:
     return replace(grid, variants=tuple(replace(variant, config=pin(variant.config)) for variant in grid.variants))
 
 
-def _supervised(supervisor: Supervisor) -> SweepResult:
+def _supervised(supervisor: SweepSupervisor) -> SweepResult:
     try:
         result = supervisor.run()
     except BaseException as fault:

@@ -51,7 +51,7 @@ class _Running:
 
 
 @dataclass(slots=True)
-class Supervisor:
+class SweepSupervisor:
     """The runs of one sweep."""
 
     grid: Grid

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import connected
-from grpo_tasks.cluster.supervisor import Supervisor
+from grpo_tasks.cluster.supervisor import StageSupervisor
 from grpo_tasks.processes.entry import run_child
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 
@@ -15,7 +15,7 @@ def main(root: Path) -> None:
         return
     spec = StageSpec.load(directory.spec)
     with connected(spec.resources.cluster.address):
-        Supervisor(directory, spec).train()
+        StageSupervisor(directory, spec).train()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import psutil
 
 from grpo_tasks.cluster.janitor import watch_over
 from grpo_tasks.cluster.outbox import Delta, Outbox
-from grpo_tasks.cluster.parcel import MODULES, Parcel, ParcelFile, ServerAddress, Store
+from grpo_tasks.cluster.parcel import MODULES, NodeFiles, Parcel, ParcelFile, ServerAddress
 from grpo_tasks.cluster.versions import Versions, own_versions
 from grpo_tasks.judging.limits import LOCAL_RANKS
 from grpo_tasks.processes.entry import ERROR
@@ -71,7 +71,7 @@ class Node:
         self._root = Path(tempfile.mkdtemp(prefix="grpo-stage-"))
         self._janitor = watch_over(self._root)
         self._address = address
-        self._store = Store(self._root)
+        self._store = NodeFiles(self._root)
 
     def describe(self) -> NodeFacts:
         """Name, address, directory and versions."""

@@ -1,7 +1,7 @@
 """What a node needs for a stage, by content: a file travels only to a node that lacks it.
 
     driver   pack(spec, directory) -> Parcel: the files with their hashes, and where each belongs on a node
-    node     Store.missing(files) -> the hashes to send; Store.receive(chunk); unpack(parcel) -> a stage directory
+    node     NodeFiles.missing(files) -> the hashes to send; NodeFiles.receive(chunk); unpack(parcel) -> a stage directory
 
 Inputs (data, base model, start adapter, the user's modules) stay in the cache of the node, under their hash. A base model is also
 found where it is on the driver, if the content is equal. What a stage has made so far (journal, events, checkpoints, best
@@ -136,7 +136,7 @@ def config_at(config: ModelConfig, model: ModelRef, there: ModelRef) -> ModelCon
     return config.model_copy(update={"path": there.path}) if config.path == model.path else config
 
 
-class Store:
+class NodeFiles:
     """The files of one node.
 
     Args:

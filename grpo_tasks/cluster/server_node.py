@@ -18,7 +18,7 @@ from grpo_tasks.cluster.node import Node
 from grpo_tasks.cluster.parcel import BASE, ParcelFile, ServerAddress
 from grpo_tasks.processes.lifetime import PARENT
 from grpo_tasks.processes.ports import free_port
-from grpo_tasks.rollout.vllm_server import OwnServer, ServedModel, tail
+from grpo_tasks.rollout.vllm_server import OwnServer, ServerModel, tail
 from schemas.config.rollout import VllmConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
@@ -45,7 +45,7 @@ class ServerNode(Node):
         self._restart: Thread | None = None
         self._fault: RolloutError | None = None
 
-    def start(self, files: tuple[ParcelFile, ...], path: str, config: VllmConfig, served: ServedModel) -> ServerAddress:
+    def start(self, files: tuple[ParcelFile, ...], path: str, config: VllmConfig, served: ServerModel) -> ServerAddress:
         """Lay out the base model and start the server.
 
         Args:

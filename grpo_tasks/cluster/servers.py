@@ -25,7 +25,7 @@ from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
 from grpo_tasks.cluster.placement import Share, reserved_servers
 from grpo_tasks.cluster.server_node import ServerNode
 from grpo_tasks.cluster.versions import require_equal
-from grpo_tasks.rollout.vllm_server import ServedModel, authorization, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import ServerModel, authorization, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.errors import ClusterError, UserError
 from schemas.paths import resolve
@@ -41,7 +41,9 @@ SETTLED_S = 600.0
 
 
 @contextmanager
-def rollout_servers(spec: StageSpec, directory: StageDir, name: str, report: Callable[[str], None]) -> Iterator["Servers | None"]:
+def rollout_servers(
+    spec: StageSpec, directory: StageDir, name: str, report: Callable[[str], None]
+) -> Iterator["ClusterServers | None"]:
     """Servers for a stage that samples with vLLM and names none of its own; None for any other stage.
 
     Args:
@@ -59,7 +61,7 @@ def rollout_servers(spec: StageSpec, directory: StageDir, name: str, report: Cal
         return
     share = Share.of_server(spec.resources, vllm)
     with reserved_servers(f"{name} servers", share, vllm.replicas, report=report) as group:
-        servers = Servers(spec, pack(spec, directory), group, share, report)
+        servers = ClusterServers(spec, pack(spec, directory), group, share, report)
         try:
             servers.start()
             yield servers
@@ -68,7 +70,7 @@ def rollout_servers(spec: StageSpec, directory: StageDir, name: str, report: Cal
 
 
 @dataclass(slots=True)
-class Server:
+class ClusterServer:
     """One replica."""
 
     number: int
@@ -101,7 +103,7 @@ class Server:
         return self.address is None and self.starting is None and self.retry_at is None
 
 
-class Servers:
+class ClusterServers:
     """The replicas of a stage; see `rollout_servers`."""
 
     def __init__(
@@ -119,11 +121,11 @@ class Servers:
         foreign, cuda = config.model_copy(update={"base_urls": ["http://cluster"]}), share.gpus > 0
         merged = swaps_merged_weights(foreign, spec.model, cuda=cuda)
         rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        self._served = ServedModel(
+        self._served = ServerModel(
             Path(resolve(spec.start.path)), spec.model.dtype, rank, cuda, num_adapters=spec.resources.ranks
         )
         self._next_look = 0.0
-        self._servers = [Server(number) for number in range(config.replicas)]
+        self._servers = [ClusterServer(number) for number in range(config.replicas)]
 
     @property
     def addresses(self) -> list[ServerAddress]:
@@ -194,13 +196,13 @@ class Servers:
             if server.actor is not None:
                 ray.kill(server.actor)
 
-    def _begin(self, server: Server) -> None:
+    def _begin(self, server: ClusterServer) -> None:
         """Start it in a thread: a node may have to be waited for, and vLLM takes a minute."""
         server.address = server.asked = server.fault = server.joined = server.retry_at = None
         server.starting = Thread(target=self._start, args=(server,), name=f"server-{server.number}", daemon=True)
         server.starting.start()
 
-    def _start(self, server: Server) -> None:
+    def _start(self, server: ClusterServer) -> None:
         name = f"rollout server {server.number}"
         try:
             files = self._parcel.base
@@ -215,7 +217,7 @@ class Servers:
         except Exception as fault:  # in a thread: whoever waits for it raises or reports it
             server.fault = fault
 
-    def _has_started(self, server: Server, announce: Callable[[ServerAddress], None]) -> None:
+    def _has_started(self, server: ClusterServer, announce: Callable[[ServerAddress], None]) -> None:
         server.starting = None
         if server.fault is not None:
             self._failed(server, server.fault)
@@ -225,7 +227,7 @@ class Servers:
         self._report(f"rollout server {server.number} joins at {server.address.url}")
         announce(server.address)
 
-    def _look_at(self, server: Server) -> None:
+    def _look_at(self, server: ClusterServer) -> None:
         if server.asked is None:
             server.asked = server.actor.tend.remote()
         elif ray.wait([server.asked], timeout=0)[0]:
@@ -238,7 +240,7 @@ class Servers:
                 if happened:
                     self._report(str(happened))
 
-    def _failed(self, server: Server, fault: Exception) -> None:
+    def _failed(self, server: ClusterServer, fault: Exception) -> None:
         """It is lost or did not start: end what is left of it, and plan the next attempt if there is one."""
         if server.actor is not None:
             ray.kill(server.actor)

@@ -22,7 +22,7 @@ from grpo_tasks.cluster.messages import START_S, Member, NodeLost, ask, full_dis
 from grpo_tasks.cluster.node import Gang, Report, StageNode
 from grpo_tasks.cluster.parcel import Parcel, ServerAddress, pack
 from grpo_tasks.cluster.placement import Crowded, Demand, Share, reserved
-from grpo_tasks.cluster.servers import Servers, rollout_servers
+from grpo_tasks.cluster.servers import ClusterServers, rollout_servers
 from grpo_tasks.cluster.versions import require_equal
 from grpo_tasks.processes.entry import DISK_FULL
 from grpo_tasks.stage.journal import Events, Journal
@@ -37,7 +37,7 @@ SETTLING_S = 3.0
 """When a rank ends badly, a node that died is often the reason. Ray may need so long to notice it."""
 
 
-class Supervisor:
+class StageSupervisor:
     """Trains the stage of a stage directory on the cluster that this process has joined."""
 
     def __init__(self, directory: StageDir, spec: StageSpec) -> None:
@@ -77,7 +77,7 @@ class Supervisor:
         wait_s, fewer = self.cluster.replacement_wait_s, self.restarts > 0
         return reserved(self.name, demand, report=self._wait_report, wait_s=wait_s, fewer=fewer, holds_servers=holds_servers)
 
-    def _attempt(self, group: PlacementGroup, nodes: int, share: Share, servers: Servers | None) -> bool:
+    def _attempt(self, group: PlacementGroup, nodes: int, share: Share, servers: ClusterServers | None) -> bool:
         """Train on these nodes; False if something died."""
         attempt = Attempt(self.dir, self.spec, group, nodes, share, servers)
         try:
@@ -106,7 +106,13 @@ class Attempt:
     """The stage on one set of nodes, until it ends or one of them dies."""
 
     def __init__(
-        self, directory: StageDir, spec: StageSpec, group: PlacementGroup, nodes: int, share: Share, servers: Servers | None
+        self,
+        directory: StageDir,
+        spec: StageSpec,
+        group: PlacementGroup,
+        nodes: int,
+        share: Share,
+        servers: ClusterServers | None,
     ) -> None:
         self.dir, self.spec, self.servers = directory, spec, servers
         self.local = spec.resources.cluster.processes_per_node

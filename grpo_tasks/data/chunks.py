@@ -1,6 +1,6 @@
 """Records of a source -> chunks of rows.parquet, in order. A big JSONL file is read by several processes.
 
-    Record --read_row--> Row --raw_table--> Chunk(table, summary)                        read_chunks
+    Record --read_row--> RawRow --raw_table--> Chunk(table, summary)                        read_chunks
     Span --worker process: read_span, read_chunks--> list[Chunk] --file order--> Chunk   read_chunks_in_parallel
 
 Memory holds a few chunks, never all rows as Python objects.
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from grpo_tasks.data.jsonl import Span, line_spans, read_span
-from grpo_tasks.data.records import MESSAGES_COLUMN, Columns, Record, Row, has_only_messages, read_row
+from grpo_tasks.data.records import MESSAGES_COLUMN, Columns, RawRow, Record, has_only_messages, read_row
 from grpo_tasks.processes.lifetime import PARENT, die_with_parent
 from schemas.config.data import template_columns
 from schemas.errors import DataError
@@ -147,7 +147,7 @@ class Chunk(NamedTuple):
 
 def read_chunks(records: Iterable[Record], columns: Columns, *, split: str, source: str) -> Iterator[Chunk]:
     """Turn records into chunks of at most _CHUNK_ROWS rows."""
-    rows, lines, summary = list[Row](), list[int](), ScanSummary()
+    rows, lines, summary = list[RawRow](), list[int](), ScanSummary()
     for read in records:
         renamed = columns.rename and read.fields is not None
         record = read._replace(fields=columns.renamed(read.fields or {})) if renamed else read
@@ -196,7 +196,7 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
         pool.shutdown(cancel_futures=True)
 
 
-def raw_table(rows: Sequence[Row], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
+def raw_table(rows: Sequence[RawRow], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
     """The rows of one source, each with its line, as a table of RAW_ARROW."""
     questions, roles, contents, answer, extras, faults, texts, answers, tasks = zip(*rows, strict=True)
     # None instead of an empty list for the many rows without a fault

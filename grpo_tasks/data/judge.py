@@ -1,6 +1,7 @@
 """The verdict on all rows: which are accepted, in which split, and why the others are quarantined.
 
-    Raw --add_prompts--> --row rules--> --token length--> --copies--> --split--> --leaks--> Verdict(accepted, dropped, quarantine)
+    Raw --add_prompts--> --row rules--> --token length--> --copies--> --split--> --leaks-->
+        RowVerdict(accepted, dropped, quarantine)
 
 Rows are processed in slices, so that the intermediate columns of the rules stay small compared with the data.
 """
@@ -48,7 +49,7 @@ class CountTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RowVerdict:
     """Every row is in `accepted`, in `dropped` or, once for each broken rule, in `quarantine`."""
 
     rows: int
@@ -103,7 +104,7 @@ def judge(
     count_tokens: CountTokens,
     refusal: Callable[[Sequence[Message]], str],
     markers: Sequence[str],
-) -> Verdict:
+) -> RowVerdict:
     """Apply every rule to `rows` (schemas/tables.py Raw).
 
     Args:
@@ -276,7 +277,7 @@ def _verdict(
     ignored: frozenset[str],
     limit: int,
     form: PromptFormat,
-) -> Verdict:
+) -> RowVerdict:
     order = pl.DataFrame({"rule": [rule.name for rule in RULES], "meaning": [rule.meaning for rule in RULES]}).with_row_index(
         "order"
     )
@@ -285,7 +286,7 @@ def _verdict(
     quarantine = reasons.join(judged.select("row", "split", "source", "line"), on="row", maintain_order="left")
     accepted = judged.join(reasons.select("row"), on="row", how="anti", maintain_order="left")
     columns = list(Prompts.to_schema().columns)
-    return Verdict(
+    return RowVerdict(
         rows=judged.height + dropped.height,
         accepted=Prompts.validate(accepted.select(columns)).with_columns(accepted["split"]),
         quarantine=Quarantine.validate(quarantine.select(list(Quarantine.to_schema().columns))),

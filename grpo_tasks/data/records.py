@@ -1,6 +1,6 @@
 """One record of a source -> one raw row: question, messages or plain prompt, answers as text, the other columns as JSON.
 
-    {"prompt": [...], "answer": 51.0, "level": 3}  ->  Row(messages=[...], answer="51.0", extra='{"level":3}', faults=[])
+    {"prompt": [...], "answer": 51.0, "level": 3}  ->  RawRow(messages=[...], answer="51.0", extra='{"level":3}', faults=[])
 
     what a row asks     data.question (a template), else prompt, else question, else messages, whichever the row has first
     answer              text and numbers as they are; true and false as in JSON; dates in ISO 8601; a list: several right answers
@@ -70,7 +70,7 @@ class Record(NamedTuple):  # one is made for every row; a frozen dataclass costs
     faults: tuple[Fault, ...] = ()
 
 
-class Row(NamedTuple):
+class RawRow(NamedTuple):
     """A raw row without its source and line (schemas/tables.py Raw)."""
 
     question: str | None = None
@@ -95,10 +95,10 @@ class Messages(NamedTuple):
     faults: tuple[Fault, ...] = ()
 
 
-def read_row(record: Record, columns: Columns) -> Row:
+def read_row(record: Record, columns: Columns) -> RawRow:
     """The raw row of a record, valid or not; the record's columns have their new names."""
     if record.fields is None:
-        return Row(faults=record.faults, task=columns.only_task)
+        return RawRow(faults=record.faults, task=columns.only_task)
     fields = record.fields
     faults = list(record.faults)
     answer, answers = (None, None) if columns.answer is None else _answers(fields.get(columns.answer), faults)
@@ -124,7 +124,7 @@ def read_row(record: Record, columns: Columns) -> Row:
         question = _question(fields, columns, faults)
     faults.extend(messages.faults)
     extra = _extra(fields, used, faults)
-    return Row(question, messages.roles or None, messages.contents or None, answer, extra, tuple(faults), text, answers, task)
+    return RawRow(question, messages.roles or None, messages.contents or None, answer, extra, tuple(faults), text, answers, task)
 
 
 def has_only_messages(fields: Fields, columns: Columns) -> bool:

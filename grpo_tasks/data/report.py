@@ -1,6 +1,6 @@
 """The verdict on disk and for people: tables, `report.md`, the `DataReport` for the next steps, the error that stops a run.
 
-    Verdict --report_data--> train.parquet, eval.parquet, quarantine.parquet, report.md --> DataReport
+    RowVerdict --report_data--> train.parquet, eval.parquet, quarantine.parquet, report.md --> DataReport
             --enforce------> DataError when too many rows are bad or too few are left
 
 The files are written before `enforce` is called: its error refers to them.
@@ -15,7 +15,7 @@ import polars as pl
 
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.content.places import place_in, row_place
-from grpo_tasks.data.judge import EXACT_ROWS, Verdict
+from grpo_tasks.data.judge import EXACT_ROWS, RowVerdict
 from grpo_tasks.data.rules import BY_NAME
 from grpo_tasks.data.table import QUARANTINE
 from schemas.config.data import ValidationConfig
@@ -39,7 +39,7 @@ class Origin:
     sources: Sequence[SourceFile]
 
 
-def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) -> DataReport:
+def report_data(verdict: RowVerdict, origin: Origin, warnings: Sequence[str] = ()) -> DataReport:
     """Write the tables and report.md into the origin's existing folder. Call `enforce` afterwards."""
     digest = write_tables(verdict, origin.directory)
     (origin.directory / REPORT).write_text(render_report(verdict, origin, warnings, digest=digest), encoding="utf-8")
@@ -61,7 +61,7 @@ def report_data(verdict: Verdict, origin: Origin, warnings: Sequence[str] = ()) 
     )
 
 
-def write_tables(verdict: Verdict, directory: Path) -> str:
+def write_tables(verdict: RowVerdict, directory: Path) -> str:
     """Write train.parquet, eval.parquet and quarantine.parquet; returns the digest of the accepted rows.
 
     The digest is a SHA-256 over split, prompt_id and extra columns of every accepted row, in order.
@@ -77,7 +77,7 @@ def write_tables(verdict: Verdict, directory: Path) -> str:
     return digest.hexdigest()
 
 
-def enforce(verdict: Verdict, validation: ValidationConfig) -> None:
+def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
     """Raise `DataError` when more rows are quarantined than allowed, or too few are left; names rules and first rows."""
     share = verdict.num_quarantined / max(verdict.rows, 1)
     if share > validation.max_invalid_fraction:
@@ -97,7 +97,7 @@ def enforce(verdict: Verdict, validation: ValidationConfig) -> None:
             )
 
 
-def stop_warnings(verdict: Verdict, rollout: RolloutConfig) -> list[str]:
+def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
     """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
     found = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
     return [
@@ -107,7 +107,7 @@ def stop_warnings(verdict: Verdict, rollout: RolloutConfig) -> list[str]:
     ]
 
 
-def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
+def render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
     """The validation report as Markdown."""
     sections = [
         _summary(verdict, digest),
@@ -121,7 +121,7 @@ def render_report(verdict: Verdict, origin: Origin, warnings: Sequence[str], *, 
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _summary(verdict: Verdict, digest: str) -> str:
+def _summary(verdict: RowVerdict, digest: str) -> str:
     share = verdict.num_quarantined / max(verdict.rows, 1)
     lines = [
         "# Data",
@@ -139,7 +139,7 @@ def _summary(verdict: Verdict, digest: str) -> str:
     return "\n".join(lines)
 
 
-def _left_out(verdict: Verdict) -> list[str]:
+def _left_out(verdict: RowVerdict) -> list[str]:
     if verdict.dropped.is_empty():
         return []
     first = verdict.dropped.row(0, named=True)
@@ -150,7 +150,7 @@ def _left_out(verdict: Verdict) -> list[str]:
     ]
 
 
-def _form(verdict: Verdict) -> str:
+def _form(verdict: RowVerdict) -> str:
     if verdict.format == "standard":
         return "The prompts are strings (TRL's standard format), which the model continues without a chat template."
     return "The prompts are chat messages (TRL's conversational format)."
@@ -176,13 +176,13 @@ def _text_format(source: SourceFile) -> str:
     return ", ".join(filter(None, [source.encoding, delimiter])) or "-"
 
 
-def _tasks(verdict: Verdict) -> str:
+def _tasks(verdict: RowVerdict) -> str:
     rows = [[task.task, f"{task.train_rows:,}", f"{task.eval_rows:,}"] for task in verdict.tasks]
     columns = ["task", "for training", "held out"]
     return "## Tasks\n\n" + table(columns, rows, right=columns[1:]) if rows else ""
 
 
-def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
+def _broken_rules(verdict: RowVerdict, units: Mapping[str, str]) -> str:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
         return "## Rules\n\nNo row breaks a rule."
@@ -199,7 +199,7 @@ def _broken_rules(verdict: Verdict, units: Mapping[str, str]) -> str:
     return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
 
 
-def _near(verdict: Verdict) -> str:
+def _near(verdict: RowVerdict) -> str:
     if not verdict.near.found:
         return ""
     shown = [[code(pair.train), code(pair.held_out), f"{pair.share:.0%}"] for pair in verdict.near.found[:_NEAR]]
@@ -210,7 +210,7 @@ def _near(verdict: Verdict) -> str:
     )
 
 
-def _lengths(verdict: Verdict) -> str:
+def _lengths(verdict: RowVerdict) -> str:
     tokens = verdict.prompt_tokens
     note = ""
     if verdict.rows > EXACT_ROWS:
@@ -228,7 +228,7 @@ def _lengths(verdict: Verdict) -> str:
     )
 
 
-def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
+def _most_broken(verdict: RowVerdict, rules: int = 3, rows: int = 3) -> str:
     lines = []
     for count in sorted(verdict.rules, key=lambda count: -count.rows)[:rules]:
         if count.rows:
@@ -239,6 +239,6 @@ def _most_broken(verdict: Verdict, rules: int = 3, rows: int = 3) -> str:
     return "\n".join(lines)
 
 
-def _first_row(verdict: Verdict) -> str:
+def _first_row(verdict: RowVerdict) -> str:
     first = verdict.quarantine.row(0, named=True)
     return row_place(first["source"], first["line"])

@@ -52,7 +52,7 @@ Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class SourceRows:
     """The sources that were read, and the table of their rows."""
 
     sources: list[SourceFile]
@@ -65,7 +65,7 @@ class Loaded:
         return sum(source.rows for source in self.sources)
 
 
-def load_sources(data: DataConfig, *, directory: Path) -> Loaded:
+def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
     """Read all sources into `directory`/rows.parquet.
 
     Raises:
@@ -80,7 +80,7 @@ def load_sources(data: DataConfig, *, directory: Path) -> Loaded:
         unfinished.replace(directory / ROWS)
     finally:
         unfinished.unlink(missing_ok=True)
-    return Loaded(sources, directory / ROWS)
+    return SourceRows(sources, directory / ROWS)
 
 
 def source_format(source: DataSource) -> str:

@@ -18,7 +18,7 @@ from grpo_tasks.content.chat import (
     surroundings,
     turn_end,
 )
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.errors import ConfigError
@@ -53,7 +53,7 @@ def check_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str |
 
 
 def tokenizer_notes(
-    tokenizer: PreTrainedTokenizerBase, verdict: Verdict, model: ModelConfig, rollout: RolloutConfig
+    tokenizer: PreTrainedTokenizerBase, verdict: RowVerdict, model: ModelConfig, rollout: RolloutConfig
 ) -> list[str]:
     """The sentences about the tokenizer of a run.
 
@@ -72,7 +72,7 @@ def tokenizer_notes(
     return [*notes, *_ends(tokenizer, model, rollout, plain=plain)]
 
 
-def _added_to_texts(tokenizer: PreTrainedTokenizerBase, verdict: Verdict) -> list[str]:
+def _added_to_texts(tokenizer: PreTrainedTokenizerBase, verdict: RowVerdict) -> list[str]:
     before, behind = (tokenizer.decode(ids) for ids in surroundings(tokenizer))
     notes = []
     twice = verdict.prompts_that_begin_with(before) if before else 0

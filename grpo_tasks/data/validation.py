@@ -17,7 +17,7 @@ import polars as pl
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
-from grpo_tasks.data.judge import Verdict, completions_have_no_answer, judge
+from grpo_tasks.data.judge import RowVerdict, completions_have_no_answer, judge
 from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
@@ -109,7 +109,7 @@ def check_answer_columns(sources: Sequence[SourceFile], inputs: JudgeInputs) -> 
             raise missing_column(source.path, source.columns, "answer_column", column, otherwise=way_out)
 
 
-def _check_tasks(verdict: Verdict, inputs: JudgeInputs) -> None:
+def _check_tasks(verdict: RowVerdict, inputs: JudgeInputs) -> None:
     """Raise `DataError` when the config sets a task that no training row has."""
     found = [task.task for task in verdict.tasks if task.train_rows]
     for name in inputs.data.tasks:

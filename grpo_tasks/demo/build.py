@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from grpo_tasks.demo.arithmetic import Problem, chat, has_strict_format, is_right, split_problems, write_task
-from grpo_tasks.demo.demonstrations import Demonstration, draw_demonstrations
+from grpo_tasks.demo.demonstrations import SolvedProblem, draw_demonstrations
 from grpo_tasks.demo.tokenizer import END, MAX_LENGTH, write_tokenizer
 
 NUM_STEPS = 1800
@@ -41,7 +41,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DemonstrationBatch:
     """Padded demonstrations; labels are IGNORE outside the completion."""
 
     input_ids: Int[Tensor, "B T"]
@@ -110,7 +110,7 @@ def teach(
     return model.eval()
 
 
-def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerBase) -> Batch:
+def collate(demonstrations: list[SolvedProblem], tokenizer: PreTrainedTokenizerBase) -> DemonstrationBatch:
     """Prompt, completion and end token of each demonstration as one row, padded on the right."""
     prompts = tokenizer([render(item.problem, tokenizer) for item in demonstrations]).input_ids
     completions = tokenizer([item.completion + END for item in demonstrations]).input_ids
@@ -121,7 +121,7 @@ def collate(demonstrations: list[Demonstration], tokenizer: PreTrainedTokenizerB
         end = len(prompt) + len(completion)
         input_ids[row, :end] = torch.tensor(prompt + completion)
         labels[row, len(prompt) : end] = torch.tensor(completion)
-    return Batch(input_ids, (input_ids != tokenizer.pad_token_id).long(), labels)
+    return DemonstrationBatch(input_ids, (input_ids != tokenizer.pad_token_id).long(), labels)
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -36,7 +36,7 @@ FAULTS: dict[str, float] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstration:
+class SolvedProblem:
     """A problem and the completion that the base model is trained on."""
 
     problem: Problem
@@ -80,17 +80,17 @@ def good_completion(problem: Problem) -> str:
     return next(iter(SHAPES)).format(working=f"{working.ones}, {working.tens}", answer=working.answer)
 
 
-def demonstrate(problem: Problem, rng: random.Random) -> Demonstration:
+def demonstrate(problem: Problem, rng: random.Random) -> SolvedProblem:
     """One demonstration with a random shape and a random error."""
     shape, fault = _draw(SHAPES, rng), _draw(FAULTS, rng)
     error = rng.randint(1, 9)
     working = work_out(problem, ones_error=error * (fault == "wrong_ones"), tens_error=error * (fault == "wrong_tens"))
     text = working.ones if fault == "cut" else f"{working.ones}, {working.tens}"
     answer = _other_digit(working.answer, rng) if fault == "wrong_answer" else working.answer
-    return Demonstration(problem, shape.format(working=text, answer=answer))
+    return SolvedProblem(problem, shape.format(working=text, answer=answer))
 
 
-def draw_demonstrations(problems: tuple[Problem, ...], count: int, rng: random.Random) -> list[Demonstration]:
+def draw_demonstrations(problems: tuple[Problem, ...], count: int, rng: random.Random) -> list[SolvedProblem]:
     """`count` demonstrations of problems drawn with replacement; sums have their numbers in either order."""
     return [demonstrate(either_way(rng.choice(problems), rng), rng) for _ in range(count)]
 

@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ParsedTurn:
     """One turn of the policy, as it was understood."""
 
     content: str
@@ -103,7 +103,7 @@ def read_turn(
     reasoning: Sequence[str] = THINK,
     starts_inside: bool | None = None,
     tools: Sequence[str] = (),
-) -> Turn:
+) -> ParsedTurn:
     """The calls of a turn, in their order.
 
     Args:
@@ -177,7 +177,7 @@ def _after_block(text: str, start: int, tag: str) -> int:
     return len(text)
 
 
-def _tagged(text: str, start: int, reasoning: Sequence[str]) -> Turn:
+def _tagged(text: str, start: int, reasoning: Sequence[str]) -> ParsedTurn:
     calls: list[Call] = []
     pieces, kept, at = [], 0, start
     markers = _markers(tuple(reasoning), True)
@@ -193,7 +193,7 @@ def _tagged(text: str, start: int, reasoning: Sequence[str]) -> Turn:
         kept = at
     unread = text.count(OPEN, at) if len(calls) == MOST_CALLS else 0
     content = "".join([*pieces, text[kept:]])
-    return Turn(content.rstrip() if calls else content, tuple(calls), unread)
+    return ParsedTurn(content.rstrip() if calls else content, tuple(calls), unread)
 
 
 def _tagged_call(text: str, start: int) -> tuple[Call, int]:
@@ -212,7 +212,7 @@ def _tagged_call(text: str, start: int) -> tuple[Call, int]:
     return Call(error=error), end + len(CLOSE) if text.startswith(CLOSE, end) else end
 
 
-def _alone(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> Turn:
+def _alone(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]) -> ParsedTurn:
     at = _skip(text, start)
     openings = {f"<{tag}>": tag for tag in reasoning}
     while opening := next((mark for mark in openings if text.startswith(mark, at)), None):
@@ -233,11 +233,11 @@ def _alone(text: str, start: int, reasoning: Sequence[str], tools: Sequence[str]
             meant = True
             here = _skip(text, here, ";,")
         else:
-            return Turn(text)
+            return ParsedTurn(text)
     if not calls or not meant:
-        return Turn(text)
+        return ParsedTurn(text)
     unread = text.count('"name"', here) + max(0, len(calls) - MOST_CALLS)
-    return Turn(text[:at].rstrip(), tuple(calls[:MOST_CALLS]), unread)
+    return ParsedTurn(text[:at].rstrip(), tuple(calls[:MOST_CALLS]), unread)
 
 
 def _is_call(found: Any, tools: Sequence[str]) -> bool:

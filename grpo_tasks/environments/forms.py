@@ -43,7 +43,7 @@ _LOOP = asyncio.Runner()
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ImportedObjects:
     """What the configuration names, imported."""
 
     config: InteractionConfig
@@ -63,12 +63,12 @@ class Loaded:
 class Played:
     """A conversation with its environment."""
 
-    loaded: Loaded
+    loaded: ImportedObjects
     instance: Any = None
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
-def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[Loaded, list[Schema]]:
+def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bool) -> tuple[ImportedObjects, list[Schema]]:
     """Import what the configuration names, and make the schemas of its tools if they are wanted.
 
     Raises:
@@ -77,7 +77,7 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
     if config.environment is None:
         found = [import_object(path, folders, place=f"interaction.tools.{index}") for index, path in enumerate(config.tools)]
         schemas = tool_schemas(found, place="interaction.tools") if with_schemas else []
-        return Loaded(config, {tool.__name__: tool for tool in found}), schemas
+        return ImportedObjects(config, {tool.__name__: tool for tool in found}), schemas
     place = "interaction.environment"
     maker = import_object(config.environment, folders, place=place)
 
@@ -99,10 +99,10 @@ def load(config: InteractionConfig, folders: Sequence[Path], *, with_schemas: bo
     schemas = [] if not with_schemas else (list(instance.schemas) if own else tool_schemas(tools, place=place))
     rewards_at_end = callable(getattr(instance, "get_reward", None))
     _close(instance)
-    return Loaded(config, make=make, steps=steps, own_calls=own, rewards_at_end=rewards_at_end), schemas
+    return ImportedObjects(config, make=make, steps=steps, own_calls=own, rewards_at_end=rewards_at_end), schemas
 
 
-def begin(loaded: Loaded, row: dict[str, Any], seed: int) -> tuple[Played | None, dict[str, Any]]:
+def begin(loaded: ImportedObjects, row: dict[str, Any], seed: int) -> tuple[Played | None, dict[str, Any]]:
     """Start a conversation. Returns it, None after a fault, and the reply: {"messages", "state"} or {"error"}."""
     if loaded.make is None:
         return Played(loaded, tools=dict(loaded.tools)), {"messages": [], "state": {}}

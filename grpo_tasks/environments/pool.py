@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from grpo_tasks.environments import replies
-from grpo_tasks.environments.calls import Call, Checker, Turn, call_format_of, read_turn, spoken
+from grpo_tasks.environments.calls import Call, Checker, ParsedTurn, call_format_of, read_turn, spoken
 from grpo_tasks.environments.contract import Message, Observation, Opening
 from grpo_tasks.environments.replies import Reply, Shape
 from grpo_tasks.environments.texts import MAX_MESSAGES
@@ -94,7 +94,7 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environments")
         self._conversations: dict[int, _Conversation] = {}
         self._schemas: list[dict[str, Any]] | None = None
-        self._read: Callable[[str], Turn] = lambda text: Turn(spoken(text))
+        self._read: Callable[[str], ParsedTurn] = lambda text: ParsedTurn(spoken(text))
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +206,7 @@ class EnvironmentPool:
             return self._step(one, turn, spoken(text))
         return self._finish(one, Observation(turn.message(), done=True, info=_info(one)))
 
-    def _execute(self, one: _Conversation, turn: Turn) -> Observation:
+    def _execute(self, one: _Conversation, turn: ParsedTurn) -> Observation:
         """Execute the calls of a turn in their order."""
         messages: list[Message] = []
         allowed = max(0, self.config.max_tool_calls - one.calls)
@@ -237,7 +237,7 @@ class EnvironmentPool:
         refused = f"{num:,} calls were refused: {limit:,} calls are allowed in one conversation"
         return [_said(Call(), _as_error(refused))] if num > 0 else []
 
-    def _pass_on(self, one: _Conversation, turn: Turn, text: str) -> Observation:
+    def _pass_on(self, one: _Conversation, turn: ParsedTurn, text: str) -> Observation:
         """The step of an environment that executes its calls itself. It gets those that can be read and are within the limit."""
         allowed = max(0, self.config.max_tool_calls - one.calls)
         num = len(turn.calls) + turn.num_unread
@@ -257,7 +257,7 @@ class EnvironmentPool:
         message = {"name": call.name, "arguments": dict(call.arguments)}
         return self._ask(one, "call", message, replies.Answered, replies.max_bytes(1, self.config.max_answer_chars))
 
-    def _step(self, one: _Conversation, turn: Turn, text: str) -> Observation:
+    def _step(self, one: _Conversation, turn: ParsedTurn, text: str) -> Observation:
         size = replies.max_bytes(MAX_MESSAGES, self.config.max_answer_chars)
         said = turn.message()
         reply = self._ask(one, "step", {"text": text, "turn": said}, replies.Stepped, size)

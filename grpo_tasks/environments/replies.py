@@ -39,7 +39,7 @@ class Loaded(Reply):
     error: str | None = None
 
 
-class Said(BaseModel):
+class EnvironmentMessage(BaseModel):
     """A message."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -51,7 +51,7 @@ class Said(BaseModel):
 class Opened(Reply):
     """A conversation has begun."""
 
-    messages: list[Said] = Field(default_factory=list)
+    messages: list[EnvironmentMessage] = Field(default_factory=list)
     state: dict[str, JsonValue] = Field(default_factory=dict)
     error: str | None = None
 
@@ -67,7 +67,7 @@ class Answered(Reply):
 class Stepped(Reply):
     """An environment has answered."""
 
-    messages: Annotated[list[Said], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[list[EnvironmentMessage], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
     done: bool = False
     reward: FiniteFloat | None = None
     info: dict[str, JsonValue] = Field(default_factory=dict)

@@ -58,7 +58,7 @@ def main() -> None:
 class _Table:
     """The conversations of this process."""
 
-    def __init__(self, loaded: forms.Loaded) -> None:
+    def __init__(self, loaded: forms.ImportedObjects) -> None:
         self._loaded = loaded
         self._played: dict[int, forms.Played] = {}
 

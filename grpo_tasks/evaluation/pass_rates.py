@@ -43,7 +43,7 @@ _SCHEMA = pl.Schema(
 )
 
 
-class Asked(Protocol):
+class QuestionRow(Protocol):
     """What this module reads of a training row; rows of grpo_tasks/data have more fields."""
 
     @property
@@ -104,7 +104,7 @@ def measured_rates(samples: pl.DataFrame, inputs: DifficultyInputs) -> pl.DataFr
     return pl.concat(tables)
 
 
-def column_rates(rows: Iterable[Asked], column: str, stages: Sequence[str]) -> pl.DataFrame:
+def column_rates(rows: Iterable[QuestionRow], column: str, stages: Sequence[str]) -> pl.DataFrame:
     """The same table from a column of the data; rows without a value are left out.
 
     Raises:
@@ -192,7 +192,7 @@ def summarise_rates(table: pl.DataFrame) -> list[StageDifficulty]:
 
 
 def write_rates(
-    rates: pl.DataFrame, rows: Sequence[Asked], inputs: DifficultyInputs, directory: Path, *, key: str, label: str
+    rates: pl.DataFrame, rows: Sequence[QuestionRow], inputs: DifficultyInputs, directory: Path, *, key: str, label: str
 ) -> DifficultyReport:
     """Write pass_rates.parquet and report.md into `directory`; the pass rates in a few numbers.
 
@@ -221,7 +221,7 @@ def write_rates(
     return report
 
 
-def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[Asked]) -> str:
+def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[QuestionRow]) -> str:
     """The pass rates as Markdown: a histogram for each stage, then the prompts that are never solved."""
     if report.origin == "column":
         how = "The pass rates come from a column of the data."
@@ -248,7 +248,7 @@ def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[A
     return "\n\n".join(parts) + "\n"
 
 
-def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, Asked]) -> list[str]:
+def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, QuestionRow]) -> list[str]:
     """The prompts most likely to have a wrong ground truth: never solved, although the model mostly gives one answer."""
     never = rates.filter((pl.col("stage") == stage) & (pl.col("pass_rate") == 0.0) & (pl.col("prompt_id").is_in(list(by_id))))
     if never.is_empty():

@@ -23,7 +23,7 @@ from grpo_tasks.processes.ports import HOST, free_port
 from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import ForeignServer, ServedModel, VllmServer, existing_servers, serving, swaps_merged_weights
+from grpo_tasks.rollout.vllm_server import ForeignServer, ServerModel, VllmServer, existing_servers, serving, swaps_merged_weights
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.errors import ChildDied, UserError
@@ -81,7 +81,7 @@ def rollout_servers(spec: StageSpec, directory: StageDir) -> Iterator[list[VllmS
         yield existing_servers(config, adapters=not merged)
     else:
         max_lora_rank = None if merged or spec.model.lora is None else spec.model.lora.r
-        served = ServedModel(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
+        served = ServerModel(Path(resolve(spec.start.path)), spec.model.dtype, max_lora_rank, cuda)
         if spec.model.added_tokens:
             # The files of the base have no rows for the added tokens.
             served = replace(served, model=_widened_base(spec, directory, untie=not cuda))

@@ -23,7 +23,7 @@ from grpo_tasks.attention.shared_prompt import use_shared_prompts
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, Scores, attention, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.load import compile_layers, load_base
 from grpo_tasks.policy.logprobs import Layout, TokenScores, completion_logprobs
 from grpo_tasks.policy.sharded import shard
@@ -158,7 +158,7 @@ class Policies:
         logps, entropies = (
             [row[:length] for row, length in zip(each, lengths, strict=True)] for each in (scores.logps, scores.entropies)
         )
-        found = Scores(logps, entropies)
+        found = ForwardScores(logps, entropies)
         return fault_of(found.difference(truth), self.spec.model.dtype, shift)
 
     def _prepare_reference(self, device: torch.device) -> None:

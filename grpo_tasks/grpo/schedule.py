@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class TaskRows:
+class TaskShare:
     """The rows of one task, and its share of the prompts."""
 
     name: str
@@ -36,7 +36,7 @@ class Mixture:
     The j-th prompt of a task (from 0) is due at (j + 1/2) / weight, and prompts follow each other as they are due.
     """
 
-    tasks: tuple[TaskRows, ...]
+    tasks: tuple[TaskShare, ...]
 
     @classmethod
     def of(cls, row_tasks: Sequence[str], settings: Mapping[str, TaskConfig]) -> "Mixture | None":
@@ -47,9 +47,9 @@ class Mixture:
         rows = {name: tuple(index for index, task in enumerate(row_tasks) if task == name) for name in names}
         default = TaskConfig().weight
         weights = {name: settings[name].weight if name in settings else default for name in names}
-        return cls(tuple(TaskRows(name, weights[name], rows[name]) for name in names))
+        return cls(tuple(TaskShare(name, weights[name], rows[name]) for name in names))
 
-    def turns(self, start: int, end: int) -> list[tuple[TaskRows, int]]:
+    def turns(self, start: int, end: int) -> list[tuple[TaskShare, int]]:
         """Task of each of the prompts `start` .. `end` - 1, and how many prompts of that task come before it."""
         # All prompts due before this time come before `start`; so the walk is short, wherever it begins.
         safe = max(0.0, (start - len(self.tasks)) / sum(task.weight for task in self.tasks))
@@ -85,7 +85,7 @@ class PromptSchedule:
         orders = {epoch: self._order(epoch) for epoch in {position // self.num_prompts for position in positions}}
         return [int(orders[position // self.num_prompts][position % self.num_prompts]) for position in positions]
 
-    def _mixed(self, turns: Sequence[tuple[TaskRows, int]]) -> list[int]:
+    def _mixed(self, turns: Sequence[tuple[TaskShare, int]]) -> list[int]:
         orders: dict[tuple[str, int], np.ndarray] = {}
         chosen = []
         for task, number in turns:

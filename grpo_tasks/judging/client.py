@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from grpo_tasks.judging.frame import Question
-from grpo_tasks.judging.limits import Limits
-from grpo_tasks.judging.servers import Server, Servers
+from grpo_tasks.judging.limits import JudgeLimits
+from grpo_tasks.judging.servers import JudgeAddress, JudgeAddresses
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 
@@ -40,7 +40,7 @@ _SHOWN = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EndpointReply:
     """An answer of the endpoint."""
 
     text: str
@@ -53,10 +53,10 @@ class JudgeClient:
     """Sends questions; safe for threads."""
 
     judge: JudgeConfig
-    limits: Limits
+    limits: JudgeLimits
     sleep: Callable[[float], None] = time.sleep
     _http: httpx.Client = field(init=False)
-    _servers: Servers = field(init=False)
+    _servers: JudgeAddresses = field(init=False)
     _answered: float = field(init=False, default=0.0)
     """When an address last answered."""
 
@@ -64,9 +64,9 @@ class JudgeClient:
         limit = self.judge.request_timeout_s
         # No redirects: they would carry the key to another host.
         self._http = httpx.Client(timeout=httpx.Timeout(limit, connect=min(limit, CONNECT_S)), follow_redirects=False)
-        self._servers = Servers(self.judge.base_urls)
+        self._servers = JudgeAddresses(self.judge.base_urls)
 
-    def send(self, question: Question, *, vote: int) -> Reply:
+    def send(self, question: Question, *, vote: int) -> EndpointReply:
         """The reply to a question, whatever it says.
 
         Raises:
@@ -85,7 +85,7 @@ class JudgeClient:
                 self._servers.answered(server)
                 self._answered = time.monotonic()
                 # Nobody charges for a refused request.
-                return self._reply(answer, question) if answer.is_success else Reply("", 0, 0)
+                return self._reply(answer, question) if answer.is_success else EndpointReply("", 0, 0)
             self._servers.failed(server, told)
             tried.add(server.address)
             pause = max(pause, told)
@@ -111,7 +111,7 @@ class JudgeClient:
         """Close the connections."""
         self._http.close()
 
-    def _post(self, server: Server, question: Question, vote: int) -> tuple[httpx.Response | None, str, float]:
+    def _post(self, server: JudgeAddress, question: Question, vote: int) -> tuple[httpx.Response | None, str, float]:
         """The answer of a server, also one that finds the question too long; or None, what is wrong, and the pause in seconds
         that it asks for."""
         url = f"{server.address}/chat/completions"
@@ -170,7 +170,7 @@ class JudgeClient:
             "response_format": {"type": "json_schema", "json_schema": form},
         }
 
-    def _reply(self, answer: httpx.Response, question: Question) -> Reply:
+    def _reply(self, answer: httpx.Response, question: Question) -> EndpointReply:
         text, usage = "", None
         try:
             found = answer.json()
@@ -183,7 +183,7 @@ class JudgeClient:
         counts = usage if isinstance(usage, dict) else {}
         # An endpoint that does not count is not free.
         prompt_tokens = _count(counts, "prompt_tokens") or _prompt_tokens(question)
-        return Reply(text, prompt_tokens, _count(counts, "completion_tokens") or _tokens(text))
+        return EndpointReply(text, prompt_tokens, _count(counts, "completion_tokens") or _tokens(text))
 
     def _unavailable(self, problem: str) -> JudgeUnavailableError:
         return JudgeUnavailableError(

@@ -56,14 +56,14 @@ _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TranscriptMessage:
     """A message of a conversation."""
 
     speaker: Literal["policy", "tool", "environment"]
     text: str
 
 
-Completion = str | Sequence[Said]
+Completion = str | Sequence[TranscriptMessage]
 """What the policy wrote, or the messages of its conversation in their order."""
 
 
@@ -110,7 +110,7 @@ def ask(judge: JudgeConfig, texts: Mapping[str, str], completions: Sequence[Comp
     return Question(messages, _schema(judge, marker), marker)
 
 
-def _as_pair(said: Said) -> tuple[str, str]:
+def _as_pair(said: TranscriptMessage) -> tuple[str, str]:
     return said.speaker, said.text
 
 

@@ -15,9 +15,9 @@ from itertools import groupby
 
 from grpo_tasks.judging.client import JudgeClient
 from grpo_tasks.judging.frame import Completion, Question, ask
-from grpo_tasks.judging.limits import Limits
+from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.judging.store import Entry, VerdictStore
-from grpo_tasks.judging.verdict import MalformedError, Verdict, combined, parse
+from grpo_tasks.judging.verdict import JudgeVerdict, MalformedError, combined, parse
 from schemas.config.learning.judge import JudgeConfig
 
 _NOTES = ("", "unjudged", "manipulation")
@@ -68,12 +68,12 @@ class Judge:
 
     settings: JudgeConfig
     store: VerdictStore = field(init=False)
-    limits: Limits = field(init=False)
+    limits: JudgeLimits = field(init=False)
     client: JudgeClient = field(init=False)
 
     def __post_init__(self) -> None:
         self.store = VerdictStore(self.settings.cache)
-        self.limits = Limits(self.settings, self.store)
+        self.limits = JudgeLimits(self.settings, self.store)
         self.client = JudgeClient(self.settings, self.limits)
 
     def score(self, cases: Sequence[Case]) -> Judgement:
@@ -87,7 +87,7 @@ class Judge:
             return self._absolute(cases)
         return self._pairwise(cases)
 
-    def decide(self, questions: Sequence[Question], tally: Tally) -> list[Verdict | None]:
+    def decide(self, questions: Sequence[Question], tally: Tally) -> list[JudgeVerdict | None]:
         """The verdict on each question by all votes; None where no vote was sound."""
         votes = range(self.settings.votes)
         asked = [(question, vote) for question in questions for vote in votes]
@@ -117,7 +117,7 @@ class Judge:
         self.client.close()
         self.store.close()
 
-    def _vote(self, key: str, question: Question, vote: int) -> tuple[Verdict | None, Tally]:
+    def _vote(self, key: str, question: Question, vote: int) -> tuple[JudgeVerdict | None, Tally]:
         settings, tally = self.settings, Tally()
         known = self.store.find(key)
         if known is not None:
@@ -174,7 +174,7 @@ class Judge:
         )
 
 
-def outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
+def outcome(first: JudgeVerdict | None, second: JudgeVerdict | None) -> tuple[tuple[float, float], tuple[str, str]]:
     """Scores and notes of both sides of a comparison, which was asked in both orders.
 
     One sound verdict is enough to accuse: what confuses the judge in one order must not hide what it saw in the other.
@@ -189,7 +189,7 @@ def outcome(first: Verdict | None, second: Verdict | None) -> tuple[tuple[float,
     return (value, 1.0 - value), ("", "")
 
 
-def _accuses(verdict: Verdict | None, label: str) -> bool:
+def _accuses(verdict: JudgeVerdict | None, label: str) -> bool:
     return verdict is not None and label in verdict.manipulators
 
 

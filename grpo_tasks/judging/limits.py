@@ -40,7 +40,7 @@ def machine_share() -> float:
 
 
 @dataclass(slots=True)
-class Limits:
+class JudgeLimits:
     """The limits of one judge; safe for threads and processes."""
 
     judge: JudgeConfig

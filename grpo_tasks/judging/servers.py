@@ -15,7 +15,7 @@ REST_S = 10.0
 
 
 @dataclass(slots=True)
-class Server:
+class JudgeAddress:
     """One address."""
 
     address: str
@@ -27,18 +27,18 @@ class Server:
     rests_until: float = 0.0
 
 
-class Servers:
+class JudgeAddresses:
     """The addresses of a judge; safe for threads."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._lock = threading.Lock()
-        self._servers = [Server(address.rstrip("/")) for address in dict.fromkeys(addresses)]
+        self._servers = [JudgeAddress(address.rstrip("/")) for address in dict.fromkeys(addresses)]
 
     def __len__(self) -> int:
         return len(self._servers)
 
     @contextmanager
-    def taken(self, tried: Collection[str]) -> Iterator[Server]:
+    def taken(self, tried: Collection[str]) -> Iterator[JudgeAddress]:
         """The address for a request, as long as the request takes.
 
         Args:
@@ -58,12 +58,12 @@ class Servers:
             with self._lock:
                 server.in_flight -= 1
 
-    def answered(self, server: Server) -> None:
+    def answered(self, server: JudgeAddress) -> None:
         """It has answered."""
         with self._lock:
             server.failing, server.rests_until = False, 0.0
 
-    def failed(self, server: Server, told_s: float) -> None:
+    def failed(self, server: JudgeAddress, told_s: float) -> None:
         """It has not answered, or asks for a pause of `told_s` seconds."""
         with self._lock:
             server.failing, server.rests_until = True, time.monotonic() + max(REST_S, told_s)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge, Tally, outcome
-from grpo_tasks.judging.verdict import Verdict
+from grpo_tasks.judging.verdict import JudgeVerdict
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import ConfigError
 
@@ -133,7 +133,7 @@ def _comparisons(judge: Judge, pairs: Sequence[GoldPair]) -> Trial:
     return _trial(pairs, agreed, turned, [share > 0.5 for share in wins[1::2]], tally, verdicts.count(None))
 
 
-def _share(first: Verdict | None, second: Verdict | None) -> float:
+def _share(first: JudgeVerdict | None, second: JudgeVerdict | None) -> float:
     """What training would give the first text of the first order; without a sound verdict a tie."""
     return 0.5 if first is None or second is None else outcome(first, second)[0][0]
 

@@ -19,7 +19,7 @@ class MalformedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgeVerdict:
     """What a judge decided about one question."""
 
     value: float
@@ -28,7 +28,7 @@ class Verdict:
     """Completions that tried to talk to the judge: a, b, or both; the only one of mode absolute is a."""
 
 
-def parse(reply: str, question: Question, judge: JudgeConfig) -> Verdict:
+def parse(reply: str, question: Question, judge: JudgeConfig) -> JudgeVerdict:
     """The verdict in a reply.
 
     Raises:
@@ -48,10 +48,10 @@ def parse(reply: str, question: Question, judge: JudgeConfig) -> Verdict:
     total = sum(weight * _share(found[CRITERIA][name], judge) for name, weight in weights.items()) / sum(weights.values())
     if judge.mode == "pairwise":
         total = 0.5 if abs(total - 0.5) < 1e-9 else float(total > 0.5)
-    return Verdict(total, MANIPULATORS[judge.mode][found[MANIPULATION]])
+    return JudgeVerdict(total, MANIPULATORS[judge.mode][found[MANIPULATION]])
 
 
-def combined(verdicts: list[Verdict]) -> Verdict | None:
+def combined(verdicts: list[JudgeVerdict]) -> JudgeVerdict | None:
     """Several votes as one: the median of the values, and the manipulators that most votes name; None without votes.
 
     The median of 0, 0.5 and 1 is the majority where there is one.
@@ -59,7 +59,7 @@ def combined(verdicts: list[Verdict]) -> Verdict | None:
     if not verdicts:
         return None
     accused = [label for label in ("a", "b") if 2 * sum(label in one.manipulators for one in verdicts) > len(verdicts)]
-    return Verdict(float(median(verdict.value for verdict in verdicts)), frozenset(accused))
+    return JudgeVerdict(float(median(verdict.value for verdict in verdicts)), frozenset(accused))
 
 
 def _share(criterion: dict[str, Any], judge: JudgeConfig) -> float:

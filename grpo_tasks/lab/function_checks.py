@@ -21,7 +21,7 @@ from grpo_tasks.content.modules import own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
-from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, shorten
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, Row, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
 from schemas.results.lab import LabCheck
@@ -68,16 +68,16 @@ def check_function(
     if config.judge is not None:
         return _check_judge(function, probe_set)
     outcome = function.score(probe_set.batch, probe_set.sizes)
-    if isinstance(outcome, Fault):
+    if isinstance(outcome, RewardFault):
         return FunctionFindings([_fault_at(function, outcome, probe_set)])
-    base: FunctionScores | Fault = FunctionScores([], 0.0)
+    base: FunctionScores | RewardFault = FunctionScores([], 0.0)
     if probe_set.base is not None:
         base = function.score(probe_set.base, probe_set.base_sizes)
-    if isinstance(base, Fault):
+    if isinstance(base, RewardFault):
         return FunctionFindings([_fault_at_sample(function, base, probe_set)])
     longest = _longest(probe_set, max_completion_length)
     long = function.score(longest, [1] * len(longest))
-    if isinstance(long, Fault):
+    if isinstance(long, RewardFault):
         return FunctionFindings([_fault_in(function, long, probe_set.chosen[0], "as long as a completion may be", longest)])
     checks = [function.passed("contract", f"{len(outcome.scores)} completions{_not_scored(outcome.scores)}")]
     checks += _opinions(function, config, probe_set, outcome, [*outcome.scores, *base.scores, *long.scores])
@@ -89,12 +89,12 @@ def _check_judge(function: TriedFunction, probe_set: ProbeSet) -> FunctionFindin
     few = probe_set.groups[:JUDGED_ROWS]
     indices = [index for group in few for index in group]
     outcome = function.score(probe_set.batch.take(indices), [len(group) for group in few])
-    if isinstance(outcome, Fault):
+    if isinstance(outcome, RewardFault):
         return FunctionFindings([_fault_at(function, replace(outcome, index=indices[outcome.index or 0]), probe_set)])
-    base: FunctionScores | Fault = FunctionScores([], 0.0)
+    base: FunctionScores | RewardFault = FunctionScores([], 0.0)
     if probe_set.base is not None:
         base = function.score(probe_set.base, probe_set.base_sizes)
-    if isinstance(base, Fault):
+    if isinstance(base, RewardFault):
         return FunctionFindings([_fault_at_sample(function, base, probe_set)])
     known = dict(zip(indices, outcome.scores, strict=True))
     scores = [known.get(index) for index in range(len(probe_set.probes))]
@@ -158,7 +158,7 @@ def _determinism(function: TriedFunction, probe_set: ProbeSet, scores: Sequence[
     rotated = [index for group in probe_set.groups for index in [*group[1:], group[0]]]
     for when, indices in (("in a second call", order), ("at another position in the batch", rotated)):
         outcome = function.score(probe_set.batch.take(indices), probe_set.sizes)
-        if isinstance(outcome, Fault):
+        if isinstance(outcome, RewardFault):
             return _at_probe(function, "determinism", f"{when}: {outcome.detail}", probe_set, indices[outcome.index or 0])
         for index, again in zip(indices, outcome.scores, strict=True):
             if again != scores[index]:
@@ -169,24 +169,24 @@ def _determinism(function: TriedFunction, probe_set: ProbeSet, scores: Sequence[
 def _speed(function: TriedFunction, probe_set: ProbeSet, ordinary: FunctionScores) -> LabCheck:
     limit, row = probe_set.limits.max_seconds_per_completion, probe_set.chosen[0]
     # Only a slow function is worth a second look: the probes were timed when their contract was checked.
-    first: FunctionScores | Fault = ordinary
+    first: FunctionScores | RewardFault = ordinary
     if ordinary.seconds > limit * len(probe_set.batch):
         first = _fastest(function, probe_set.batch, probe_set.sizes, allowed_s=limit * len(probe_set.batch))
     slowest, slowest_kind = 0.0, ""
     for kind, batch, factor, outcome in _timed(function, probe_set, first):
         allowed = limit * factor
         seconds = outcome.seconds / len(batch) if isinstance(outcome, FunctionScores) else 0.0
-        if isinstance(outcome, Fault) or seconds > allowed:
+        if isinstance(outcome, RewardFault) or seconds > allowed:
             slow = f"took {seconds:.3f} s per completion; the limit is {allowed:g} s"
-            took = outcome.detail if isinstance(outcome, Fault) else slow
+            took = outcome.detail if isinstance(outcome, RewardFault) else slow
             return function.failed("speed", took, row, probe=kind, text=batch.completions[0])
         slowest, slowest_kind = max((slowest, slowest_kind), (seconds, kind))
     return function.passed("speed", f"at most {slowest * 1000:.1f} ms per completion ({slowest_kind})")
 
 
 def _timed(
-    function: TriedFunction, probe_set: ProbeSet, first: FunctionScores | Fault
-) -> Iterator[tuple[str, ScoreBatch, float, FunctionScores | Fault]]:
+    function: TriedFunction, probe_set: ProbeSet, first: FunctionScores | RewardFault
+) -> Iterator[tuple[str, ScoreBatch, float, FunctionScores | RewardFault]]:
     """What is timed: a name, the batch, the factor on the limit, and the outcome."""
     yield "ordinary length", probe_set.batch, 1, first
     allowed = probe_set.limits.max_seconds_per_completion * LONG_TEXT_FACTOR
@@ -197,14 +197,14 @@ def _timed(
 
 def _fastest(
     function: TriedFunction, batch: ScoreBatch, sizes: Sequence[int], *, allowed_s: float, limit_s: float | None = None
-) -> FunctionScores | Fault:
+) -> FunctionScores | RewardFault:
     """Score the batch, and again while it takes longer than `allowed_s`; the fastest result."""
     best = function.score(batch, sizes, limit_s)
     for _ in range(MAX_SPEED_TRIES - 1):
-        if isinstance(best, Fault) or best.seconds <= allowed_s:
+        if isinstance(best, RewardFault) or best.seconds <= allowed_s:
             return best
         again = function.score(batch, sizes, limit_s)
-        best = again if isinstance(again, Fault) else min(best, again, key=lambda values: values.seconds)
+        best = again if isinstance(again, RewardFault) else min(best, again, key=lambda values: values.seconds)
     return best
 
 
@@ -231,7 +231,7 @@ def _gold(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
     pairs = [(row, text) for row, text in made if text is not None]
     batch = probe_batch([row for row, _ in pairs], [text for _, text in pairs], played=probe_set.played)
     outcome = function.score(batch, [len(batch)])
-    if isinstance(outcome, Fault):
+    if isinstance(outcome, RewardFault):
         missed, detail = [outcome.index or 0], outcome.detail
     else:
         # None: the rewards of the row's task do not include this function.
@@ -254,16 +254,16 @@ def _at_probe(function: TriedFunction, check: str, detail: str, probe_set: Probe
     return function.failed(check, detail, probe_set.row(index), probe=probe.kind, text=probe.text)
 
 
-def _fault_at(function: TriedFunction, fault: Fault, probe_set: ProbeSet) -> LabCheck:
+def _fault_at(function: TriedFunction, fault: RewardFault, probe_set: ProbeSet) -> LabCheck:
     index = fault.index or 0
     return _fault_in(function, fault, probe_set.row(index), probe_set.probes[index].kind, probe_set.batch)
 
 
-def _fault_at_sample(function: TriedFunction, fault: Fault, probe_set: ProbeSet) -> LabCheck:
+def _fault_at_sample(function: TriedFunction, fault: RewardFault, probe_set: ProbeSet) -> LabCheck:
     assert probe_set.base is not None
     return _fault_in(function, fault, probe_set.base_rows[fault.index or 0], "sample of the base model", probe_set.base)
 
 
-def _fault_in(function: TriedFunction, fault: Fault, row: Row, probe: str, batch: ScoreBatch) -> LabCheck:
+def _fault_in(function: TriedFunction, fault: RewardFault, row: Row, probe: str, batch: ScoreBatch) -> LabCheck:
     check = function.failed("contract", fault.detail, row, probe=probe, text=batch.completions[fault.index or 0])
     return check.model_copy(update={"source": fault.source, "arguments": fault.arguments, "fix": fault.fix})

@@ -12,7 +12,7 @@ from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
-from grpo_tasks.rewards.contract import Fault, FunctionScores, Row, ScoreBatch, batch_of, shorten
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, Row, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
@@ -85,7 +85,7 @@ class TriedFunction:
     config: RewardConfig
     worker: RewardWorker
 
-    def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | Fault:
+    def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | RewardFault:
         """Score a batch in calls of these sizes, each under a time limit. A fault names its completion.
 
         Args:
@@ -100,7 +100,7 @@ class TriedFunction:
             start = len(scores)
             chunk = batch.take(range(start, start + size))
             outcome = self.worker.call(self.name, chunk, limit_s)
-            if isinstance(outcome, Fault):
+            if isinstance(outcome, RewardFault):
                 index = outcome.index
                 if outcome.kind == "unavailable":
                     raise JudgeUnavailableError(f"reward {self.name}: {outcome.detail}", place=outcome.source, fix=outcome.fix)

@@ -65,7 +65,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PolicyRecord:
     """The policy at every position of its texts; other models are compared with it."""
 
     texts: list[Text]
@@ -150,7 +150,7 @@ def _until_end(row: list[int], ends: frozenset[int | None]) -> list[int]:
     return row[: next((index + 1 for index, token in enumerate(row) if token in ends), len(row))]
 
 
-def record(policy: CausalLM, texts: Sequence[Text]) -> Record:
+def record(policy: CausalLM, texts: Sequence[Text]) -> PolicyRecord:
     """What the policy says at every position of the texts."""
     top, said = [], []
     with _largest_value(policy) as largest:
@@ -159,10 +159,10 @@ def record(policy: CausalLM, texts: Sequence[Text]) -> Record:
             # One token less than there are, so that "all others" is never empty.
             top.append(logps.topk(min(TOP, logps.shape[1] - 1)).indices)
             said.append(_position(logps, text, top[-1]))
-    return Record(list(texts), top, said, largest[0])
+    return PolicyRecord(list(texts), top, said, largest[0])
 
 
-def distance(model: CausalLM, of: Record) -> Distance:
+def distance(model: CausalLM, of: PolicyRecord) -> Distance:
     """How far a model is from the policy of the record."""
     found = [_position(_logps(model, text), text, top) for text, top in zip(of.texts, of.top, strict=True)]
     pairs = list(zip(of.said, found, strict=True))

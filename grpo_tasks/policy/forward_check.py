@@ -102,14 +102,14 @@ def _special_ids(config: Mapping[Any, Any]) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ForwardScores:
     """Log-probability and entropy (nats) of the tokens of each completion."""
 
     logps: list[Float[Tensor, " _"]]
     entropies: list[Float[Tensor, " _"]]
 
     @classmethod
-    def of_logits(cls, logits: Sequence[Float[Tensor, "_ V"]], completions: Sequence[Sequence[int]]) -> "Scores":
+    def of_logits(cls, logits: Sequence[Float[Tensor, "_ V"]], completions: Sequence[Sequence[int]]) -> "ForwardScores":
         """Those of the distributions with these logits, one for each token of each completion."""
         logps, entropies = [], []
         for each, tokens in zip(logits, completions, strict=True):
@@ -118,7 +118,7 @@ class Scores:
             entropies.append(torch.special.entr(logp.exp()).sum(-1))
         return cls(logps, entropies)
 
-    def difference(self, truth: "Scores") -> float:
+    def difference(self, truth: "ForwardScores") -> float:
         """The largest mean |difference| of a completion, in nats or as a share of the truth's size; nan where there are nans.
 
         The worst completion counts, because what leaks may change a few tokens only. A sum would drown them.
@@ -153,7 +153,7 @@ def _tolerance(dtype: str) -> float:
 
 
 @torch.no_grad()
-def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> Scores:
+def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -> ForwardScores:
     """What transformers' own forward pass says about the completions.
 
     Args:
@@ -183,7 +183,7 @@ def true_scores(model: CausalLM, rows: CheckRows, *, temperature: float = 1.0) -
                     fix="name the layers of the adapter one by one, or another model",
                 ) from error
             logits.append(out.logits[0, -len(completion) - 1 : -1] / temperature)
-    return Scores.of_logits(logits, rows.completions)
+    return ForwardScores.of_logits(logits, rows.completions)
 
 
 @contextmanager

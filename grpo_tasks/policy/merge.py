@@ -29,7 +29,7 @@ from grpo_tasks.content.tokenizer import set_system_prompt
 from grpo_tasks.policy.change import (
     KEPT,
     Distance,
-    Record,
+    PolicyRecord,
     Shares,
     Text,
     changes,
@@ -108,7 +108,7 @@ class _Fingerprint:
 class _Evidence:
     """What is known about a policy before anything is saved."""
 
-    record: Record
+    record: PolicyRecord
     base: Distance
     """How far the base is from the policy: what training changed."""
     shares: Mapping[MergedDtype, Shares]

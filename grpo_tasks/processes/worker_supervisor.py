@@ -103,7 +103,7 @@ class Output:
                 data = data[os.write(self._target, data) :]
 
 
-class Supervisor:
+class WorkerSupervisor:
     """Starts the worker, watches its end, output and memory, and obeys the parent."""
 
     def __init__(self, module: str, data: int, control: socket.socket, limit_bytes: int) -> None:
@@ -281,7 +281,7 @@ def main() -> NoReturn:
         end_descendants()
         os._exit(0)
     adopt_orphans()
-    supervisor = Supervisor(module, data, socket.socket(fileno=control), limit_bytes)
+    supervisor = WorkerSupervisor(module, data, socket.socket(fileno=control), limit_bytes)
     supervisor.end(supervisor.run())
     os._exit(0)
 

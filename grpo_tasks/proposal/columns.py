@@ -23,7 +23,7 @@ Rows = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ColumnChoice:
     """One way to read the rows of a file."""
 
     question: str | None
@@ -36,12 +36,12 @@ class Choice:
     """Column that stands before the question, because the question alone cannot be understood."""
 
 
-def candidates(rows: Rows) -> list[Choice]:
+def candidates(rows: Rows) -> list[ColumnChoice]:
     """Every plausible way to read the rows: chats before questions, likelier columns first; empty when no column holds text."""
     answer = next(iter(answer_columns(rows)), None)
-    chats = [Choice(None, column, answer) for column in chat_columns(rows)]
+    chats = [ColumnChoice(None, column, answer) for column in chat_columns(rows)]
     questions = [column for column in question_columns(rows) if column != answer]
-    return chats + [Choice(column, None, answer, context_of(rows, column, answer)) for column in questions]
+    return chats + [ColumnChoice(column, None, answer, context_of(rows, column, answer)) for column in questions]
 
 
 def chat_columns(rows: Rows) -> list[str]:

@@ -18,7 +18,7 @@ from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import ROWS, load_sources, preview
 from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.proposal.answers import find_equality, find_pattern
-from grpo_tasks.proposal.columns import Choice, candidates
+from grpo_tasks.proposal.columns import ColumnChoice, candidates
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.model import ModelConfig
@@ -49,7 +49,7 @@ class Proposal:
     """Path of the file, as the user gave it."""
     eval: str | None
     """Path of a file of held-out rows beside it."""
-    choice: Choice
+    choice: ColumnChoice
     pattern: str | None
     pattern_meaning: str
     equality: Equality
@@ -84,7 +84,7 @@ def propose(path: str, *, question: str | None = None, answer: str | None = None
     columns = list(dict.fromkeys(str(column) for row in rows for column in row))
     found = [choice for choice in candidates(rows) if question in (None, choice.question, choice.chat)]
     if answer is not None:
-        found = [Choice(one.question, one.chat, answer or None, one.context) for one in found]
+        found = [ColumnChoice(one.question, one.chat, answer or None, one.context) for one in found]
     refusals: list[str] = []
     for choice in found:
         texts = [str(row[choice.answer]) for row in rows if choice.answer and row.get(choice.answer) is not None]
@@ -101,7 +101,7 @@ def propose(path: str, *, question: str | None = None, answer: str | None = None
     )
 
 
-def data_settings(choice: Choice, columns: list[str], pattern: str | None) -> dict[str, object]:
+def data_settings(choice: ColumnChoice, columns: list[str], pattern: str | None) -> dict[str, object]:
     """The settings of section `data` that describe a reading."""
     settings: dict[str, object] = {}
     if choice.context:
@@ -121,7 +121,7 @@ def data_settings(choice: Choice, columns: list[str], pattern: str | None) -> di
     return settings
 
 
-def _tried(path: str, choice: Choice, pattern: tuple[str, str] | None, columns: list[str], folder: Path) -> Proposal:
+def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, columns: list[str], folder: Path) -> Proposal:
     """Validate the file with this reading; raises `DataError` when the rules refuse most rows."""
     held_out = _held_out_beside(Path(path))
     sources = {"train": [{"path": path, "max_rows": TRIAL_ROWS}]} | ({"eval": [{"path": held_out}]} if held_out else {})

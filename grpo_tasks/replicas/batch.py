@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
-class Batch(Generic[ServerT, Job, Answer]):
+class RequestBatch(Generic[ServerT, Job, Answer]):
     """Requests that are being answered."""
 
     jobs: list[Job]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
-from grpo_tasks.replicas.batch import Batch
+from grpo_tasks.replicas.batch import RequestBatch
 from grpo_tasks.replicas.replica import Concurrency, Replica, ServerT, State
 from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 from schemas.metrics import QUEUE_DEPTH, REPLICA_TOKENS_PER_S, REPLICAS_SERVING, member
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PoolLimits:
     """When the pool gives up on a replica."""
 
     concurrency: int
@@ -65,7 +65,7 @@ class Pool(Generic[ServerT]):
     def __init__(
         self,
         servers: Sequence[ServerT],
-        limits: Limits,
+        limits: PoolLimits,
         *,
         healthy: Callable[[ServerT], bool],
         admit: Callable[[ServerT], None],
@@ -137,7 +137,7 @@ class Pool(Generic[ServerT]):
         Raises:
             RolloutError: a server refuses a request, or no replica is left.
         """
-        batch = Batch(list(jobs), ask, tokens)
+        batch = RequestBatch(list(jobs), ask, tokens)
         with self._changed:
             while not batch.complete and batch.error is None:
                 self._tend(batch)
@@ -192,7 +192,7 @@ class Pool(Generic[ServerT]):
     def _count(self, *states: State) -> int:
         return sum(replica.state in states for replica in self.replicas)
 
-    def _tend(self, batch: Batch[ServerT, Job, Answer] | None) -> None:
+    def _tend(self, batch: RequestBatch[ServerT, Job, Answer] | None) -> None:
         """Start what is due: admissions, and new attempts to reach servers; raise when nothing is left to wait for."""
         if self._error is not None:
             raise self._error
@@ -222,7 +222,7 @@ class Pool(Generic[ServerT]):
             for replica in self.replicas
         )
 
-    def _dispatch(self, batch: Batch[ServerT, Job, Answer]) -> None:
+    def _dispatch(self, batch: RequestBatch[ServerT, Job, Answer]) -> None:
         """Hand out waiting requests; with none left, those of a replica that lags go to idle replicas too."""
         while batch.waiting and (free := [replica for replica in self.replicas if replica.has_room]):
             index = batch.waiting.popleft()
@@ -235,12 +235,12 @@ class Pool(Generic[ServerT]):
             if free:
                 self._send(_least_loaded(free), index, batch)
 
-    def _send(self, replica: Replica[ServerT], index: int, batch: Batch[ServerT, Job, Answer]) -> None:
+    def _send(self, replica: Replica[ServerT], index: int, batch: RequestBatch[ServerT, Job, Answer]) -> None:
         batch.start(index, replica.number)
         replica.in_flight += 1
         self._start(self._ask, replica, replica.life, index, batch)
 
-    def _ask(self, replica: Replica[ServerT], life: int, index: int, batch: Batch[ServerT, Job, Answer]) -> None:
+    def _ask(self, replica: Replica[ServerT], life: int, index: int, batch: RequestBatch[ServerT, Job, Answer]) -> None:
         """In a thread of its own: one request."""
         began = time.monotonic()
         try:
@@ -275,7 +275,7 @@ class Pool(Generic[ServerT]):
         replica: Replica[ServerT],
         began: float,
         index: int,
-        batch: Batch[ServerT, Job, Answer],
+        batch: RequestBatch[ServerT, Job, Answer],
         fault: ServerGoneError,
     ) -> None:
         batch.give_back(index, replica.number)
@@ -291,7 +291,7 @@ class Pool(Generic[ServerT]):
                 fault = ServerGoneError("its requests took much longer than those of the others", place=replica.server.address)
                 self._take_out(replica, fault, None)
 
-    def _take_out(self, replica: Replica[ServerT], fault: RolloutError, batch: Batch[ServerT, Job, Answer] | None) -> None:
+    def _take_out(self, replica: Replica[ServerT], fault: RolloutError, batch: RequestBatch[ServerT, Job, Answer] | None) -> None:
         """Leave a replica out, give its requests to others, and see what can be done about it."""
         replica.life, replica.in_flight, replica.fault = replica.life + 1, 0, fault
         replica.failures += 1

@@ -23,7 +23,7 @@ from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.answers.extraction import Extraction
 from grpo_tasks.environments.calls import spoken
-from grpo_tasks.judging.frame import Said
+from grpo_tasks.judging.frame import TranscriptMessage
 from grpo_tasks.judging.judge import Case, Judge
 from schemas.config.completion import CompletionConfig
 from schemas.errors import RewardError
@@ -206,7 +206,9 @@ def judge(
     if column is not None and column not in columns:
         raise RewardError(f"the data have no column {column}", place="judge.reference_column", fix="name a column of the data")
     references = columns[column] if column is not None else [None] * len(completions)
-    said: Iterable[str | list[Said]] = map(completion_text, completions) if turns is None else map(_played, completions, turns)
+    said: Iterable[str | list[TranscriptMessage]] = (
+        map(completion_text, completions) if turns is None else map(_played, completions, turns)
+    )
     found = judge.score(
         [
             Case(_conversation(prompt), completion, _reference(reference))
@@ -227,14 +229,14 @@ def _conversation(prompt: Completion) -> str:
     return "\n\n".join(message.get("content") or "" for message in prompt if message.get("role") != "system")
 
 
-def _played(messages: Completion, turns: Sequence[Mapping[str, Any]]) -> str | list[Said]:
+def _played(messages: Completion, turns: Sequence[Mapping[str, Any]]) -> str | list[TranscriptMessage]:
     """What was said after the prompt. A turn counts as the policy wrote it: calls that nobody could read are part of it."""
     if isinstance(messages, str):
         return messages
     written = iter(spoken(turn["text"]) for turn in turns)
     speakers: dict[str, Literal["policy", "tool"]] = {"assistant": "policy", "tool": "tool"}
     said = [
-        Said(
+        TranscriptMessage(
             speakers.get(message["role"], "environment"),
             next(written, "") if message["role"] == "assistant" else message.get("content") or "",
         )

@@ -25,8 +25,8 @@
                     each token of the completion, scores it token by token; the completion's score is then their mean. A list of
                     numbers, one for each of several turns, scores it turn by turn in the same way.
 
-A function without **kwargs receives the arguments that it names. In code: a `ScoreBatch` goes in, `FunctionScores` or a `Fault`
-comes out. A fault is data until the suite applies the function's `on_error`; `reward_error` words it for the user.
+A function without **kwargs receives the arguments that it names. In code: a `ScoreBatch` goes in, `FunctionScores` or a
+`RewardFault` comes out. A fault is data until the suite applies the function's `on_error`; `reward_error` words it for the user.
 """
 
 import math
@@ -220,7 +220,7 @@ class FunctionScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RewardFault:
     """One failed call of a function."""
 
     kind: Literal["raised", "hung", "died", "broken", "unavailable"]
@@ -246,9 +246,9 @@ def applicable(name: str, batch: ScoreBatch, tasks: TaskRewards) -> list[int]:
     return [index for index in sound if batch.tasks[index] in open_to]
 
 
-def spread(outcome: FunctionScores | Fault, indices: Sequence[int], num: int) -> FunctionScores | Fault:
+def spread(outcome: FunctionScores | RewardFault, indices: Sequence[int], num: int) -> FunctionScores | RewardFault:
     """The outcome for the completions `indices` as the outcome for all `num` completions; the others have None."""
-    if isinstance(outcome, Fault):
+    if isinstance(outcome, RewardFault):
         return replace(outcome, index=None if outcome.index is None else indices[outcome.index])
     scores: list[float | None] = [None] * num
     for index, score in zip(indices, outcome.scores, strict=True):
@@ -264,7 +264,7 @@ def spread(outcome: FunctionScores | Fault, indices: Sequence[int], num: int) ->
 class ContractError(Exception):
     """A returned value that breaks the contract. Carries the fault."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: RewardFault) -> None:
         super().__init__(fault.detail)
         self.fault = fault
 
@@ -309,7 +309,7 @@ def check_result(
     return scores, tokens
 
 
-def reward_error(name: str, fault: Fault, batch: ScoreBatch) -> RewardError:
+def reward_error(name: str, fault: RewardFault, batch: ScoreBatch) -> RewardError:
     """The fault as an error for the user: function, row, completion and fix."""
     where = [fault.source]
     index = fault.index or 0
@@ -389,4 +389,4 @@ def _fix_of_kind(value: Any) -> str:
 
 def breach(detail: str, fix: str, index: int | None = None) -> ContractError:
     """The error about a value that breaks the contract."""
-    return ContractError(Fault("broken", detail, index=index, fix=fix))
+    return ContractError(RewardFault("broken", detail, index=index, fix=fix))

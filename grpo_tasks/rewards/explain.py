@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.rewards.contract import Fault, shorten
+from grpo_tasks.rewards.contract import RewardFault, shorten
 from schemas.secret import hide
 
 MAX_SHOWN = 10
@@ -27,7 +27,7 @@ _NOT_STRINGS = ("expected string or bytes-like object", "expected str instance",
 _OF_MATCH = {"group", "groups", "groupdict", "start", "end", "span"}
 
 
-def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> Fault:
+def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:
     """The fault of a call that raised.
 
     Args:
@@ -37,7 +37,7 @@ def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence
         module: dotted name of the user's module.
     """
     message = _message_of(error)
-    return Fault(
+    return RewardFault(
         "raised",
         f"raised {type(error).__name__}: {shorten(hide(message))}",
         source=_source(error, module),

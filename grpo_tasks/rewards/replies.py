@@ -1,6 +1,6 @@
 """Which replies of a worker are accepted. Untrusted functions run in the process that replies, so the parent checks all of it.
 
-bytes -> JSON of exactly this shape -> replies to this request -> as many scores as completions -> FunctionScores | Fault
+bytes -> JSON of exactly this shape -> replies to this request -> as many scores as completions -> FunctionScores | RewardFault
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from grpo_tasks.rewards.contract import (
     MAX_GOLD_CHARS,
     MAX_METRIC_CHARS,
     MAX_METRICS,
-    Fault,
     FunctionScores,
+    RewardFault,
 )
 from schemas.errors import UserError
 
@@ -85,7 +85,7 @@ def max_reply_bytes(lengths: Sequence[int]) -> int:
     return BASE_REPLY_BYTES + SCORE_BYTES * (len(lengths) + sum(lengths)) + EXTRA_BYTES * len(lengths)
 
 
-def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> FunctionScores | Fault:
+def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> FunctionScores | RewardFault:
     """Read the reply to a call.
 
     Args:
@@ -103,7 +103,7 @@ def read_scores(payload: bytes, request: str, lengths: Sequence[int]) -> Functio
     if fault is not None:
         if fault.index is not None and not 0 <= fault.index < len(lengths):
             raise MalformedReplyError(f"blamed completion {fault.index} of {len(lengths)}")
-        return Fault(fault.kind, fault.detail, fault.source, fault.index, fault.fix, fault.arguments)
+        return RewardFault(fault.kind, fault.detail, fault.source, fault.index, fault.fix, fault.arguments)
     assert found is not None
     if len(found.scores) != len(lengths):
         raise MalformedReplyError(f"sent a reply with {len(found.scores)} scores for {len(lengths)} completions")

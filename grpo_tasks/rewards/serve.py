@@ -19,7 +19,7 @@ from typing import Any
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
 from grpo_tasks.rewards.arguments import Notes, NotPlayedError, call_arguments
-from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
+from grpo_tasks.rewards.contract import ContractError, FunctionScores, RewardFault, check_result
 from grpo_tasks.rewards.explain import raised
 from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
@@ -92,16 +92,16 @@ def _score(function: RewardFunction, request: Mapping[str, Any]) -> dict[str, An
         # Of a completion that the lab has made up. Samples of the base model have environments.
         found = FunctionScores([None] * len(lengths), time.perf_counter() - began)
     except JudgeUnavailableError as error:
-        return {"fault": _fault_as_json(Fault("unavailable", error.message, source=error.place, fix=error.fix))}
+        return {"fault": _fault_as_json(RewardFault("unavailable", error.message, source=error.place, fix=error.fix))}
     except RewardError as error:
-        return {"fault": _fault_as_json(Fault("raised", error.message, source=error.place, fix=error.fix))}
+        return {"fault": _fault_as_json(RewardFault("raised", error.message, source=error.place, fix=error.fix))}
     # SystemExit too: a library that calls sys.exit must not look like a crash of the worker.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"fault": _fault_as_json(raised(error, arguments, columns, function.module))}
     return {"scores": asdict(found)}
 
 
-def _fault_as_json(fault: Fault) -> dict[str, Any]:
+def _fault_as_json(fault: RewardFault) -> dict[str, Any]:
     """The fault for JSON. Lone surrogates, which a completion may contain, become escapes: UTF-8 has no form for them."""
     fields = asdict(fault)
     texts = {name: text for name, text in fields.items() if isinstance(text, str)}

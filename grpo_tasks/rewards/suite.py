@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
-from grpo_tasks.rewards.contract import Extra, Fault, FunctionScores, ScoreBatch, TaskRewards, reward_error
+from grpo_tasks.rewards.contract import Extra, FunctionScores, RewardFault, ScoreBatch, TaskRewards, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
@@ -201,7 +201,7 @@ class RewardSuite:
         for name, saved in state.items():
             self.adaptive[name].restore(saved)
 
-    def _error(self, name: str, fault: Fault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
+    def _error(self, name: str, fault: RewardFault, batch: ScoreBatch, config: RewardConfig) -> RewardError:
         # The search repeats calls, and a hang may take the time limit again: worth it only when the run stops.
         if fault.index is None and config.on_error == "raise" and config.judge is None:
             fault = replace(fault, index=self.worker.find_failing_completion(name, batch, config.time_limit_s))

@@ -1,6 +1,6 @@
 """The process that reward functions run in, seen from the parent: start, call functions with a time limit, kill, restart.
 
-    RewardWorker.call  --JSON-->  serve.py (a WorkerProcess, output to the log)  --JSON-->  FunctionScores | Fault
+    RewardWorker.call  --JSON-->  serve.py (a WorkerProcess, output to the log)  --JSON-->  FunctionScores | RewardFault
 
 What a fault means for the run is decided in suite.py.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from grpo_tasks.processes.worker_process import WorkerFault, WorkerProcess
-from grpo_tasks.rewards.contract import Fault, FunctionScores, ScoreBatch, TaskRewards, applicable, spread
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, TaskRewards, applicable, spread
 from grpo_tasks.rewards.replies import GOLD_BYTES, MAX_LOADED_BYTES, max_reply_bytes, read_golds, read_loaded, read_scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
@@ -62,7 +62,7 @@ class RewardWorker(WorkerProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
+    def call(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | RewardFault:
         """Score the batch with one function in at most `limit_s` seconds. Restarts the process if an earlier call ended it.
 
         The function is not called with completions of a task that does not list it; they get None.
@@ -74,19 +74,19 @@ class RewardWorker(WorkerProcess):
             return FunctionScores([None] * len(batch), 0.0)
         return spread(self._score(name, batch.take(indices), limit_s), indices, len(batch))
 
-    def _score(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | Fault:
+    def _score(self, name: str, batch: ScoreBatch, limit_s: float) -> FunctionScores | RewardFault:
         if not self.running:
             try:
                 self._load()
             except UserError as error:
-                return Fault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
+                return RewardFault("died", f"could not be loaded again: {error.message}", source=error.place, fix=error.fix)
         if self.has_unread_bytes():
             self.close()
-            return Fault("broken", f"could not be called: {_UNREQUESTED}", fix=_DESCRIPTOR_FIX)
+            return RewardFault("broken", f"could not be called: {_UNREQUESTED}", fix=_DESCRIPTOR_FIX)
         lengths = [len(ids) for ids in batch.completion_ids]
         message = {"name": name, "trainer_state": {"global_step": batch.step, "max_steps": self.max_steps}, **_as_json(batch)}
 
-        def read(payload: bytes, request: str) -> FunctionScores | Fault:
+        def read(payload: bytes, request: str) -> FunctionScores | RewardFault:
             return read_scores(payload, request, lengths)
 
         return self._call(message, name, limit_s, max_reply_bytes(lengths), read)
@@ -104,7 +104,7 @@ class RewardWorker(WorkerProcess):
 
         size = MAX_LOADED_BYTES + GOLD_BYTES * len(rows)
         made = self._call({"gold": path, "rows": list(rows)}, "lab.gold", LOAD_LIMIT_S, size, read)
-        if isinstance(made, Fault):
+        if isinstance(made, RewardFault):
             raise RewardError(f"lab.gold: {path} {made.detail}", place="lab.gold", fix=made.fix or "correct the function")
         if isinstance(made, UserError):
             raise made
@@ -119,7 +119,7 @@ class RewardWorker(WorkerProcess):
 
         def fails(indices: range) -> bool:
             limit = limit_s * len(indices) / len(batch) + SEARCH_GRACE_S
-            return isinstance(self.call(name, batch.take(indices), limit), Fault)
+            return isinstance(self.call(name, batch.take(indices), limit), RewardFault)
 
         indices = range(len(batch))
         while len(indices) > 1:
@@ -142,7 +142,7 @@ class RewardWorker(WorkerProcess):
         if loaded is None:
             return
         self.close()
-        if isinstance(loaded, Fault):
+        if isinstance(loaded, RewardFault):
             raise RewardError(
                 f"loading the rewards {', '.join(self.names)} {loaded.detail}",
                 fix=loaded.fix or "import the modules of your own functions in a Python session to find what ends the process",
@@ -151,23 +151,23 @@ class RewardWorker(WorkerProcess):
 
     def _call(
         self, message: Mapping[str, Any], label: str, limit_s: float, max_bytes: int, read: Callable[[bytes, str], Reply]
-    ) -> Reply | Fault:
+    ) -> Reply | RewardFault:
         """Send a request and read its reply. A fault ends the worker."""
         reply = self.exchange(message, label, limit_s, max_bytes, read)
         return self._as_fault(reply, limit_s) if isinstance(reply, WorkerFault) else reply
 
-    def _as_fault(self, fault: WorkerFault, limit_s: float) -> Fault:
+    def _as_fault(self, fault: WorkerFault, limit_s: float) -> RewardFault:
         if fault.kind == "hung":
             partial = f" (after {fault.measured:,} bytes of a reply)" if fault.measured else ""
             found = f"did not return within {limit_s:g} s{partial}"
-            return Fault("hung", found, fix="make it faster, or raise its time_limit_s")
+            return RewardFault("hung", found, fix="make it faster, or raise its time_limit_s")
         if fault.kind == "broken":
-            return Fault("broken", f"{fault.detail} on the socket of its worker process", fix=_DESCRIPTOR_FIX)
+            return RewardFault("broken", f"{fault.detail} on the socket of its worker process", fix=_DESCRIPTOR_FIX)
         if fault.kind == "memory":
             used, limit = fault.measured / 1e9, self.limit_bytes / 1e9
             found = f"used more than {limit:.3g} GB of memory ({used:.3g} GB when its worker process was killed)"
-            return Fault("died", found, fix="make it use less memory, or raise rewards.memory_limit_gb")
-        return Fault("died", f"ended its worker process ({fault.detail})")
+            return RewardFault("died", found, fix="make it use less memory, or raise rewards.memory_limit_gb")
+        return RewardFault("died", f"ended its worker process ({fault.detail})")
 
 
 _UNREQUESTED = "an earlier call, or a thread that it started, wrote to the socket of the worker process outside any request"

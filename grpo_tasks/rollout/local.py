@@ -22,7 +22,7 @@ from grpo_tasks.attention.shared_prompt import UnsupportedError, no_mask, use_sh
 from grpo_tasks.policy.batch import TokenBatch, moved, position_ids, token_batch
 from grpo_tasks.policy.chat import end_token_ids
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
-from grpo_tasks.policy.forward_check import CheckRows, Scores, attention, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import CheckRows, ForwardScores, attention, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.logprobs import encode_context
 from grpo_tasks.policy.sharded import is_sharded, sampling_copy
 from grpo_tasks.policy.structure import angles_depend_on_length, check_positions
@@ -167,7 +167,7 @@ class LocalEngine:
         )
 
     @torch.no_grad()
-    def _agreeing_state(self, rows: CheckRows, truth: Scores) -> MakeState | str:
+    def _agreeing_state(self, rows: CheckRows, truth: ForwardScores) -> MakeState | str:
         """The first way that agrees with the truth; what is wrong with the last one where none does."""
         config, name = causal_model(self._model).config, type(causal_model(self._model)).__name__
         if self._share:
@@ -198,7 +198,7 @@ class LocalEngine:
         )
         return EqualPromptState
 
-    def _fused_decoder(self, windows: Mapping[int, int | None], rows: CheckRows, truth: Scores) -> FusedDecoder | None:
+    def _fused_decoder(self, windows: Mapping[int, int | None], rows: CheckRows, truth: ForwardScores) -> FusedDecoder | None:
         """The fused step, or None if it does not agree with the truth or the model has another shape."""
         if not self._fuse:
             return None
@@ -208,12 +208,14 @@ class LocalEngine:
             return None
         return fused if self._fault(partial(SharedPromptState, fused=fused), [rows], truth) is None else None
 
-    def _fault(self, make_state: MakeState, batches: Sequence[CheckRows], truth: Scores) -> str | None:
+    def _fault(self, make_state: MakeState, batches: Sequence[CheckRows], truth: ForwardScores) -> str | None:
         """What is wrong with a way of decoding these batches; None if it agrees with the truth."""
         try:
             with _evaluating(self._model):
                 parts = [decoded_scores(self._model, make_state, rows) for rows in batches]
-            found = Scores([each for part in parts for each in part.logps], [each for part in parts for each in part.entropies])
+            found = ForwardScores(
+                [each for part in parts for each in part.logps], [each for part in parts for each in part.entropies]
+            )
             return fault_of(found.difference(truth), self._dtype, self._shift)
         except torch.OutOfMemoryError:
             raise
@@ -233,7 +235,7 @@ def _evaluating(model: CausalLM) -> Iterator[None]:
             model.train()
 
 
-def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> Scores:
+def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> ForwardScores:
     """What a way of decoding says about given completions, as it would decode them: step by step, rows dropped as they end."""
     batch = token_batch(rows.prompts, rows.completions, rows.prompt_of, device=model.device)
     state, alive = make_state(model, batch), list(range(len(rows.completions)))
@@ -250,7 +252,7 @@ def decoded_scores(model: CausalLM, make_state: MakeState, rows: CheckRows) -> S
             state.keep_rows(staying, 1)
             given = [rows.completions[number][column] for number in alive]
             tokens = torch.tensor([*given, given[0]], device=model.device)
-    return Scores.of_logits([torch.stack(each) for each in logits], rows.completions)
+    return ForwardScores.of_logits([torch.stack(each) for each in logits], rows.completions)
 
 
 def _batches(requests: Sequence[Request], size: int, *, one_length: bool) -> Iterator[list[int]]:

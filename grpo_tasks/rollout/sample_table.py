@@ -19,7 +19,7 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
-from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, existing_servers, serving
+from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
 from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
@@ -60,7 +60,7 @@ def _engine(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
             yield sampler
     else:
         rank = None if adapter is None else int(json.loads((adapter / "adapter_config.json").read_bytes())["r"])
-        served = ServedModel(Path(resolve(spec.ref.path)), loading_dtype(spec.ref, spec.model), rank, device.type == "cuda")
+        served = ServerModel(Path(resolve(spec.ref.path)), loading_dtype(spec.ref, spec.model), rank, device.type == "cuda")
         with serving(config, served, directory) as servers, _sampler(spec, tokenizer, servers, directory) as sampler:
             yield sampler
 
@@ -70,7 +70,7 @@ def _widened(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, directory: Pa
     """A server for a model with added tokens, whose rows no adapter on vLLM can carry: it gets all weights, merged."""
     folder, cuda = directory / "served", pick_device(spec.resources).type == "cuda"
     save_plain(spec.ref, spec.model, tokenizer, folder, token_seed=spec.seed)
-    served = ServedModel(folder, loading_dtype(spec.ref, spec.model), None, cuda)
+    served = ServerModel(folder, loading_dtype(spec.ref, spec.model), None, cuda)
     merged = spec.model_copy(update={"ref": ModelRef(path=str(folder))})
     try:
         with (

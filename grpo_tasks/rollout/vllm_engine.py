@@ -34,7 +34,7 @@ from grpo_tasks.policy.load import save_for_server, save_trained, trained_weight
 from grpo_tasks.policy.sharded import sampling_copy
 from grpo_tasks.replicas.client import Client, UnknownError
 from grpo_tasks.replicas.delivery import deliver, withdraw
-from grpo_tasks.replicas.pool import Limits, Pool
+from grpo_tasks.replicas.pool import Pool, PoolLimits
 from grpo_tasks.rollout.calibration import (
     NAMINGS,
     Shifted,
@@ -128,7 +128,7 @@ class VllmSampler:
         self._named: dict[str, Path] = {}
         """Folders of weights whose keys have these names, by the weights' names."""
         self._lock = Lock()
-        limits = Limits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
+        limits = PoolLimits(config.concurrency, config.max_restarts, patience_s=config.patience_s)
         self.pool = Pool(servers, limits, healthy=self._healthy, admit=self._admit)
 
     def sync(self) -> None:

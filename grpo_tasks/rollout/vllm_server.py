@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServerModel:
     """The model that a server is started with."""
 
     model: Path
@@ -192,7 +192,7 @@ class OwnServer(VllmServer):
     own = True
 
     def __init__(
-        self, config: VllmConfig, served: ServedModel, log: Path, device: str | None = None, *, host: str = HOST
+        self, config: VllmConfig, served: ServerModel, log: Path, device: str | None = None, *, host: str = HOST
     ) -> None:
         self._config, self._served, self._log, self._device, self._host = config, served, log, device, host
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -263,7 +263,7 @@ class OwnServer(VllmServer):
 
 
 @contextmanager
-def serving(config: VllmConfig, served: ServedModel, folder: Path) -> Iterator[list[VllmServer]]:
+def serving(config: VllmConfig, served: ServerModel, folder: Path) -> Iterator[list[VllmServer]]:
     """Start servers and yield them when all are up; they end with the block. Logs go to `folder`.
 
     Raises:
@@ -354,7 +354,7 @@ def swaps_merged_weights(config: VllmConfig, model: ModelConfig, *, cuda: bool) 
     return not cuda and not config.base_urls and model.quantization == "none" and model.dtype == "float32"
 
 
-def command(config: VllmConfig, served: ServedModel, python: Path, address: str) -> list[str]:
+def command(config: VllmConfig, served: ServerModel, python: Path, address: str) -> list[str]:
     """The command line that starts a server at an address such as http://127.0.0.1:8000."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     flags: list[str] = ["--model", str(served.model), "--served-model-name", BASE, "--host", host, "--port", port]
@@ -381,7 +381,7 @@ def command(config: VllmConfig, served: ServedModel, python: Path, address: str)
     return [str(python), "-m", "vllm.entrypoints.openai.api_server", *flags, *config.extra_args]
 
 
-def _sleeps(config: VllmConfig, served: ServedModel) -> bool:
+def _sleeps(config: VllmConfig, served: ServerModel) -> bool:
     return config.sleep and served.cuda
 
 

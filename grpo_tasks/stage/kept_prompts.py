@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PromptChoice:
     """The prompts of a stage, and those that it leaves out."""
 
     kept: pl.DataFrame
@@ -37,7 +37,7 @@ class Choice:
         return directory.train
 
 
-def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Choice:
+def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> PromptChoice:
     """Divide the training prompts by their pass rates.
 
     Args:
@@ -80,7 +80,7 @@ def choose_prompts(train: Path, rates: pl.DataFrame, stage: StageConfig) -> Choi
     # Likely wrong ground truths first: never solved, although the model is sure of another answer.
     order = [pl.col("reason") == "never_solved", pl.col("frequent_share")]
     listed = shown.select(columns).sort(order, descending=True, nulls_last=True, maintain_order=True)
-    return Choice(kept.drop("frequent_answer", "frequent_share"), listed, found)
+    return PromptChoice(kept.drop("frequent_answer", "frequent_share"), listed, found)
 
 
 def require_prompts(counts: KeptPrompts, stage: StageConfig, min_prompts: int | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.rewards.contract import Fault, batch_of
+from grpo_tasks.rewards.contract import RewardFault, batch_of
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import DataError
@@ -113,7 +113,7 @@ def _functions() -> Iterator[Line]:
             config = RewardsConfig.model_validate({"functions": {name: {"function": f"my_rewards:{name}"}}})
             with RewardWorker(config, [name]) as worker:
                 outcome = worker.call(name, batch, LIMIT_S.get(name, 30.0))
-            named += isinstance(outcome, Fault) and outcome.kind == kind and words in outcome.detail
+            named += isinstance(outcome, RewardFault) and outcome.kind == kind and words in outcome.detail
     yield "reward functions that hang, crash, raise, or return the wrong count, type or number", len(BREACHES), f"{named} named"
 
 

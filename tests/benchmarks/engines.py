@@ -22,7 +22,7 @@ from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, RolloutEngine, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import ServedModel, serving
+from grpo_tasks.rollout.vllm_server import ServerModel, serving
 from grpo_tasks.stage.journal import Journal
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.load import load_config
@@ -53,8 +53,8 @@ def engines() -> None:
     policy, tokenizer = trainable_policy(ref, ModelConfig(), device=device, seed=1).eval(), load_tokenizer(ref)
     folder, model = Path(tempfile.mkdtemp()), Path(resolve(ref.path))
     with (
-        serving(config, ServedModel(model, "float32", 16, cuda=False), folder) as with_adapters,
-        serving(config, ServedModel(model, "float32", None, cuda=False), folder) as plain,
+        serving(config, ServerModel(model, "float32", 16, cuda=False), folder) as with_adapters,
+        serving(config, ServerModel(model, "float32", None, cuda=False), folder) as plain,
     ):
         engines: dict[str, RolloutEngine] = {"local": LocalEngine(policy, tokenizer)}
         for name, servers in (("vllm, adapter", with_adapters), ("vllm, merged", plain)):

@@ -14,7 +14,7 @@ import torch
 from grpo_tasks.policy.load import load_tokenizer, trainable_policy
 from grpo_tasks.rollout.probe import POLICY_SHARE, shift_fault
 from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
-from grpo_tasks.rollout.vllm_server import ServedModel, VllmServer, serving
+from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, serving
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmConfig
 from schemas.paths import resolve
@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with serving(VllmConfig(), ServedModel(Path(resolve("embedded:base")), DTYPE, 16, cuda=False), folder) as [server]:
+        with serving(VllmConfig(), ServerModel(Path(resolve("embedded:base")), DTYPE, 16, cuda=False), folder) as [server]:
             for step in (1e-5, 2e-4):
                 print(drift(step, server, folder), flush=True)
 

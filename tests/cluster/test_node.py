@@ -11,7 +11,7 @@ from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.cluster.inbox import Inbox
 from grpo_tasks.cluster.node import Gang, StageNode, interface_of, interfaces
 from grpo_tasks.cluster.outbox import Outbox
-from grpo_tasks.cluster.parcel import Store, pack
+from grpo_tasks.cluster.parcel import NodeFiles, pack
 from grpo_tasks.cluster.versions import Versions, own_versions, require_equal
 from grpo_tasks.content.hashes import file_sha256
 from grpo_tasks.stage.checkpoint import MANIFEST
@@ -66,7 +66,7 @@ def test_content_travels_once_and_is_checked(stages, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = stages.write("a")
     parcel = pack(StageSpec.load(directory.spec), directory)
-    first, second = Store(tmp_path / "one"), Store(tmp_path / "two")
+    first, second = NodeFiles(tmp_path / "one"), NodeFiles(tmp_path / "two")
     (file, *_) = parcel.files
     assert first.missing(parcel.files) == {file.sha256}
     with pytest.raises(ClusterError, match="changed while it was sent"):

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter, load_counter
-from grpo_tasks.data.judge import Verdict, judge
+from grpo_tasks.data.judge import RowVerdict, judge
 from grpo_tasks.data.sources import load_sources
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
@@ -36,10 +36,10 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def verdict_on(tmp_path: Path, counter: TokenCounter) -> Callable[..., Verdict]:
+def verdict_on(tmp_path: Path, counter: TokenCounter) -> Callable[..., RowVerdict]:
     """Loads and judges data sources; keyword arguments are the sections of a config."""
 
-    def judge_sources(data: dict[str, Any], count: TokenCounter = counter, **sections: Any) -> Verdict:
+    def judge_sources(data: dict[str, Any], count: TokenCounter = counter, **sections: Any) -> RowVerdict:
         config = RunConfig.model_validate({"data": data, "stages": [STAGE], **sections})
         loaded = load_sources(config.data, directory=tmp_path)
         rows = pl.read_parquet(loaded.path)

@@ -5,11 +5,11 @@ import logging
 import polars as pl
 import pytest
 
-from grpo_tasks import validate_data as module
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.step import Work
+from grpo_tasks.steps import validate_data as module
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig

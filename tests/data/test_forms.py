@@ -12,7 +12,7 @@ import pytest
 
 from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.records import Columns, Record, read_row
 from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
@@ -24,15 +24,15 @@ from schemas.config.run import JudgeInputs
 from schemas.errors import DataError
 from schemas.prompts import PLAIN
 
-Judge = Callable[..., Verdict]
+Judge = Callable[..., RowVerdict]
 Write = Callable[..., str]
 
 
-def broken(verdict: Verdict) -> dict[int, str]:
+def broken(verdict: RowVerdict) -> dict[int, str]:
     return {row["line"]: row["rule"] for row in verdict.quarantine.iter_rows(named=True)}
 
 
-def contents(verdict: Verdict) -> list[list[tuple[str, str]]]:
+def contents(verdict: RowVerdict) -> list[list[tuple[str, str]]]:
     return [[(one["role"], one["content"]) for one in chat] for chat in verdict.accepted["prompt"]]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_tasks.data.chat_tokens import TokenCounter
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.rules import BY_NAME, RULES
 from schemas.errors import ConfigError
 
@@ -86,8 +86,8 @@ def strict(counter: TokenCounter) -> TokenCounter:
 
 
 @pytest.fixture
-def planted(write: Callable[..., str], verdict_on: Callable[..., Verdict], strict: TokenCounter) -> Callable[..., Verdict]:
-    def judge_planted(**validation: Any) -> Verdict:
+def planted(write: Callable[..., str], verdict_on: Callable[..., RowVerdict], strict: TokenCounter) -> Callable[..., RowVerdict]:
+    def judge_planted(**validation: Any) -> RowVerdict:
         train = write(*(row for _, row in PLANTED))
         held = write(*HELD_OUT, name="held.jsonl")
         data = {"train": [{"path": train}], "eval": [{"path": held}], "duplicates": "quarantine"}
@@ -96,14 +96,14 @@ def planted(write: Callable[..., str], verdict_on: Callable[..., Verdict], stric
     return judge_planted
 
 
-def found(verdict: Verdict) -> dict[int, set[str]]:
+def found(verdict: RowVerdict) -> dict[int, set[str]]:
     reasons: dict[int, set[str]] = {}
     for row in verdict.quarantine.iter_rows(named=True):
         reasons.setdefault(row["line"], set()).add(row["rule"])
     return reasons
 
 
-def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., Verdict]) -> None:
+def test_planted_faults_are_found_with_their_lines_and_nothing_else_is(planted: Callable[..., RowVerdict]) -> None:
     verdict = planted()
     assert found(verdict) == {line: rules for line, (rules, _) in enumerate(PLANTED, 1) if rules}
     assert verdict.split("eval").height == len(HELD_OUT)
@@ -123,7 +123,7 @@ def test_every_rule_has_its_own_name_meaning_and_fix() -> None:
     assert all(rule.fix for rule in RULES)
 
 
-def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., Verdict]) -> None:
+def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[..., RowVerdict]) -> None:
     refused = planted().quarantine
     values = {row["rule"]: row["value"] for row in refused.iter_rows(named=True)}
     first, second = values["contradiction"].split(" | ")
@@ -142,19 +142,19 @@ def test_quarantine_shows_what_was_found_and_what_it_means(planted: Callable[...
     assert refused["value"].str.len_chars().max() <= 400
 
 
-def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., Verdict]) -> None:
+def test_reasons_of_a_row_are_in_the_order_of_the_table(planted: Callable[..., RowVerdict]) -> None:
     last = planted().quarantine.filter(line=len(PLANTED))["rule"].to_list()
     assert last == ["last_not_user", "control_characters", "template_markers"]
 
 
-def test_rule_counts_add_up(planted: Callable[..., Verdict]) -> None:
+def test_rule_counts_add_up(planted: Callable[..., RowVerdict]) -> None:
     verdict = planted()
     assert [count.rule for count in verdict.rules] == [rule.name for rule in RULES]
     assert sum(count.rows for count in verdict.rules) == verdict.quarantine.height
 
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES if rule.ignorable])
-def test_ignored_rule_refuses_nothing(planted: Callable[..., Verdict], rule: str) -> None:
+def test_ignored_rule_refuses_nothing(planted: Callable[..., RowVerdict], rule: str) -> None:
     verdict = planted(ignore_rules=[rule])
     lines = [line for line, (rules, _) in enumerate(PLANTED, 1) if rules == {rule}]
     assert rule not in verdict.quarantine["rule"].to_list()
@@ -164,7 +164,7 @@ def test_ignored_rule_refuses_nothing(planted: Callable[..., Verdict], rule: str
 
 
 def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
-    tmp_path: Any, verdict_on: Callable[..., Verdict]
+    tmp_path: Any, verdict_on: Callable[..., RowVerdict]
 ) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('question,answer\n"What\nis it?",so #### 5\nshort\nnone?,no mark\nempty?,\n')
@@ -175,20 +175,20 @@ def test_short_line_of_a_csv_and_answer_without_the_pattern_are_refused(
 
 @pytest.mark.parametrize(("name", "expected"), [("duplicates", "did you mean duplicate?"), ("xyzzy", "one of ")])
 def test_unknown_rule_in_ignore_rules_is_refused_with_the_nearest_name(
-    planted: Callable[..., Verdict], name: str, expected: str
+    planted: Callable[..., RowVerdict], name: str, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match="no such rule") as caught:
         planted(ignore_rules=[name])
     assert expected in caught.value.fix
 
 
-def test_required_rule_cannot_be_ignored(planted: Callable[..., Verdict]) -> None:
+def test_required_rule_cannot_be_ignored(planted: Callable[..., RowVerdict]) -> None:
     with pytest.raises(ConfigError, match="answer_missing cannot be ignored"):
         planted(ignore_rules=["answer_missing"])
 
 
 def test_copies_are_found_before_our_own_split_separates_them(
-    write: Callable[..., str], verdict_on: Callable[..., Verdict]
+    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
 ) -> None:
     rows = [ask(f"question {n}", str(answer)) for n in range(40) for answer in (n, n, n + 1)]
     data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.5}
@@ -203,7 +203,7 @@ def test_copies_are_found_before_our_own_split_separates_them(
         assert verdict.dropped.height == (40 if mode == "drop" else 0)
 
 
-def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
     held = write(ask("What is 6 - 3?", "3"), ask("What is 1.5 x 2?", "3"), name="held.jsonl")
     train = write(
         ask("What is 6 / 3?", "2"), ask("What is 6 * 3?", "18"), ask("What is 15 x 2?", "30"), ask("What is 6 -3?", "3")
@@ -211,20 +211,20 @@ def test_operators_and_decimals_are_not_punctuation(write: Callable[..., str], v
     assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {}
 
 
-def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_system_message_hides_no_leak(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
     held = write(chat((S, "be kind"), (U, "same?")), name="held.jsonl")
     train = write(chat((S, "be strict"), (U, "same?")), chat((U, "other?")))
     assert found(verdict_on({"train": [{"path": train}], "eval": [{"path": held}]})) == {1: {"leak_exact"}}
 
 
-def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_refused_held_out_row_leaks_nothing(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
     held = write(ask("same?", None), ask("other?"), name="held.jsonl")
     verdict = verdict_on({"train": [{"path": write(ask("same?"))}], "eval": [{"path": held}]})
     assert verdict.quarantine.select("split", "line", "rule").rows() == [("eval", 1, "answer_missing")]
 
 
 def test_verdict_does_not_depend_on_the_size_of_the_slices(
-    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Verdict]
+    monkeypatch: pytest.MonkeyPatch, planted: Callable[..., RowVerdict]
 ) -> None:
     one_slice = planted()
     monkeypatch.setattr("grpo_tasks.data.judge._SLICE_ROWS", 3)

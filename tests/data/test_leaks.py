@@ -10,7 +10,7 @@ import pytest
 
 from grpo_tasks.answers.extraction import is_blank
 from grpo_tasks.data import leaks
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.leaks import near_duplicates, normalise_question
 from grpo_tasks.data.normalise import SHOWN
 from grpo_tasks.data.report import Origin, report_data
@@ -129,7 +129,7 @@ def test_a_large_split_is_compared_by_a_sample(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_validation_quarantines_disguises_and_reports_near_duplicates(
-    write: Callable[..., str], verdict_on: Callable[..., Verdict], tmp_path: Path
+    write: Callable[..., str], verdict_on: Callable[..., RowVerdict], tmp_path: Path
 ) -> None:
     def row(text: str) -> dict[str, str]:
         return {"question": text, "answer": "1525"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.normalise import check_pattern, normalise_answer, normalise_column, prompt_id_column
 from grpo_tasks.data.table import prompt_id
 from schemas.errors import ConfigError
@@ -154,13 +154,15 @@ def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) 
     ],
 )
 def test_last_match_of_the_pattern_is_the_ground_truth(
-    write: Callable[..., str], verdict_on: Callable[..., Verdict], pattern: str, answer: str, truth: str
+    write: Callable[..., str], verdict_on: Callable[..., RowVerdict], pattern: str, answer: str, truth: str
 ) -> None:
     data = {"train": [{"path": write({"question": "q", "answer": answer})}], "answer_pattern": pattern}
     assert verdict_on(data).accepted["answer"].to_list() == [truth]
 
 
-def test_system_prompt_is_added_to_every_chat_without_one(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_system_prompt_is_added_to_every_chat_without_one(
+    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
+) -> None:
     own = {"role": "system", "content": "own"}
     rows = [
         {"question": "bare", "answer": "1"},

@@ -5,24 +5,26 @@ from collections.abc import Callable
 import polars as pl
 import pytest
 
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.split import assign_splits, is_held_out
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(300)]
 
 
-def splits(verdict: Verdict) -> dict[str, str]:
+def splits(verdict: RowVerdict) -> dict[str, str]:
     return dict(verdict.accepted.select("prompt_id", "split").iter_rows())
 
 
-def test_row_keeps_its_split_when_others_come_go_or_move(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_row_keeps_its_split_when_others_come_go_or_move(
+    write: Callable[..., str], verdict_on: Callable[..., RowVerdict]
+) -> None:
     complete = splits(verdict_on({"train": [{"path": write(*ROWS)}]}))
     half = splits(verdict_on({"train": [{"path": write(*reversed(ROWS[::2]))}]}))
     assert half.items() <= complete.items()
     assert len(half) == 150
 
 
-def test_other_seed_holds_out_other_rows(write: Callable[..., str], verdict_on: Callable[..., Verdict]) -> None:
+def test_other_seed_holds_out_other_rows(write: Callable[..., str], verdict_on: Callable[..., RowVerdict]) -> None:
     data = {"train": [{"path": write(*ROWS)}]}
     assert splits(verdict_on(data, seed=1)) != splits(verdict_on(data, seed=2))
     assert splits(verdict_on(data, seed=1)) == splits(verdict_on(data, seed=1))

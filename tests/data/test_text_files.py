@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.data.judge import Verdict
+from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
 from schemas.config.data import DataConfig
@@ -87,7 +87,7 @@ def test_jsonl_in_another_encoding_keeps_its_lines(tmp_path: Path, encoding: str
     assert pl.read_parquet(tmp_path / "out" / "rows.parquet")["line"].to_list() == [1, 3]
 
 
-def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path: Path, verdict_on: Callable[..., Verdict]) -> None:
+def test_report_names_encoding_delimiter_and_what_numbers_count(tmp_path: Path, verdict_on: Callable[..., RowVerdict]) -> None:
     table, array = tmp_path / "rows.csv", tmp_path / "rows.json"
     table.write_bytes("question;answer\nVoilà?;1\n".encode("cp1252"))
     array.write_text(json.dumps([{"question": "one", "answer": "1"}, {"question": "two", "answer": None}], indent=1))

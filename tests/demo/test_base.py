@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo_tasks.demo import arithmetic, build
 from grpo_tasks.demo import tokenizer as tokenizer_module
 from grpo_tasks.demo.arithmetic import PROBE, all_problems, chat, split_problems
-from grpo_tasks.demo.demonstrations import Demonstration, good_completion
+from grpo_tasks.demo.demonstrations import SolvedProblem, good_completion
 from grpo_tasks.demo.tokenizer import SPECIAL_TOKENS
 
 BASE = Path(arithmetic.__file__).parent / "base"
@@ -87,7 +87,7 @@ def test_prompts_and_good_completions_are_short() -> None:
 
 def test_only_the_completion_and_its_end_token_are_learned() -> None:
     texts = ["12", "The answer is 42."]
-    batch = build.collate([Demonstration(PROBE, text) for text in texts], pupil)
+    batch = build.collate([SolvedProblem(PROBE, text) for text in texts], pupil)
     for ids, labels, mask, text in zip(batch.input_ids, batch.labels, batch.attention_mask, texts, strict=True):
         assert pupil.decode(labels[labels != build.IGNORE]) == text + "<|im_end|>"
         assert pupil.decode(ids[mask.bool()]) == build.render(PROBE, pupil) + text + "<|im_end|>"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, NemotronConfig, Qw
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.policy import folded_adapter, sharded
 from grpo_tasks.policy.batch import token_batch
-from grpo_tasks.policy.forward_check import SEEN, CheckRows, Scores, fault_of, shaken_adapter, true_scores
+from grpo_tasks.policy.forward_check import SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
 from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.load import new_policy
 from grpo_tasks.rollout.engine import Request, Sampling
@@ -144,4 +144,4 @@ def test_the_adapter_of_the_check_does_not_turn_rounding_into_noise():
             for prompt, completion in zip(rows.prompt_of, rows.completions, strict=True)
         ]
     # The same sums in another order: sdpa instead of eager attention.
-    assert 0.0 < Scores.of_logits(logits, rows.completions).difference(truth) < shift / (4 * SEEN)
+    assert 0.0 < ForwardScores.of_logits(logits, rows.completions).difference(truth) < shift / (4 * SEEN)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from grpo_tasks.judging.judge import Case, Judge
-from grpo_tasks.judging.limits import Limits
+from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.judging.store import Entry, VerdictStore
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint
@@ -29,11 +29,11 @@ judge.score([Case("Why?", sys.argv[2] + " good" * number) for number in range(4)
 HOLDER = """
 import sys, time
 from pathlib import Path
-from grpo_tasks.judging.limits import Limits
+from grpo_tasks.judging.limits import JudgeLimits
 from grpo_tasks.judging.store import VerdictStore
 from schemas.config.learning.judge import JudgeConfig
 judge = JudgeConfig.model_validate_json(sys.argv[1])
-with Limits(judge, VerdictStore(judge.cache)).turn(1.5):
+with JudgeLimits(judge, VerdictStore(judge.cache)).turn(1.5):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -77,7 +77,7 @@ def test_a_faster_judge_in_the_same_folder_keeps_to_the_pace_of_a_slower_one(set
 
     def judge(name, limit):
         given = settings(max_requests_per_minute=limit)
-        limits = Limits(given, VerdictStore(given.cache))
+        limits = JudgeLimits(given, VerdictStore(given.cache))
 
         def sleep(seconds):
             now[0] += seconds

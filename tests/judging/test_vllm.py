@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from grpo_tasks.judging.frame import ask
 from grpo_tasks.judging.judge import Case, Judge
 from grpo_tasks.judging.verdict import MalformedError, parse
-from grpo_tasks.rollout.vllm_server import BASE, ServedModel, authorization, serving
+from grpo_tasks.rollout.vllm_server import BASE, ServerModel, authorization, serving
 from schemas.config.learning.judge import JudgeConfig
 from schemas.paths import resolve
 from tests.judging.endpoint import Endpoint
@@ -38,7 +38,7 @@ def address(tmp_path_factory):
     Qwen2ForCausalLM(Qwen2Config(**shape, **limits)).save_pretrained(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", "planted-key-of-the-tests")
-        with serving(CONFIG, ServedModel(folder / "model", "float32", None, cuda=False), folder) as [server]:
+        with serving(CONFIG, ServerModel(folder / "model", "float32", None, cuda=False), folder) as [server]:
             yield f"{server.address}/v1"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_tasks.proposal.answers import find_equality, find_pattern
-from grpo_tasks.proposal.columns import Choice, candidates
+from grpo_tasks.proposal.columns import ColumnChoice, candidates
 from grpo_tasks.proposal.propose import data_settings
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
@@ -17,20 +17,20 @@ def rows(**columns):
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        ({"question": lambda n: f"What is {n} + 1?", "answer": str}, Choice("question", None, "answer")),
-        ({"id": str, "input": lambda n: f"What is {n} + 1?", "target": lambda n: n}, Choice("input", None, "target")),
-        ({"prompt": CHAT, "answer": str}, Choice(None, "prompt", "answer")),
-        ({"prompt": lambda n: f"Tell me about {n}"}, Choice("prompt", None, None)),
-        ({"question": lambda n: f"Why {n}?", "answer": None}, Choice("question", None, None)),
+        ({"question": lambda n: f"What is {n} + 1?", "answer": str}, ColumnChoice("question", None, "answer")),
+        ({"id": str, "input": lambda n: f"What is {n} + 1?", "target": lambda n: n}, ColumnChoice("input", None, "target")),
+        ({"prompt": CHAT, "answer": str}, ColumnChoice(None, "prompt", "answer")),
+        ({"prompt": lambda n: f"Tell me about {n}"}, ColumnChoice("prompt", None, None)),
+        ({"question": lambda n: f"Why {n}?", "answer": None}, ColumnChoice("question", None, None)),
         (
             {"Body": lambda n: f"There are {n} cats.", "Question": lambda n: f"How many {n}?", "Answer": float},
-            Choice("Question", None, "Answer", "Body"),
+            ColumnChoice("Question", None, "Answer", "Body"),
         ),
         (
             {"Beschreibung": lambda n: f"Ein langer Satz mit der Zahl {n}.", "art": lambda n: f"kurz {n}"},
-            Choice("Beschreibung", None, None),
+            ColumnChoice("Beschreibung", None, None),
         ),
-        ({"question": "always the same", "problem": lambda n: f"What is {n}?"}, Choice("problem", None, None)),
+        ({"question": "always the same", "problem": lambda n: f"What is {n}?"}, ColumnChoice("problem", None, None)),
     ],
 )
 def test_the_likeliest_reading_comes_first(columns, expected):
@@ -43,8 +43,8 @@ def test_a_file_without_text_has_no_reading():
 
 def test_a_prompt_column_that_is_not_used_is_switched_off():
     columns = ["prompt", "quiz", "answer"]
-    assert data_settings(Choice("quiz", None, "answer"), columns, None)["prompt_column"] not in columns
-    assert data_settings(Choice("prompt", None, "answer"), columns, None)["question_column"] == "prompt"
+    assert data_settings(ColumnChoice("quiz", None, "answer"), columns, None)["prompt_column"] not in columns
+    assert data_settings(ColumnChoice("prompt", None, "answer"), columns, None)["question_column"] == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from grpo_tasks.replicas.pool import Limits, Pool
+from grpo_tasks.replicas.pool import Pool, PoolLimits
 from grpo_tasks.replicas.replica import Concurrency, State
 from schemas.errors import RolloutError, ServerBusyError, ServerGoneError
 from schemas.metrics import QUEUE_DEPTH, REPLICAS_SERVING
@@ -53,7 +53,7 @@ def pool_of(*shops, concurrency=4, max_restarts=2, **limits):
             raise ServerGoneError("no answer", place=shop.address)
         shop.admissions, shop.policy = shop.admissions + 1, "present"
 
-    settings = Limits(concurrency, max_restarts, **{"retry_s": 0.05, **limits})
+    settings = PoolLimits(concurrency, max_restarts, **{"retry_s": 0.05, **limits})
     return Pool(shops, settings, healthy=lambda shop: shop.alive, admit=admit)
 
 
@@ -150,7 +150,7 @@ def test_a_refused_request_ends_the_batch_because_no_other_server_would_take_it(
 
 
 def test_an_error_in_the_code_that_admits_a_server_is_raised_and_not_waited_for():
-    pool = Pool([Shop("a")], Limits(1, 1), healthy=lambda _: True, admit=lambda _: {}["missing"])
+    pool = Pool([Shop("a")], PoolLimits(1, 1), healthy=lambda _: True, admit=lambda _: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         pool.refresh()
 
@@ -264,7 +264,7 @@ def test_an_admission_that_began_before_the_policy_changed_is_repeated():
             shop.released.wait(30)
         shop.policy = policy
 
-    pool = Pool([other], Limits(4, 2, drain_s=0.1), healthy=lambda shop: shop.alive, admit=admit)
+    pool = Pool([other], PoolLimits(4, 2, drain_s=0.1), healthy=lambda shop: shop.alive, admit=admit)
     pool.refresh()
     pool.add(late)
     with background(lambda: pool.run([3], lambda _, number: handing_over.wait(30) and number)):

@@ -3,7 +3,7 @@
 The parent never waits past the time limit, every deviation is a named fault, and the next call is answered.
 """
 
-from grpo_tasks.rewards.contract import Fault, FunctionScores
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault
 from tests.rewards.processes import server_process, wait_until
 
 FUNCTIONS = """
@@ -79,7 +79,7 @@ def test_whatever_a_function_writes_to_the_socket_is_a_named_fault_and_the_next_
     worker = worker_of("writes")
     for text, kind, words in WRITES:
         outcome = worker.call("writes", make_batch(text), LIMIT_S if kind == "hung" else 30.0)
-        assert isinstance(outcome, Fault), text
+        assert isinstance(outcome, RewardFault), text
         assert (outcome.kind, words in outcome.detail) == (kind, True), outcome
         assert isinstance(worker.call("writes", make_batch("honest"), 30.0), FunctionScores)
 
@@ -89,7 +89,7 @@ def test_bytes_written_between_two_calls_fail_the_next_call_and_no_other(worker_
     assert isinstance(worker.call("writes", make_batch("later"), 30.0), FunctionScores)
     wait_until(worker._link.has_unread_bytes)
     outcome = worker.call("writes", make_batch("honest"), 30.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert "outside any request" in outcome.detail
     assert isinstance(worker.call("writes", make_batch("honest"), 30.0), FunctionScores)
 
@@ -97,7 +97,7 @@ def test_bytes_written_between_two_calls_fail_the_next_call_and_no_other(worker_
 def test_a_reply_sent_twice_is_a_fault(worker_of, make_batch):
     worker = worker_of("twice")
     outcomes = [worker.call("twice", make_batch("a"), 30.0) for _ in range(2)]
-    assert any(isinstance(outcome, Fault) and outcome.kind == "broken" for outcome in outcomes)
+    assert any(isinstance(outcome, RewardFault) and outcome.kind == "broken" for outcome in outcomes)
 
 
 def test_a_function_that_patches_libraries_still_replies_or_is_a_fault(worker_of, make_batch):
@@ -112,6 +112,6 @@ def test_a_worker_that_does_not_read_costs_no_more_than_the_time_limit(worker_of
     server = server_process(worker)
     server.suspend()
     outcome = worker.call("good", make_batch("x" * 2**22), 0.5)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert outcome.kind == "hung"
     assert isinstance(worker.call("good", make_batch("x" * 2**22), 30.0), FunctionScores)

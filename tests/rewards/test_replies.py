@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_tasks.processes.framing import HEADER, MAGIC, MAX_TEXT_CHARS, frame
 from grpo_tasks.processes.link import MalformedReplyError, WorkerEndedError, WorkerLink
-from grpo_tasks.rewards.contract import MAX_EXTRA_CHARS, MAX_EXTRAS, MAX_METRIC_CHARS, MAX_METRICS, Fault, FunctionScores
+from grpo_tasks.rewards.contract import MAX_EXTRA_CHARS, MAX_EXTRAS, MAX_METRIC_CHARS, MAX_METRICS, FunctionScores, RewardFault
 from grpo_tasks.rewards.replies import max_reply_bytes, read_loaded, read_scores
 
 # What may arrive: raw bytes, frames of any JSON, and frames of nearly the right shape.
@@ -56,7 +56,7 @@ def test_arbitrary_bytes_never_hang_the_parent_and_raise_nothing_unexpected(piec
             outcome = read_scores(link.receive(max_reply_bytes([2, 3]), limit), "7", [2, 3])
         except (MalformedReplyError, WorkerEndedError, TimeoutError):
             return
-        assert isinstance(outcome, Fault) or len(outcome.scores) == 2
+        assert isinstance(outcome, RewardFault) or len(outcome.scores) == 2
     finally:
         link.close()
 
@@ -73,7 +73,7 @@ def reply(**parts):
 def test_a_reply_of_the_right_shape_is_accepted():
     expected = FunctionScores([1.0, None], 0.0, {1: [0.0, 1.0, 0.5]}, {"seen": 2.0}, {"verdict": ["good", None]})
     assert read_scores(reply(scores=GOOD), "7", [2, 3]) == expected
-    assert read_scores(reply(fault=FAULT), "7", [2, 3]) == Fault("raised", "")
+    assert read_scores(reply(fault=FAULT), "7", [2, 3]) == RewardFault("raised", "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.processes.worker_supervisor import MAX_BYTES, MAX_LINES, Output
-from grpo_tasks.rewards.contract import Fault, FunctionScores
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault
 from grpo_tasks.rewards.worker import RewardWorker
 from tests.rewards.processes import is_gone, server_process, wait_until
 
@@ -90,7 +90,7 @@ FUNCTIONS = """
 def test_a_function_that_takes_too_much_memory_is_named_with_the_limit(worker_of, make_batch, name):
     worker = worker_of(name, memory_limit_gb=0.4)
     outcome = worker.call(name, make_batch("fine", "all"), 60.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert (outcome.kind, "used more than 0.4 GB of memory" in outcome.detail) == ("died", True)
     assert "rewards.memory_limit_gb" in outcome.fix
     assert isinstance(worker.call(name, make_batch("fine"), 30.0), FunctionScores)
@@ -153,14 +153,14 @@ def test_a_detached_process_ends_when_the_worker_or_a_supervisor_is_killed(worke
     for pid in (left, server.pid):
         wait_until(lambda pid=pid: is_gone(pid))
     outcome = worker.call("detaches", make_batch("a"), 30.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert outcome.kind == "died"
     assert isinstance(worker.call("detaches", make_batch("a"), 30.0), FunctionScores)
 
 
 def test_a_detached_process_ends_when_its_function_ends_the_worker(worker_of, make_batch, tmp_path):
     worker = worker_of("detaches")
-    assert isinstance(worker.call("detaches", make_batch("die"), 30.0), Fault)
+    assert isinstance(worker.call("detaches", make_batch("die"), 30.0), RewardFault)
     assert not psutil.pid_exists(int((tmp_path / "log.txt").read_text()))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo_tasks.rewards.contract import ContractError, Fault, FunctionScores, check_result
+from grpo_tasks.rewards.contract import ContractError, FunctionScores, RewardFault, check_result
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.load import load_config
 from schemas.config.rewards import RewardsConfig
@@ -152,7 +152,7 @@ def test_log_metric_records_the_mean_of_a_call_and_log_extra_is_accepted(worker_
 
 def test_a_flood_of_metrics_is_a_fault_with_its_reason(worker_of, make_batch):
     outcome = worker_of("reports_too_much").call("reports_too_much", make_batch("a"), 30.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert "more than 64 different names" in outcome.detail
     assert "my_rewards.py:" in outcome.source
 
@@ -181,21 +181,21 @@ BREACHES = [
 @pytest.mark.parametrize(("name", "kind", "words"), BREACHES)
 def test_every_breach_is_a_fault_with_its_reason(worker_of, make_batch, name, kind, words):
     outcome = worker_of(name).call(name, make_batch("good", "bad"), LIMIT_S.get(name, 30.0))
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert outcome.kind == kind
     assert words in outcome.detail
 
 
 def test_a_long_error_message_is_shortened_and_does_not_break_the_reply(worker_of, make_batch):
     outcome = worker_of("raises_at_length").call("raises_at_length", make_batch("a"), 30.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert outcome.kind == "raised"
     assert len(outcome.detail) < 500
 
 
 def test_an_exception_names_the_line_it_came_from(worker_of, make_batch):
     outcome = worker_of("raises").call("raises", make_batch("bad"), 30.0)
-    assert isinstance(outcome, Fault)
+    assert isinstance(outcome, RewardFault)
     assert "my_rewards.py:" in outcome.source
 
 
@@ -209,7 +209,7 @@ def test_the_completion_to_blame_is_found(worker_of, make_batch, name):
 @pytest.mark.parametrize("name", ["hangs", "segfaults"])
 def test_after_a_fault_the_next_call_is_answered(worker_of, make_batch, name):
     worker = worker_of(name)
-    assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), Fault)
+    assert isinstance(worker.call(name, make_batch("bad"), LIMIT_S.get(name, 30.0)), RewardFault)
     assert isinstance(worker.call(name, make_batch("good"), 30.0), FunctionScores)
 
 
@@ -364,7 +364,7 @@ def test_trls_accuracy_reward_takes_the_truth_from_a_column_and_says_where_it_is
         missing = worker.call("accuracy", make_batch(r"\boxed{42}"), 60.0)
     assert isinstance(outcome, FunctionScores)
     assert outcome.scores == [1.0, 0.0]
-    assert isinstance(missing, Fault)
+    assert isinstance(missing, RewardFault)
     assert "data.answer_column" in missing.fix
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_tasks.rewards.contract import Fault, FunctionScores, batch_of
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.errors import ConfigError
@@ -307,7 +307,7 @@ def test_the_usual_mistakes_are_answered_with_what_to_change(loaded, batch):
     with loaded([(name, {}) for name, _ in REFUSED_WHEN_CALLED]) as worker:
         for number, (name, sentence) in enumerate(REFUSED_WHEN_CALLED):
             outcome = worker.call(f"r{number}", batch, 30.0)
-            assert isinstance(outcome, Fault), name
+            assert isinstance(outcome, RewardFault), name
             assert sentence in outcome.fix, (name, outcome)
 
 
@@ -318,7 +318,7 @@ def test_strings_arrive_where_the_data_are_strings(loaded, make_row):
         assert worker.call("r0", plain, 30.0).scores == [1.0]
         wrong = worker.call("r1", plain, 30.0)
         assert worker.call("r2", plain, 30.0).scores == [-18.0]
-    assert isinstance(wrong, Fault)
+    assert isinstance(wrong, RewardFault)
     assert "completions arrive as strings here" in wrong.fix
 
 
@@ -379,7 +379,7 @@ def test_a_function_gets_only_rows_of_the_tasks_that_list_it(own_module, rewards
     assert [score == score for score in scores.raw[:, 0]] == [False, True, False, True]
     assert scores.logged_columns() == {"logged_sums_seen": [None, "sums", None, "sums"]}
     assert nothing.raw[0, 0] != nothing.raw[0, 0]
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, RewardFault)
     assert index == 3
 
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_tasks.rollout.engine import Sampling
 from grpo_tasks.rollout.vllm_engine import VllmEngine
-from grpo_tasks.rollout.vllm_server import ServedModel
+from grpo_tasks.rollout.vllm_server import ServerModel
 from schemas.config.rollout import RolloutConfig, VllmConfig
 from schemas.paths import resolve
 
@@ -26,7 +26,7 @@ MARKS = [
 
 
 def served(rank=16):
-    return ServedModel(Path(resolve("embedded:base")), "float32", rank, cuda=False)
+    return ServerModel(Path(resolve("embedded:base")), "float32", rank, cuda=False)
 
 
 def moved(policy, by):

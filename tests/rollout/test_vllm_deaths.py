@@ -65,10 +65,10 @@ class QuietFiles(http.server.SimpleHTTPRequestHandler):
 STARTER = """
 import sys, time
 from pathlib import Path
-from grpo_tasks.rollout.vllm_server import ServedModel, serving
+from grpo_tasks.rollout.vllm_server import ServerModel, serving
 from schemas.config.rollout import VllmConfig
 from schemas.paths import resolve
-served = ServedModel(Path(resolve("embedded:base")), "float32", None, False)
+served = ServerModel(Path(resolve("embedded:base")), "float32", None, False)
 with serving(VllmConfig(python=sys.argv[1]), served, Path(sys.argv[2])) as [server]:
     print(server.address, flush=True)
     time.sleep(600)

@@ -19,7 +19,7 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout import vllm_engine
 from grpo_tasks.rollout.engine import Request, completion_seed
 from grpo_tasks.rollout.vllm_engine import VllmSampler
-from grpo_tasks.rollout.vllm_server import ServedModel, serving
+from grpo_tasks.rollout.vllm_server import ServerModel, serving
 from schemas.config.model import ModelConfig
 from schemas.errors import RolloutError
 from schemas.paths import resolve
@@ -64,13 +64,13 @@ def wrapped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(key, wrapped, tmp_path_factory):
-    with serving(WRAPPED, ServedModel(wrapped, "float32", 16, cuda=False), tmp_path_factory.mktemp("vllm")) as [found]:
+    with serving(WRAPPED, ServerModel(wrapped, "float32", 16, cuda=False), tmp_path_factory.mktemp("vllm")) as [found]:
         yield found
 
 
 @pytest.fixture(scope="module")
 def plain_server(key, wrapped, tmp_path_factory):
-    with serving(WRAPPED, ServedModel(wrapped, "float32", None, cuda=False), tmp_path_factory.mktemp("vllm-plain")) as [found]:
+    with serving(WRAPPED, ServerModel(wrapped, "float32", None, cuda=False), tmp_path_factory.mktemp("vllm-plain")) as [found]:
         yield found
 
 

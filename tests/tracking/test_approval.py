@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from flows.approval import Asked, continued_flow_run, read_asked, write_asked
+from flows.approval import SuspendedRun, continued_flow_run, read_asked, write_asked
 from flows.cli.main import app
 from grpo_tasks.tracking.log_model import log_model
 from grpo_tasks.tracking.models import Champion, find_champion
@@ -188,7 +188,7 @@ def asked(make_config, make_merge, make_evaluation, data_report):
     """What a run is suspended with: results that their steps have sealed."""
     evaluations = [make_evaluation(label, accuracy).sealed(()) for label, accuracy in (("base", 0.2), ("merged", 0.34))]
     trained = Trained(data=data_report.sealed(()), merged=make_merge().sealed(()), evaluations=evaluations, guards=[])
-    return Asked(config=make_config(None), run_key="k", trained=trained, tags={"grpo.retrain_key": "1"})
+    return SuspendedRun(config=make_config(None), run_key="k", trained=trained, tags={"grpo.retrain_key": "1"})
 
 
 def _figure(tree):
@@ -227,9 +227,9 @@ def test_what_a_suspended_run_continues_with_is_what_a_person_was_asked_about(as
 @pytest.mark.parametrize("edit", [_figure, _weights])
 def test_a_sealed_result_within_another_one_is_checked_when_it_is_read(asked, tmp_path, edit):
     asked.save(tmp_path / "asked.json")
-    assert Asked.load(tmp_path / "asked.json") == asked
+    assert SuspendedRun.load(tmp_path / "asked.json") == asked
     tree = json.loads((tmp_path / "asked.json").read_text())
     edit(tree)
     (tmp_path / "asked.json").write_text(json.dumps(tree))
     with pytest.raises(DamagedError, match="the seal differs"):
-        Asked.load(tmp_path / "asked.json")
+        SuspendedRun.load(tmp_path / "asked.json")

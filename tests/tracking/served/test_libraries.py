@@ -4,8 +4,8 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from grpo_tasks import publish_model
 from grpo_tasks.processes.child import Child
+from grpo_tasks.steps import publish_model
 from grpo_tasks.tracking.publishing import publish
 from grpo_tasks.tracking.runs import open_run
 from grpo_tasks.tracking.served.libraries import prepare_publishing
