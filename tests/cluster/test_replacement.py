@@ -24,7 +24,7 @@ class Driver:
         rollout = {"engine": "vllm", "vllm": {"replicas": replicas, **vllm}}
         directory = stages.write(name, rollout=rollout, resources={"cluster": {"engine": "ray", "num_nodes": 2}})
         spec = StageSpec.load(directory.spec)
-        self.servers = room.Servers(spec, pack(spec, directory), None, Share(1.0, 0), self.said.append)
+        self.servers = room.ClusterServers(spec, pack(spec, directory), None, Share(1.0, 0), self.said.append)
         transport = SimpleNamespace(kill=lambda _: None, wait=lambda asked, **_: (asked, []))
         monkeypatch.setattr(room, "ray", transport)
         monkeypatch.setattr(room, "ask", lambda answer, *_: answer())
