@@ -46,7 +46,8 @@ def train_on_nodes(spec, directory, count):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_nodes_train_the_bytes_of_as_many_local_processes(stages, tmp_path, monkeypatch, count):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = {"max_steps": 2, "save_steps": 1, "log_completions_steps": 1}

@@ -75,7 +75,12 @@ def test_shards_without_prompts_are_one_that_samples_nothing(stages):
     assert shards(spec_of(stages).part([], range(2)), 4) == [[]]
 
 
-@pytest.mark.parametrize("interaction", [{}, {"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "interaction",
+    [{}, pytest.param({"environment": "my_digits:Digits", "max_tokens": 96, "workers": 1}, marks=pytest.mark.ci)],
+    ids=["one turn", "environment"],
+)
 def test_workers_sample_the_rows_of_one_process(stages, tmp_path, monkeypatch, interaction):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_digits(tmp_path / "own")

@@ -190,6 +190,8 @@ print("ANSWER", tokenizer.decode(tokens[0][prompt["input_ids"].shape[1]:]))
 """
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_what_the_mlflow_command_downloads_loads_with_transformers_alone(
     server, make_config, make_merge, make_evaluation, tmp_path
 ):

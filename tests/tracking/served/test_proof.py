@@ -130,6 +130,8 @@ def mlflow_models(command, uri, *options):
     return [sys.executable, "-m", "mlflow", "models", command, "-m", uri, "--env-manager", "local", *options]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_every_door_of_mlflow_gives_the_answer_of_the_merged_model(server, chat_champion, tmp_path):
     uri, answer = chat_champion
     request = tmp_path / "request.json"
@@ -187,6 +189,7 @@ def serving(server, uri, tmp_path):
         process.wait(timeout=20)
 
 
+@pytest.mark.long
 def test_a_served_champion_answers_in_the_form_of_openais_api(server, chat_champion, tmp_path):
     uri, answer = chat_champion
     with serving(server, uri, tmp_path) as address:
@@ -201,6 +204,7 @@ def test_a_served_champion_answers_in_the_form_of_openais_api(server, chat_champ
         assert "leave out `stream`" in refused.value.read().decode()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON.exists(), reason="OpenAI's client is part of the vLLM environment, and there is none (make vllm)")
 def test_a_served_champion_answers_openais_own_client(server, chat_champion, tmp_path):
     uri, answer = chat_champion
