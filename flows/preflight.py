@@ -7,13 +7,14 @@ import json
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 
 from grpo_tasks.cluster.connect import cluster_address
 from grpo_tasks.processes.entry import RESULT, SPEC
 from schemas.config.data import DataSource
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ModelError
 from schemas.paths import EMBEDDED, is_local, resolve, why_not_a_file
 from schemas.results.model import StructureNotes, StructureSpec
 
@@ -24,6 +25,8 @@ REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]+")
 FIRST_ROWS = 200
 """Rows that are read to find a missing column early."""
 LARGE_BYTES = 64 * 2**20
+STRUCTURE_S = 90.0
+"""Time limit for building the model that config.json describes, without weights. The largest ones take seconds."""
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Optional libraries that a config may need, and the extra that installs each."""
 
@@ -140,6 +143,7 @@ def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
 
     Raises:
         ConfigError: a name matches no layer, or the model has too few positions.
+        ModelError: the model does not end being built, or takes too much memory.
     """
     model, file = config.model, Path(resolve(config.model.path)) / "config.json"
     longest = config.interaction.longest_prompt(config.validation.max_prompt_length) + config.interaction.longest(config.rollout)
@@ -152,10 +156,20 @@ def check_structure(config: RunConfig, *, hub: bool) -> list[str]:
 
     # Its server serves later steps too, so its log must not be in a folder that goes away.
     prepare_child()
+    ends = time.monotonic() + STRUCTURE_S
+
+    def require_end() -> None:
+        if time.monotonic() > ends:
+            raise ModelError(
+                f"building the model that config.json describes did not end within {STRUCTURE_S:g} s",
+                place=f"model.path: {model.path}",
+                fix="name another model, or correct its config.json",
+            )
+
     spec = StructureSpec(path=model.path, revision=model.revision, lora=model.lora, longest=longest)
     with tempfile.TemporaryDirectory() as folder:
         spec.save(Path(folder) / SPEC)
-        run_module("grpo_tasks.policy.structure", Path(folder))
+        run_module("grpo_tasks.policy.structure", Path(folder), tick=require_end)
         return StructureNotes.load(Path(folder) / RESULT).notes
 
 

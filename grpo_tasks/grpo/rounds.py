@@ -19,6 +19,7 @@ update (the barrier), so nothing is in flight there. A resumed stage starts agai
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -229,7 +230,8 @@ class Rounds:
         # In this thread: the weights must not change while they are saved.
         weights = engine.prepare()
         for each in missing:
-            self._started[each] = self._thread.submit(self._load_and_sample, weights, each, number * self._updates)
+            here, version = copy_context(), number * self._updates
+            self._started[each] = self._thread.submit(here.run, self._load_and_sample, weights, each, version)
 
     def _load_and_sample(self, weights: Weights, number: int, version: int) -> Round:
         engine = self._collector.engine

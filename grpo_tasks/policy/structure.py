@@ -6,20 +6,24 @@ Names that `target_modules` cannot mean, and prompts with completions beyond the
 second, instead of in the first update.
 """
 
+import resource
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_tasks.policy.adapter_targets import add_adapter, uncovered
 from grpo_tasks.processes.entry import RESULT, SPEC, run_child
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
 from schemas.results.model import StructureNotes, StructureSpec
 
+MEMORY_BYTES = 4 * 2**30
+"""Memory that the model may take. Without weights the largest ones take some hundred MiB."""
 OFFSET = 8
 """Rows that a table of positions may have beyond max_position_embeddings; OPT's has 2."""
 
@@ -29,6 +33,7 @@ def check_structure(spec: StructureSpec) -> list[str]:
 
     Raises:
         ConfigError: the adapter or the lengths do not fit the model.
+        ModelError: as `empty_model`.
     """
     model = empty_model(spec.path, spec.revision)
     if model is None:
@@ -39,12 +44,22 @@ def check_structure(spec: StructureSpec) -> list[str]:
 
 
 def empty_model(path: str, revision: str | None) -> PreTrainedModel | None:
-    """The model on the meta device; None where its class cannot be built so, which says nothing about the model."""
+    """The model on the meta device; None where its class cannot be built so, which says nothing about the model.
+
+    Raises:
+        ModelError: it takes too much memory.
+    """
     try:
         config = AutoConfig.from_pretrained(resolve(path), revision=revision)
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except MemoryError:
+        raise ModelError(
+            f"the model that config.json describes takes more than {MEMORY_BYTES / 2**30:g} GiB without its weights",
+            place=f"model.path: {path}",
+            fix="name another model, or correct its config.json",
+        ) from None
     except Exception:  # some classes compute with values of their weights while they are built
         return None
     return model
@@ -106,7 +121,9 @@ def has_position_table(model: PreTrainedModel, limit: int) -> bool:
 
 
 def main(directory: Path) -> None:
-    """Check what the spec names and write the notes."""
+    """Check what the spec names and write the notes. A config may ask for any number of layers, so memory has a limit."""
+    used = psutil.Process().memory_info().data
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     StructureNotes(notes=check_structure(StructureSpec.load(directory / SPEC))).save(directory / RESULT)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout
@@ -72,7 +73,9 @@ class DemonstrationTrainer(SupervisedTrainer):
         settings = self.stage.demonstrations
         assert settings is not None
         rows, limit = read_prompts(self.spec.train), self.spec.max_completion_tokens
-        self.found = read_demonstrations(rows, settings, self.tokenizer, max_tokens=limit)
+        # The words of a demonstration reach the template here for the first time.
+        with limited_templates(self.spec.model.path):
+            self.found = read_demonstrations(rows, settings, self.tokenizer, max_tokens=limit)
         listed = self.dir.root / REFUSED
         if self.ranks.writes:
             self.found.write(listed)

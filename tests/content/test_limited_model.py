@@ -2,19 +2,35 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoTokenizer
 
+from flows import preflight
 from grpo_tasks.content import limited_model as room
 from grpo_tasks.content.chat import RefusedError, rendered_all
 from grpo_tasks.content.limited_model import check_model_files, limited_model, limited_templates
 from grpo_tasks.data.chat_tokens import load_counter
+from grpo_tasks.rollout.conversations.player import player
+from grpo_tasks.rollout.conversations.turn_tokens import TurnTokens
+from schemas.config.completion import CompletionConfig
+from schemas.config.learning.interaction import InteractionConfig
+from schemas.config.load import load_config
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import RolloutConfig
 from schemas.errors import ModelError
 from schemas.paths import resolve
+from schemas.results.model import ModelRef, StructureSpec
+from tests.grpo.conftest import stages
+from tests.rollout.tool_model import TOOLS, write_model
+from tests.supervised.conftest import sums
+
+__all__ = ["stages", "sums"]
 
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOPED = "{% for m in messages %}{% if 'LOOP' in m.content %}" + NESTED + "{% endif %}{% endfor %}"
 LARGE = "{% set big = namespace(text='x' * 999999) %}{% for a in range(30) %}{% set big.text = big.text ~ big.text %}{% endfor %}"
 CHATS = [
     [{"role": "user", "content": "What is 1 + 1?"}],
@@ -106,3 +122,44 @@ def test_a_model_that_ships_with_the_project_needs_no_process():
     check_model_files("embedded:base", None)
     with limited_templates("embedded:base"):
         assert limited_model() is None
+
+
+def looping(folder):
+    """The template never ends where a message says LOOP."""
+    path = folder / "chat_template.jinja"
+    path.write_text(LOOPED + path.read_text())
+    return str(folder)
+
+
+def test_a_demonstration_for_which_the_template_never_ends_stops_the_stage(folder, sums):
+    sums.rewrite(lambda number, extra: extra | ({"solution": "LOOP"} if number == 3 else {}))
+    path = looping(folder)
+    with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
+        sums.train(model={"path": path}, start=ModelRef(path=path))
+
+
+def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(TOOLS, encoding="utf-8")
+    path = str(write_model(tmp_path / "model", before=LOOPED))
+    config = InteractionConfig(tools=["my_tools:add"], workers=1)
+    with player(config, ModelRef(path=path), ModelConfig(path=path), RolloutConfig(), completion=CompletionConfig()) as found:
+        turns, question = TurnTokens(found.tokenizer), [{"role": "user", "content": "Hi"}]
+        assert turns.prompt(question)
+        with pytest.raises(ModelError, match="the chat template did not end within 5 s"):
+            turns.after(question, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "LOOP"}], closed=True)
+
+
+def test_a_config_of_endless_layers_is_refused_by_time_and_by_memory(folder, monkeypatch, tmp_path):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**7, "layer_types": None}))
+    config = load_config("demo", [f"model.path={folder}", "model.lora.target_modules=[q_proj]"])
+    monkeypatch.setattr(preflight, "STRUCTURE_S", 3.0)
+    with pytest.raises(ModelError, match="did not end within 3 s"):
+        preflight.check_structure(config, hub=False)
+    StructureSpec(path=str(folder), revision="main", lora=config.model.lora, longest=10).save(tmp_path / "spec.json")
+    code = "import sys; from pathlib import Path; from grpo_tasks.policy import structure; structure.MEMORY_BYTES = 2**25; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "structure.main(Path(sys.argv[1]))", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert "takes more than 0.03125 GiB without its weights" in done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import QUESTION, RefusedError, rendered
+from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.environments.offered import open_environments, with_tools
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.rollout.conversations.play import Player
@@ -43,6 +44,20 @@ def player(
     if not config.active:
         yield None
         return
+    # What the policy and the environment say reaches the template too, and no check before the run has seen it.
+    with limited_templates(model.path), _playing(config, ref, model, rollout, completion, log) as found:
+        yield found
+
+
+@contextmanager
+def _playing(
+    config: InteractionConfig,
+    ref: ModelRef,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    completion: CompletionConfig,
+    log: Path | None,
+) -> Iterator[Player]:
     tokenizer = load_tokenizer(ref, model, rollout.chat_template_kwargs)
     tags = completion.reasoning_tags
     opened = opened_reasoning(tokenizer, tags)
