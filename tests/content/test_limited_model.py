@@ -150,6 +150,8 @@ def test_words_of_a_conversation_for_which_the_template_never_ends_are_refused(t
             turns.after(question, {"role": "assistant", "content": "x"}, [{"role": "user", "content": "LOOP"}], closed=True)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_config_of_endless_layers_is_refused_by_time_and_by_memory(folder, monkeypatch, tmp_path):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**7, "layer_types": None}))
