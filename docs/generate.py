@@ -304,13 +304,15 @@ def promises_page() -> str:
         "Each line is the name of a test, and holds as long as that test passes. `make test` runs those without a remark, "
         "`make test-long` those that are `long`, CI also `ci`, `make test-containers` those of `containers`, and a card `gpu`.",
     ]
-    for room in sorted(path for path in TESTS.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))):
-        lines.append(f"## {room.name}")
-        for path in sorted(room.rglob("test_*.py")):
+    files = sorted(TESTS.rglob("test_*.py"))
+    for room in sorted({path.relative_to(TESTS).parts[0] for path in files}):
+        lines.append(f"## {room.removeprefix('test_').removesuffix('.py')}")
+        for path in (path for path in files if path.relative_to(TESTS).parts[0] == room):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             about = " ".join((ast.get_docstring(tree) or path.stem).split("\n\n")[0].split())
             tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-            file_marks = {mark for node in tree.body if isinstance(node, ast.Assign) for mark in _marks(node.value)}
+            named = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+            file_marks = {mark for node in named for mark in _marks(node.value)}
             items = [_promise(test, file_marks) for test in tests]
             lines += [f"**[{path.name}](../{path.relative_to(TESTS.parent).as_posix()})**: {_words(about)}", "\n".join(items)]
     return _page(lines)
@@ -328,7 +330,11 @@ def _is_table(decorator: ast.expr) -> bool:
 
 
 def _marks(expression: ast.expr) -> set[str]:
-    return {node.attr for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
+    """Names behind `mark.`"""
+    found = [
+        node for node in ast.walk(expression) if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("mark")
+    ]
+    return {node.attr for node in found}
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -22,7 +22,7 @@ from prefect.exceptions import Pause
 from prefect.input import RunInput
 from prefect.input.actions import create_flow_run_input, delete_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment, flow_run
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flows.flow_run import CHAMPION_CHANGED, FlowRun, open_flow_run
 from grpo_tasks.operating.automations import SUSPENDED
@@ -31,6 +31,7 @@ from grpo_tasks.tracking.registry import approval_of, decide_pending, find_versi
 from grpo_tasks.tracking.store import open_store
 from schemas.config.run import RunConfig
 from schemas.errors import DamagedError, ModelError, TrackingError
+from schemas.hints.gone import without_gone
 from schemas.results.base import Result
 from schemas.results.publication import Approval, Publication, Trained
 from schemas.secret import hide
@@ -64,6 +65,12 @@ class SuspendedRun(Result):
     trained: Trained
     tags: dict[str, str] = Field(default_factory=dict)
     """Of the version that waits."""
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _read_earlier(cls, given: Any) -> Any:
+        """A person may decide after an upgrade."""
+        return without_gone(given) if isinstance(given, dict) else given
 
     @classmethod
     def of(cls, run: FlowRun, config: RunConfig, trained: Trained, tags: Mapping[str, str] | None = None) -> "SuspendedRun":

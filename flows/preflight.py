@@ -25,8 +25,8 @@ REGISTERED = re.compile(r"models:/.+|[^/]+@[^/]+|[^/@]+/[0-9]+")
 FIRST_ROWS = 200
 """Rows that are read to find a missing column early."""
 LARGE_BYTES = 64 * 2**20
-STRUCTURE_S = 90.0
-"""Time limit for building the model that config.json describes, without weights. The largest ones take seconds."""
+STRUCTURE_S = 300.0
+"""Time limit for building the model that config.json describes, without weights. It takes seconds; the hub may be slow."""
 EXTRAS = {"trl": "trl", "bitsandbytes": "gpu"}
 """Optional libraries that a config may need, and the extra that installs each."""
 

@@ -24,6 +24,14 @@ def graph():
     return grimp.build_graph("flows", "grpo_tasks", "schemas", include_external_packages=True, cache_dir=None)
 
 
+@pytest.fixture(scope="module")
+def without_machinery():
+    found = grimp.build_graph(*PACKAGES, cache_dir=None)
+    for module in [name for name in found.modules if name.startswith(MACHINERY)]:
+        found.remove_module(module)
+    return found
+
+
 def test_the_steps_are_the_files_of_their_folder():
     assert STEPS == [
         "check_guard", "evaluate_model", "measure_difficulty", "merge_adapter", "prepare_data", "probe_rewards", "publish_model",
@@ -41,14 +49,11 @@ STARTED = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_all_code_that_a_step_imports_or_starts_is_in_its_key(step):
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    for module in [name for name in graph.modules if name.startswith(MACHINERY)]:
-        graph.remove_module(module)
+def test_all_code_that_a_step_imports_or_starts_is_in_its_key(without_machinery, step):
     counted = set(code_behind(f"grpo_tasks.steps.{step}"))
     started = STARTED.get(step, set())
     for root in {f"grpo_tasks.steps.{step}", *started}:
-        assert graph.find_upstream_modules(root) | {root} <= counted
+        assert without_machinery.find_upstream_modules(root) | {root} <= counted
     assert not any(name.startswith("grpo_tasks.grpo.") for name in counted) or step == "train_stage"
 
 

@@ -122,8 +122,8 @@ def has_position_table(model: PreTrainedModel, limit: int) -> bool:
 
 def main(directory: Path) -> None:
     """Check what the spec names and write the notes. A config may ask for any number of layers, so memory has a limit."""
-    used = psutil.Process().memory_info().data
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    most, (_, hard) = psutil.Process().memory_info().data + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     StructureNotes(notes=check_structure(StructureSpec.load(directory / SPEC))).save(directory / RESULT)
 
 

@@ -1,5 +1,6 @@
 """promotion.approval: manual. A version that passed its tests waits for a person, and `grpo promote` records the decision."""
 
+import hashlib
 import json
 
 import pytest
@@ -222,6 +223,15 @@ def test_what_a_suspended_run_continues_with_is_what_a_person_was_asked_about(as
     file.write_text(json.dumps(tree))
     with pytest.raises(DamagedError, match="changed since a person was asked"):
         read_asked(file)
+
+
+def test_a_run_that_was_suspended_before_an_upgrade_can_be_decided_about(asked, tmp_path):
+    tree = json.loads(asked.model_dump_json())
+    tree["config"]["tracking"] |= {"webhook": {"url": None, "secret_variable": "S", "limit_s": 30.0}, "flush_interval_s": 5.0}
+    content = json.dumps(tree).encode()
+    file = tmp_path / f"{hashlib.sha256(content).hexdigest()}.json"
+    file.write_bytes(content)
+    assert read_asked(file) == asked
 
 
 @pytest.mark.parametrize("edit", [_figure, _weights])
