@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Rooms that say what is right. `check` runs their tests once, in `coverage`.
 COVERED := tests/answers tests/evaluation tests/lab
+# Tests in which nearly all code with tensors runs. `check` runs them once, in `shapes`.
+SHAPED := tests/attention tests/policy tests/rollout/test_local.py tests/grpo/test_equivalence.py tests/grpo/test_losses.py tests/grpo/test_trainer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage ui docs lint types audit check bench bench-gpu count chaos vllm cover-promises size clean
+.PHONY: help demo demo-cluster test test-ci test-long test-containers coverage shapes ui docs lint types audit check bench bench-gpu count chaos vllm cover-promises size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +35,9 @@ test-containers: $(READY) ## run the demo through the compose stack, and a job t
 coverage: $(READY) ## fail when the tests of answers, evaluation and lab cover less than the floor in pyproject.toml
 	$(BIN)/python -m pytest -q -m "not long or ci" -p no:cacheprovider --cov --cov-report=term $(COVERED)
 
+shapes: $(READY) ## run the tests of the engine with every annotation of a tensor checked: axes, sizes, dtypes
+	SHAPES=1 $(BIN)/python -m pytest -q -m "not long or ci" -p no:cacheprovider $(SHAPED)
+
 ui: $(READY) ## start the Prefect UI, the MLflow UI, a worker and all deployments on 127.0.0.1; Ctrl-C stops them
 	$(BIN)/grpo ui
 
@@ -51,8 +56,8 @@ types: $(READY) ## check the types with mypy
 audit: $(READY) ## list known vulnerabilities of the installed packages (needs the network; reports it if there is none)
 	.ci/audit $(BIN)
 
-check: lint types coverage ## run what CI runs: lint, types, coverage, and the tests of test and test-ci in one go
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" $(COVERED:%=--ignore=%) --durations=10 $(ARGS)
+check: lint types coverage shapes ## run what CI runs: lint, types, coverage, shapes, and the tests of test and test-ci in one go
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not containers and (not long or ci)" $(COVERED:%=--ignore=%) $(SHAPED:%=--ignore=%) --durations=10 $(ARGS)
 
 bench: $(READY) ## compare with TRL and with plain code: step, decoding, memory, learning, noisy prompts (20 minutes); writes .bench/results.json
 	$(BIN)/python -m tests.benchmarks

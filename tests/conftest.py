@@ -7,12 +7,13 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# Tests check every annotation of the code that works with tensors, shapes and dtypes included; in production they cost nothing.
-# An int is a float, as PEP 484 says.
-install_import_hook(
-    ["grpo_tasks.attention", "grpo_tasks.grpo", "grpo_tasks.policy", "grpo_tasks.rollout"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
-)
+# With SHAPES=1 (`make shapes`) every annotation of the code that works with tensors is checked, shapes and dtypes included. It costs
+# half a minute of start and a third of a stage's time. An int is a float, as PEP 484 says.
+if os.environ.get("SHAPES"):
+    install_import_hook(
+        ["grpo_tasks.attention", "grpo_tasks.grpo", "grpo_tasks.policy", "grpo_tasks.rollout"],
+        "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+    )
 
 # A slow machine is no fault of the code.
 settings.register_profile("patient", deadline=None)

@@ -9,7 +9,6 @@ import pytest
 
 from grpo_tasks.data.table import prompt_id
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
@@ -17,6 +16,7 @@ from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results.model import ModelRef
+from tests.in_process import suite_of
 
 SYSTEM = {"role": "system", "content": "Reply with <reasoning>...</reasoning><answer>...</answer>."}
 
@@ -73,7 +73,7 @@ class Stages:
         """Train a stage to its end; its result and its directory."""
         directory = self.write(name, **settings)
         spec = StageSpec.load(directory.spec)
-        with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        with suite_of(spec) as suite:
             return Trainer(directory, suite).train(), directory
 
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer
 from grpo_tasks.policy.merge import merge
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.results.model import MergeSpec
 from tests.grpo.conftest import SYSTEM, journal
+from tests.in_process import suite_of
 
 CPU = torch.device("cpu")
 MODEL = {"added_tokens": [{"token": "<search>", "special": True}], "merged_dtype": "float32"}
@@ -83,7 +83,7 @@ def test_a_resumed_stage_with_added_tokens_ends_in_the_same_bytes(stages):
     shutil.rmtree(directory.checkpoints / "step-000004")
     directory.result.unlink()
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         again = stages.trainer(directory, suite).train()
     assert (again.resumed, again.sha256) == (1, whole.sha256)
 

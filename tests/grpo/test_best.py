@@ -3,9 +3,9 @@
 import pytest
 
 from grpo_tasks.content.hashes import file_sha256
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 # The learning rate lets the policy fall apart after its first good updates.
 FALLING = {"max_steps": 12, "eval_steps": 2, "num_eval_prompts": 16, "learning_rate": 0.02, "save_steps": 4}
@@ -33,12 +33,12 @@ def test_a_stage_killed_after_its_best_evaluation_ends_with_the_same_weights(sta
     uninterrupted, wanted = stages.train("uninterrupted", **FALLING)
     directory = stages.write("killed", **FALLING)
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.updates = 8
         trainer.train()
     directory.result.unlink()
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         result = stages.trainer(directory, suite).train()
     assert (result.sha256, result.best_step) == (uninterrupted.sha256, uninterrupted.best_step)
     assert evaluations(directory) == evaluations(wanted)

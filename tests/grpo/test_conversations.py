@@ -34,6 +34,7 @@ from schemas.config.rollout import RolloutConfig
 from schemas.config.stage import StageConfig
 from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 from tests.rollout.counting import Counting, interaction, three_rows
 
 FIGURES = (
@@ -257,7 +258,7 @@ def train_here(directory, environment=None):
     """Train a stage in this process, with an environment of two turns."""
     spec = StageSpec.load(directory.spec)
     player = Player(environment or Counting(2), spec.interaction, load_tokenizer(spec.start, spec.model))
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         return Trainer(directory, suite, (), player).train()
 
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_tasks.policy import logprobs
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.attention.reference_kernel import masked_way, varlen_way
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "journal.jsonl"
 WATCHED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length", "frac_reward_zero_std")
@@ -92,12 +92,12 @@ def test_a_resumed_stage_gives_the_curve(stages):
     uninterrupted, wanted = stages.train("uninterrupted", **CURVE, model={"lora": {"lora_dropout": 0.1}})
     directory = stages.write("stopped", **CURVE, model={"lora": {"lora_dropout": 0.1}})
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.updates = 4
         trainer.train()
     directory.result.unlink()
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         result = stages.trainer(directory, suite).train()
     assert result.sha256 == uninterrupted.sha256
     for one, other in zip(journal(directory), journal(wanted), strict=True):
@@ -163,7 +163,7 @@ def test_full_fine_tuning_sharded_over_two_processes_resumes_in_one(stages):
     two.result.unlink()
     spec = StageSpec.load(two.spec)
     spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_processes": 1})}).save(two.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         assert stages.trainer(two, suite).train().resumed == 1
     assert_same_updates(one, two, "model.safetensors")
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.run import RunConfig
 from schemas.errors import NotFiniteError
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 HALF = {"dtype": "float16"}
 SHORT = {"model": HALF, "length": 16, "skip_dead_groups": False}
@@ -21,7 +21,7 @@ def prepared(stages, name, **settings):
     """A trainer before its first update."""
     directory = stages.write(name, **{"max_grad_norm": 0.0, "stage_rewards": ["incremental_format"]} | settings)
     spec = StageSpec.load(directory.spec)
-    return stages.trainer(directory, RewardSuite(spec.rewards, spec.stage.rewards))
+    return stages.trainer(directory, suite_of(spec))
 
 
 def gradient(trainer, microbatches):
@@ -78,7 +78,7 @@ def run(stages, directory, monkeypatch, *, overflows, until=None, scale=None):
     from grpo_tasks.grpo.learner import Learner
 
     spec = StageSpec.load(directory.spec)
-    with monkeypatch.context() as patch, RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with monkeypatch.context() as patch, suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         patch.setattr(Learner, "_accumulate", poisoned(trainer, overflows))
         trainer.updates = until or trainer.updates

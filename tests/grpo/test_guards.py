@@ -6,10 +6,10 @@ import shutil
 import pytest
 
 from grpo_tasks.grpo.learner import Learner
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 # Dead groups are computed, so that the KL of a policy that fell apart is known.
 WILD = {"skip_dead_groups": False, "max_steps": 40, "beta": 0.001, "learning_rate": 0.05, "save_steps": 5, "save_total_limit": 4}
@@ -47,13 +47,13 @@ def test_a_stage_killed_before_its_roll_back_ends_with_the_same_weights(stages):
     back = next(event["step"] for event in events(directory) if event["event"] == "rolled_back")
     killed = stages.write("killed", **settings, guards=guards)
     spec = StageSpec.load(killed.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(killed, suite)
         trainer.updates = back - 1
         trainer.train()
     killed.result.unlink()
     shutil.rmtree(killed.checkpoints / f"step-{back - 1:06d}")
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         again = stages.trainer(killed, suite).train()
     assert (again.resumed, again.sha256) == (1, uninterrupted.sha256)
     assert [event["event"] for event in events(killed)].count("rolled_back") == 1
@@ -92,10 +92,10 @@ def test_a_stage_out_of_time_leaves_a_checkpoint_and_resumes_to_the_same_end(sta
     spec = StageSpec.load(directory.spec)
     for step in (2, 4):
         with (
-            RewardSuite(spec.rewards, spec.stage.rewards) as suite,
+            suite_of(spec) as suite,
             pytest.raises(TrainingError, match=f"stopped at update {step}"),
         ):
             stages.trainer(directory, suite).train()
         assert (directory.checkpoints / f"step-{step:06d}").exists()
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         assert stages.trainer(directory, suite).train().sha256 == uninterrupted.sha256

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from grpo_tasks.policy.load import load_policy
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
 from tests.grpo.test_guards import WILD, events
+from tests.in_process import suite_of
 
 # Moves far enough for the KL to be more than rounding.
 QUICK = {"max_steps": 4, "learning_rate": 5e-3, "num_iterations": 2, "stage_rewards": ["incremental_format"]}
@@ -46,7 +46,7 @@ def test_the_kl_is_that_of_a_plain_log_softmax_over_unpadded_rows(stages, refere
     settings = QUICK | {"kl_every_steps": 1, "reference": reference, "num_iterations": 1}
     directory = stages.write("second", **settings, start=first.model, rollout={"temperature": 0.8})
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.updates = 2
         trainer.train()
@@ -79,7 +79,7 @@ def test_the_kl_is_measured_every_few_updates_and_the_same_after_a_resume(stages
     assert all(later - earlier >= 3 for earlier, later in pairwise(measured))
     directory = stages.write("stopped", **settings)
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.updates = 4
         trainer.train()
@@ -87,7 +87,7 @@ def test_the_kl_is_measured_every_few_updates_and_the_same_after_a_resume(stages
     # What a kill after two more updates leaves: their lines, and no checkpoint of them.
     lines = uninterrupted.journal.read_text().splitlines(keepends=True)
     directory.journal.write_text("".join(lines[:6]))
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         stages.trainer(directory, suite).train()
     assert [line.get("kl") for line in journal(directory)] == [line.get("kl") for line in journal(uninterrupted)]
 
@@ -122,7 +122,7 @@ def test_a_kl_guard_that_cannot_fire_reports_it_once(stages, settings, why):
     directory = stages.write("off", **{"max_steps": 2, "save_steps": 1} | settings)
     spec = StageSpec.load(directory.spec)
     for updates in (1, 2):
-        with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+        with suite_of(spec) as suite:
             trainer = stages.trainer(directory, suite)
             trainer.updates = updates
             trainer.train()

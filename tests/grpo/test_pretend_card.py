@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 ROOT = Path(__file__).parents[2]
 WATCHED = ("reward", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
@@ -57,7 +57,7 @@ def both(stages, *options, **settings):
     """The journals of the same stage, on the CPU and on the card; and the lines that waited for the card."""
     host, card = stages.write("host", **settings), stages.write("card", **settings)
     spec = StageSpec.load(host.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         Trainer(host, suite).train()
     command = [sys.executable, "-m", "tests.grpo.train_on_card", str(card.root), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -13,7 +13,6 @@ import torch
 from grpo_tasks.grpo.launch import rollout_engine
 from grpo_tasks.grpo.rounds import Rounds
 from grpo_tasks.grpo.trainer import Trainer
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
@@ -31,6 +30,7 @@ from schemas.metrics import (
     member,
 )
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 from tests.rollout.conftest import small  # noqa: F401 - a fixture
 from tests.rollout.small_servers import small_servers
 
@@ -62,7 +62,7 @@ def train(stages, servers):
 
 def again(directory, servers):
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         return Trainer(directory, suite, servers).train()
 
 
@@ -119,7 +119,7 @@ def test_a_roll_back_discards_the_rounds_in_flight(train):
 def test_a_round_that_an_older_policy_sampled_ends_the_stage(stages):
     directory = stages.write("stage")
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         rounds = Rounds(Trainer(directory, suite).collector, updates=1, max_staleness=2, may_start=lambda _: False)
         rounds._started[3] = Future()
         rounds._started[3].set_result(SimpleNamespace(version=0))

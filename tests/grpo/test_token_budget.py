@@ -19,11 +19,11 @@ from grpo_tasks.grpo.token_budget import with_measured_budget, with_token_budget
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.planning.memory_plan import RESERVE
 from grpo_tasks.policy.load import trainable_policy
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.journal import Events, read_events
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import ModelError
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 from tests.rollout.test_vllm_sleep import CALIBRATE, LOAD, PROBE, Served, engine_on
 
 AUTO = {"max_tokens_per_microbatch": "auto", "save_steps": 1, "save_total_limit": 5}
@@ -68,7 +68,7 @@ def told(monkeypatch):
 
 def train(directory):
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = Trainer(directory, suite)
         trainer.train()
     return trainer
@@ -124,7 +124,7 @@ def test_a_stage_that_fits_in_no_size_says_so_before_it_samples(stages, told):
     told(1, most=0)
     directory = stages.write(**AUTO)
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite, pytest.raises(ModelError, match="does not fit into") as caught:
+    with suite_of(spec) as suite, pytest.raises(ModelError, match="does not fit into") as caught:
         Trainer(directory, suite)
     assert "quantization" in caught.value.fix
     assert not directory.token_budget.exists()

@@ -4,11 +4,11 @@ import polars as pl
 import pytest
 
 from grpo_tasks.grpo.__main__ import main
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.metrics import describe
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 
 def test_on_policy_ratios_are_one_and_the_sampler_agrees_with_the_trainer(train):
@@ -106,7 +106,7 @@ def test_a_reward_for_each_token_makes_an_advantage_for_each_token(train, tmp_pa
 def test_a_stage_whose_completions_come_from_another_model_is_stopped(stages):
     directory = stages.write()
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         trainer.learner.policies.temperature = 4.0
         with pytest.raises(TrainingError, match=r"sampler and trainer differ by .* nats a token, more than 0.5"):
@@ -182,7 +182,7 @@ def test_a_stage_killed_between_its_last_update_and_its_result_is_complete_on_re
     lines = directory.journal.read_text()
     directory.result.unlink()
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         again = stages.trainer(directory, suite).train()
     assert (again.steps, again.stopped, again.resumed, again.sha256) == (3, "target", 1, wanted.sha256)
     assert directory.journal.read_text() == lines

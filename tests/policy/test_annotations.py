@@ -1,5 +1,6 @@
-"""The annotations of tensors are checked while tests run (tests/conftest.py), and only then."""
+"""The annotations of tensors are checked by `make shapes` (tests/conftest.py), and only there."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from schemas.config.rollout import RolloutConfig
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.skipif("SHAPES" not in os.environ, reason="`make shapes` checks the annotations")
 @pytest.mark.parametrize(
     "call",
     [

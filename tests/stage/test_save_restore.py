@@ -1,10 +1,10 @@
 """What a checkpoint holds besides weights and optimizer."""
 
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.stage.watch import RollBack
 from tests.grpo.conftest import journal
 from tests.grpo.test_guards import events
+from tests.in_process import suite_of
 
 
 def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(stages):
@@ -12,7 +12,7 @@ def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(
     _, directory = stages.train("stopped", max_steps=2, save_steps=1, rewards=adaptive)
     directory.result.unlink()
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(directory, suite)
         counters = trainer.counters
         assert (counters.step, counters.resumed, counters.tokens) == (2, 1, journal(directory)[-1]["num_tokens"])
@@ -22,7 +22,7 @@ def test_a_resumed_stage_knows_its_counters_its_guards_and_its_adaptive_weights(
         assert trainer.checkpoints.roll_back(RollBack(to=-8, why="kl_blow_up")) == 1
         assert (trainer.guards.since, trainer.guards.rollbacks, counters.step) == (2, 1, 2)
         trainer.checkpoints.save()
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         again = stages.trainer(directory, suite)
         assert (again.guards.since, again.guards.rollbacks, again.counters.resumed) == (2, 1, 2)
         assert suite.state() == state

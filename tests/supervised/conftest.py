@@ -8,10 +8,10 @@ import pytest
 
 from grpo_tasks.demo.arithmetic import Problem
 from grpo_tasks.demo.demonstrations import good_completion
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.supervised.trainer import DemonstrationTrainer, RejectionTrainer
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture
+from tests.in_process import suite_of
 
 
 class SupervisedStages(Stages):
@@ -43,7 +43,7 @@ class SupervisedStages(Stages):
     def resume(self, directory):
         """Train what is left of a stage."""
         spec = StageSpec.load(directory.spec)
-        suite = RewardSuite(spec.rewards, spec.stage.rewards)
+        suite = suite_of(spec)
         if not spec.stage.rewards:
             return self.trainer(directory, suite).train()
         with suite:

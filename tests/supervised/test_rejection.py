@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_tasks.policy.load import save_trained
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageSpec
 from grpo_tasks.supervised.selection import chosen_completions
 from schemas.config.stage import StageConfig
 from schemas.metrics import describe
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 
 def scored(totals, *, size, tokens=None, truncated=(), failed=()):
@@ -93,7 +93,7 @@ def test_an_update_without_any_kept_completion_moves_nothing(sums):
         kind="rejection", length=3, max_steps=2, keep_reward=1.0, stage_rewards=["correctness"], learning_rate=1e-2
     )
     spec = StageSpec.load(directory.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = sums.trainer(directory, suite)
         save_trained(trainer.learner.model, trainer.tokenizer, sums.root / "start")
         trainer.train()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.trl_engine.settings import grpo_config
 from schemas.errors import ConfigError
 from schemas.metrics import describe
 from schemas.results.model import StageResult
 from tests.grpo.conftest import journal
+from tests.in_process import suite_of
 
 
 def run(directory):
@@ -116,7 +116,7 @@ def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stag
     first, _ = stages.train("first", max_steps=2, learning_rate=1e-2)
     ours, rounds = stages.write("ours", start=first.model, **chosen), []
     spec = StageSpec.load(ours.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         trainer = stages.trainer(ours, suite)
         collect = trainer._collect
         monkeypatch.setattr(trainer, "_collect", lambda: rounds.append(collect()) or rounds[-1])
@@ -137,7 +137,7 @@ def test_one_update_of_both_on_the_same_completions_moves_the_weights_alike(stag
     wanted = {row.prompt_id for row in sampled.rows}
     monkeypatch.setattr(adapter, "read_prompts", lambda _: [row for row in trainer.rows if row.prompt_id in wanted])
     spec = StageSpec.load(theirs.spec)
-    with RewardSuite(spec.rewards, spec.stage.rewards) as suite:
+    with suite_of(spec) as suite:
         adapter.train(theirs, spec, suite)
     start = load_file(first.model.adapter / "adapter_model.safetensors")
     one, other = (load_file(StageDir(each.root).final / "adapter_model.safetensors") for each in (ours, theirs))

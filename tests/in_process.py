@@ -1,0 +1,40 @@
+"""Built-in rewards scored in the process of a test: requests and replies as with a worker, without its second of start."""
+
+import json
+
+from grpo_tasks.rewards import serve
+from grpo_tasks.rewards.suite import RewardSuite
+from grpo_tasks.rewards.worker import RewardWorker
+
+
+class InProcessWorker(RewardWorker):
+    """A RewardWorker whose other end is called here. For functions of ours only: a hang or a crash would be the test's own."""
+
+    running = True
+    functions = None
+
+    def start(self):
+        pass
+
+    def close(self):
+        pass
+
+    def has_unread_bytes(self):
+        return False
+
+    def exchange(self, message, _label, _limit_s, _max_bytes, read):
+        request = json.loads(json.dumps({"request": "r", **message}))
+        if self.functions is None:
+            self.functions = serve._load(request)
+            reply = {"loaded": list(self.functions)}
+        else:
+            reply = serve._score(self.functions[request["name"]], request)
+        return read(json.dumps({"request": "r", **reply}).encode(), "r")
+
+
+def suite_of(spec):
+    """The rewards of a stage: in this process where all are built in, in a worker where one is a test's own."""
+    suite = RewardSuite(spec.rewards, spec.stage.rewards)
+    if not any(config.function and ":" in config.function for config in suite.configs):
+        suite.worker = InProcessWorker(spec.rewards, spec.stage.rewards)
+    return suite
