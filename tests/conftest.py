@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# With SHAPES=1 (`make shapes`) every annotation of the code that works with tensors is checked, shapes and dtypes included. It costs
+# With SHAPES=1 (`make shapes`) every annotation of the code that works with tensors is checked, shapes and dtypes too. It costs
 # half a minute of start and a third of a stage's time. An int is a float, as PEP 484 says.
 if os.environ.get("SHAPES"):
     install_import_hook(

@@ -83,6 +83,7 @@ def test_every_way_of_decoding_draws_the_same_completions(name, tokenizer):
         assert (engine._fused is not None) == fused
 
 
+@pytest.mark.long
 def test_decoding_falls_back_with_a_warning_where_attention_is_of_another_kind(tokenizer):
     config = Gemma2Config(**SMALL, head_dim=32)  # soft caps
     wanted = sampled(model_of(config), tokenizer, share_prompts=False)[1]

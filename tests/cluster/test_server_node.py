@@ -51,6 +51,8 @@ def answers(address):
         return False
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_what_ends_is_started_again_and_reported(node, monkeypatch):
     address = start(node)
     until(lambda: answers(address.weights_url))
@@ -73,6 +75,7 @@ def test_what_ends_is_started_again_and_reported(node, monkeypatch):
         node.tend()
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_be_started_again_is_given_up(node):
     start(node, start_timeout_s=60.0)
     # Somebody deletes the environment.
@@ -86,6 +89,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up(node):
             node.tend()
 
 
+@pytest.mark.long
 def test_a_receiver_whose_port_is_taken_is_an_error_with_its_log(node, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))

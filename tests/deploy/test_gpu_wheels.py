@@ -72,6 +72,8 @@ def imports(python, *modules):
     return run([python, "-c", code, *modules], ROOT, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_everything_that_runs_on_a_gpu_machine_finds_its_packages(machine):
     modules = ["tests.gpu.test_passes", "tests.gpu.test_stages", "tests.benchmarks.gpu", "tests.benchmarks.sides"]
     modules += ["grpo_tasks.grpo.__main__", "grpo_tasks.rewards.worker", "trl.trainer.grpo_trainer", "trl.trainer.grpo_config"]
@@ -80,11 +82,15 @@ def test_everything_that_runs_on_a_gpu_machine_finds_its_packages(machine):
     assert "No module named 'polars'" in imports(machine, "polars").stderr
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_passes_need_no_tables(tmp_path):
     done = imports(bare_machine(tmp_path / "venv", *MACHINE), "tests.gpu.conftest", "tests.gpu.test_passes")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_script_installs_the_wheels_and_ends_with_the_status_of_the_tests(tmp_path, machine):
     """In a copy without tests."""
     (tmp_path / "deploy").mkdir()

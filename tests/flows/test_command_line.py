@@ -231,6 +231,8 @@ def test_trace_follows_one_row_from_its_line_to_the_merged_models_samples(place,
     assert "no row is called" in place.grpo("trace", "mine.jsonl:9", config, expect=1)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
     rows = ['{"question": "What is 1 + 1?", "answer": "2"}'] * 3 + ['{"question": "", "answer": "2"}', '{"question": "half']
     place.write("bad.jsonl", "\n".join(rows))
@@ -247,6 +249,8 @@ def test_bad_rows_stop_the_run_before_training_and_are_named(place, small):
     assert "failed/validate_data/report.md" in paths
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_reward_that_pays_for_stuffed_tags_is_stopped_by_the_lab_with_its_name(place, small):
     place.write("mine.py", "def greedy(completions, **_):\n    return [c[0]['content'].count('<answer>') for c in completions]\n")
     stage = SMALL["stages"][0] | {"rewards": ["greedy"]}
@@ -290,6 +294,8 @@ def worked(tmp_path_factory, prefect_api):
     return place, shown
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     place, shown = worked
     assert "200 to train on, 40 held out" in shown["validate"]
@@ -304,6 +310,8 @@ def test_validate_rewards_evaluate_and_merge_work_as_single_commands(worked):
     assert (check["metric"], check["against"], check["passed"]) == ("accuracy", "format", True)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(worked):
     from flows.single import merge_flow
 
@@ -315,11 +323,15 @@ def test_merge_refuses_a_folder_that_is_not_empty_and_a_model_without_adapter(wo
         merge_flow.fn(str(place.root), config)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_written_config_is_the_one_that_ran(worked):
     place, _ = worked
     assert yaml.safe_load(Path(place.written).read_text())["seed"] == 7
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_custom_reward_is_used_in_training_and_changing_it_trains_again(worked):
     place, _ = worked
     assert "rewards/brief/mean" in place.child("format", "small").data.metrics

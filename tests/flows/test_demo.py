@@ -10,7 +10,7 @@ import pytest
 from schemas.config.load import load_config
 from tests.flows.place import BIN
 
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.ci, pytest.mark.xdist_group("demo"), pytest.mark.timeout(1800)]
 
 ASK = """
 import sys

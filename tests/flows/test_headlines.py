@@ -75,6 +75,8 @@ def test_of_two_tests_the_failed_one_is_shown(tmp_path):
     assert made.headline() == "v7 not promoted: accuracy 78.0 % -> 78.0 % (against the base, p = 0.003)"
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, small):
     small()
     place.grpo("validate", "small.yaml")
@@ -83,6 +85,7 @@ def test_the_list_of_runs_says_what_came_out_and_prefect_keeps_no_pickle(place, 
     assert not list((place.root / "prefect").rglob("storage/*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_stack", [False, True], ids=["environment", "the stack of the folder"])
 def test_a_command_that_changes_the_champion_sends_the_event_for_automations(prefect_api, tmp_path, by_stack):
     resource = f"grpo.model.told-{'stack' if by_stack else 'environment'}"

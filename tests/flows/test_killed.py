@@ -102,6 +102,7 @@ def adapter(directory: Path):
     return file_sha256(directory / "final" / "adapter_model.safetensors")
 
 
+@pytest.mark.long
 def test_the_same_seed_twice_gives_byte_identical_adapters(stage_dir):
     one, two = stage_dir("one"), stage_dir("two")
     train(one)
@@ -109,6 +110,8 @@ def test_the_same_seed_twice_gives_byte_identical_adapters(stage_dir):
     assert adapter(one) == adapter(two)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "beta": 0.05}])
 def test_a_stage_that_is_killed_and_restarted_ends_in_the_same_bytes(stage_dir, changes):
     whole, killed = stage_dir("whole", **changes), stage_dir("killed", **changes)

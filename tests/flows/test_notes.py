@@ -50,6 +50,7 @@ def test_a_run_in_another_container_is_left_alone(ended, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [note.name]
 
 
+@pytest.mark.long
 def test_a_run_that_is_retried_does_not_take_itself_for_dead(ended, tmp_path):
     with (
         prefect_server(tmp_path) as api,

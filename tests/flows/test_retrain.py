@@ -77,6 +77,8 @@ def messages(place, state):
     return [run["state"]["message"] for run in found]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_second_retraining_of_a_model_waits_and_names_the_run_that_it_waits_for(place, small):
     small()
     first = start(place, HOLDER)
@@ -118,6 +120,7 @@ def test_of_two_retrainings_at_once_one_trains_and_one_finds_nothing_to_do(tmp_p
     assert [int(version.version) for version in place.client.search_model_versions("name='small'")] == [1]
 
 
+@pytest.mark.long
 def test_the_event_of_new_data_is_on_the_server_before_the_data_counts_as_known(place, small):
     small(data=SMALL["data"] | {"train": [{"path": "rows.jsonl"}]})
     place.write("rows.jsonl", "old")

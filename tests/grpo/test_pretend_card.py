@@ -143,6 +143,8 @@ def test_the_card_records_what_makes_the_host_wait_as_cuda_does():
     assert json.loads(done.stdout) == {call: [name] if name else [] for call, name in WAITS.items()}
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_an_update_waits_for_the_card_only_for_its_figures(stages):
     settings = {"beta": 0.04, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     _, card, waits = both(stages, **settings)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from accelerate import Accelerator
 
 from grpo_tasks.grpo.measure import UpdateFigures
@@ -24,6 +25,7 @@ ranks.accelerator.end_training()
 """
 
 
+@pytest.mark.long
 def test_the_time_limit_of_the_config_is_that_of_the_process_group(stages):
     directory = stages.write("two", resources={"num_processes": 2, "distributed_timeout_minutes": 47.5})
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

@@ -70,6 +70,8 @@ def lags(directory):
     return [line[POLICY_LAG] for line in journal(directory)]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("staleness", "expected"),
     # A checkpoint after update 6: the rounds behind it are sampled by the policy of update 6, of age 0, 1, ...
@@ -90,6 +92,8 @@ def test_a_round_is_sampled_by_a_policy_that_is_never_older_than_the_bound(train
         assert set(pl.read_parquet(directory.completions(step))["policy_version"]) == {step - 1 - lag}
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_stage_that_is_resumed_with_rounds_in_flight_ends_in_the_same_bytes(train, servers):
     directory, uninterrupted = train("stage", staleness=4, max_steps=9, save_steps=3)
     whole = journal(directory)
@@ -101,12 +105,14 @@ def test_a_stage_that_is_resumed_with_rounds_in_flight_ends_in_the_same_bytes(tr
     assert lags(directory) == [line[POLICY_LAG] for line in whole] == [0, 1, 2] * 3
 
 
+@pytest.mark.long
 def test_a_rollout_that_feeds_several_updates_counts_its_age_in_updates(train):
     directory, _ = train("stage", staleness=5, num_iterations=2, max_steps=8, save_steps=8)
     # Two updates a round: two rounds ahead are four updates, three would be six.
     assert lags(directory) == [0, 0, 2, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.long
 def test_a_roll_back_discards_the_rounds_in_flight(train):
     settings = {"guards": {"truncation": {"action": "rollback", "threshold": 0.01}, "max_rollbacks": 1}}
     directory, result = train("stage", staleness=3, max_steps=16, save_steps=16, **settings)

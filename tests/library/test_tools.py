@@ -43,6 +43,7 @@ def config(tmp_path, monkeypatch):
     return load_config("demo", settings)
 
 
+@pytest.mark.long
 def test_every_prompt_of_a_run_shows_the_same_tools(config):
     data = load_data(config, "work/data")
     rows = read_prompts(data.eval)

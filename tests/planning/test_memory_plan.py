@@ -47,6 +47,8 @@ def grpo(*words):
     return found.exit_code, " ".join(found.output.split())
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("preset", "model", "memory"),
     [
@@ -76,6 +78,7 @@ def test_two_nodes_of_a_cluster_are_planned_like_two_processes(shape):
     assert on_nodes != sampling()
 
 
+@pytest.mark.long
 def test_prompts_that_an_environment_begins_with_count_up_to_their_limit(shape):
     def planned(*settings):
         return stage_plans(load_config("gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", *settings]), 80 * GIB)[0]
@@ -88,6 +91,7 @@ def test_prompts_that_an_environment_begins_with_count_up_to_their_limit(shape):
     assert (replace(tools, memory=tight.memory).fitting_tokens > 0, tight.fitting_tokens) == (True, 0)
 
 
+@pytest.mark.long
 def test_a_stage_that_does_not_fit_is_refused_with_what_would_make_it_fit(shape):
     settings = ("gsm8k-qwen2.5-1.5b", "--set", f"model.path={shape('qwen2.5-1.5b')}", "--memory")
     code, text = grpo(*settings, "40GB", "--set", "stages.0.max_tokens_per_microbatch=null")
@@ -113,6 +117,7 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text)
 
 
+@pytest.mark.long
 def test_the_line_of_a_plan_foretells_other_passes(shape):
     settings = load_config("gsm8k-qwen2.5-0.5b", [f"model.path={shape('qwen2.5-0.5b')}", "model.gradient_checkpointing=false"])
     [plan, _] = stage_plans(settings, 40 * GIB)
@@ -261,6 +266,7 @@ def test_a_row_of_the_second_table_is_what_all_layers_give():
     assert (row.padding_share, row.prompt_share) == (1.0, 1.0)
 
 
+@pytest.mark.long
 def test_nothing_waits_to_build_and_to_score_a_pass():
     assert counts.host_waits() == {}
 

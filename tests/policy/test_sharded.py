@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.ports import free_ports
 
 HALVES = """
@@ -62,6 +64,8 @@ print("equal")
 """
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_halves_together_are_the_whole():
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1",

@@ -54,6 +54,8 @@ def logits(model, prompts):
         return torch.cat([model(torch.tensor([ids])).logits[0] for ids in prompts])
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_stack_over_the_first_base_has_the_logits_of_the_last_model(chain, base_ref, prompts, tmp_path):
     adapters, merged = chain
     assert stack_adapters(adapters, base_ref, tmp_path / "stack") == 10
@@ -69,6 +71,7 @@ def test_the_stack_over_the_first_base_has_the_logits_of_the_last_model(chain, b
     assert proof.merged.mean < 1e-4
 
 
+@pytest.mark.long
 def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path):
     adapters, _ = chain
     stack_adapters(adapters, base_ref, tmp_path / "stack")
@@ -79,6 +82,7 @@ def test_an_adapter_that_is_another_policy_is_refused(chain, base_ref, tmp_path)
     assert refused.value.fix
 
 
+@pytest.mark.long
 def test_an_adapter_of_a_chain_whose_first_merge_lost_what_was_learned_is_refused(base_ref, tmp_path):
     """As versions were published that were always rounded to bfloat16: the second run started from a rounded model."""
     config = FIRST.model_copy(update={"merged_dtype": "auto"})
@@ -91,6 +95,7 @@ def test_an_adapter_of_a_chain_whose_first_merge_lost_what_was_learned_is_refuse
         prove_stack(tmp_path / "stack", base_ref, last_policy(tmp_path), tmp_path / "2" / "model", CHATS)
 
 
+@pytest.mark.long
 def test_an_adapter_over_another_base_than_that_of_the_training_is_refused(chain, base_ref, tmp_path):
     adapters, _ = chain
     base = AutoModelForCausalLM.from_pretrained(resolve(base_ref.path), dtype=torch.float32)

@@ -201,6 +201,8 @@ def test_shapes_on_a_card_change_only_where_that_saves_more_than_it_costs():
     assert [every.rows(alive) for alive in (1, 3, 65)] == [1, 3, 65]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_step_needs_few_kernels_and_few_syncs_and_a_rollout_one_capture():
     counts = decode_counts()
     assert counts["kernels_per_decode_step"] <= 500

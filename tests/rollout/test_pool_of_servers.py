@@ -87,6 +87,8 @@ def soon(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("merged", [False, True])
 def test_one_of_two_servers_killed_in_a_batch_changes_no_completion_and_serves_the_next_policy(
     servers, policy, tokenizer, prompts, wanted, tmp_path, merged
@@ -135,6 +137,7 @@ def test_a_server_that_is_stopped_in_a_batch_does_not_hold_it_up(servers, policy
     engine.close()
 
 
+@pytest.mark.long
 def test_an_overloaded_server_gets_fewer_requests_at_once_and_nothing_is_lost(
     servers, policy, tokenizer, prompts, wanted, tmp_path
 ):
@@ -185,6 +188,7 @@ def test_a_foreign_server_that_is_absent_at_the_start_joins_when_it_answers(
     engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planted", ["nothing", "another stage"])
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_server_that_does_not_take_weights_over_is_refused_before_the_first_policy(

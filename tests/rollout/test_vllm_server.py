@@ -42,6 +42,7 @@ def test_only_a_server_that_other_machines_reach_wants_the_key_on_every_path():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("rank", "opens"), [(16, False), (None, True)], ids=["adapter", "weights"])
 def test_the_paths_that_replace_weights_are_open_only_where_weights_are_replaced(tmp_path, monkeypatch, rank, opens):

@@ -66,6 +66,8 @@ def names(address):
     return httpx.get(f"{address}/weights").json()["names"]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, tokenizer, prompts, tmp_path, merged):
     with receiver(tmp_path / "theirs") as (address, _):
@@ -90,6 +92,7 @@ def test_a_server_samples_the_policy_that_was_sent_to_it(elsewhere, policy, toke
     restore(elsewhere[0])
 
 
+@pytest.mark.long
 def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewhere, policy, tokenizer, prompts, tmp_path):
     with receiver(tmp_path / "a") as (first, _), receiver(tmp_path / "b") as (second, process):
         engine = engine_for(elsewhere, [first, second], policy, tokenizer, tmp_path)
@@ -114,6 +117,7 @@ def test_a_receiver_that_is_killed_leaves_its_server_out_until_it_is_back(elsewh
             engine.close()
 
 
+@pytest.mark.long
 def test_a_server_that_receives_a_policy_while_the_next_one_is_loaded_serves_the_next_one(
     elsewhere, policy, tokenizer, prompts, tmp_path, monkeypatch
 ):

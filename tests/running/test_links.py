@@ -17,6 +17,8 @@ def shown(server, run_name):
     return {artifact["key"]: artifact for artifact in found}
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_run_links_to_its_mlflow_run_its_report_and_its_version(server):
     @flow(flow_run_name="links", persist_result=False)
     def linked():
@@ -39,6 +41,8 @@ def test_links_use_the_address_for_browsers_and_no_password(monkeypatch):
     assert mlflow_pages("http://mlflow:5000", "7", "abc").run == "https://mlflow.example.org/#/experiments/7/runs/abc"
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server):
     @flow(flow_run_name="progress", persist_result=False)
     def progresses():
@@ -56,6 +60,8 @@ def test_the_progress_of_a_stage_is_one_artifact_that_is_updated_in_place(server
     assert len(ask(f"{server.api}/artifacts/filter", {"flow_runs": {"name": {"any_": ["progress"]}}})) == 3
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_wait_is_the_state_of_the_run_and_of_the_run_that_a_person_started(server):
     seen = []
 

@@ -133,6 +133,8 @@ journal.JournalShipper(store, Path(stage), lambda: handle).ship()
 """
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_killed_in_the_middle_and_shipped_again_has_no_step_twice(child, stage):
     write_journal(stage.journal, range(1, 1_001))
     command = [sys.executable, "-c", SHIP, child.store.uri, child.run_id, str(stage.root)]
@@ -179,6 +181,7 @@ def test_a_dead_server_costs_only_delay(child, stage, dead_store):
     assert steps_of(child) == list(range(1, 21))
 
 
+@pytest.mark.long
 def test_a_child_run_that_cannot_be_created_yet_does_not_stop_the_training(stage, dead_store):
     write_journal(stage.journal, [1])
     shipper = JournalShipper(dead_store, stage.root, lambda: dead_store.ask(lambda client: client.get_run("0" * 32)))

@@ -141,6 +141,8 @@ def test_a_run_and_its_children_end_with_the_status_of_the_pipeline(database, ma
     assert {run.info.status for run in [client.get_run(run.run_id), *children(client, run).values()]} == {"FINISHED"}
 
 
+@pytest.mark.long
+@pytest.mark.ci
 @on_both_stores
 def test_recording_everything_twice_changes_nothing(
     config, client, make_stage, data_report, lab_report, make_evaluation, make_merge
@@ -166,6 +168,7 @@ def test_recording_everything_twice_changes_nothing(
     assert len(children(client, run)) == 2
 
 
+@pytest.mark.long
 def test_recording_again_after_a_kill_before_the_marker_changes_nothing(
     config, client, make_stage, data_report, lab_report, make_evaluation
 ):

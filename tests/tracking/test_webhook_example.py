@@ -32,6 +32,8 @@ def receiver():
         process.kill()
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_new_champion_and_a_rollback_reach_the_receiver(receiver, server, publish_one):
     url, output = receiver
     command = [sys.executable, str(EXAMPLE / "register.py"), server, url]

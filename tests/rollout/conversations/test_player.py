@@ -30,6 +30,8 @@ def answered(tmp_path, monkeypatch):
     return answer
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_a_call_is_executed_behind_the_reasoning_and_never_inside_it(answered):
     assert answered(f"<reasoning>hm</reasoning>{CALL}") == ["3"]
     assert answered(f"<reasoning>{CALL}</reasoning>") == []
@@ -41,6 +43,7 @@ def test_a_call_is_executed_behind_the_reasoning_and_never_inside_it(answered):
     assert answered(f"<reasoning>{CALL}</reasoning>", completion=plan) == ["3"]
 
 
+@pytest.mark.long
 def test_a_template_that_opens_the_reasoning_makes_what_is_written_first_reasoning(answered):
     for opening, tag in (("<think>\n", "think"), ("<reasoning>", "reasoning")):
         assert answered(CALL, opening=opening) == []

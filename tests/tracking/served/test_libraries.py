@@ -44,6 +44,8 @@ def published_by_children(database, make_config, make_merge, make_evaluation, mo
     Child.idle_servers.clear()
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_neither_child_imports_mlflow_or_transformers_for_itself(published_by_children, tmp_path):
     _, decision = published_by_children()
     assert decision.champion
@@ -60,6 +62,7 @@ def test_neither_child_imports_mlflow_or_transformers_for_itself(published_by_ch
         }
 
 
+@pytest.mark.long
 def test_a_model_that_answers_otherwise_is_still_refused(published_by_children, make_merge, database):
     proof = make_merge()
     wrong = [answer.model_copy(update={"text": "something else"}) for answer in proof.answers]

@@ -34,6 +34,8 @@ def best(client, config, metric):
     return mlflow.search_logged_models([experiment], order_by=order, max_results=1, output_format="list")[0]
 
 
+@pytest.mark.long
+@pytest.mark.ci
 def test_the_best_checkpoint_of_three_runs_is_found_by_a_search(
     client, database, make_config, make_stage, make_evaluation, data_report
 ):
@@ -58,6 +60,7 @@ def test_the_best_checkpoint_of_three_runs_is_found_by_a_search(
     assert {metric.key: metric.value for metric in checkpoint.metrics}["reward"] == pytest.approx(4.8)
 
 
+@pytest.mark.long
 def test_linking_a_checkpoint_adds_nothing_to_the_curves_of_the_run_and_can_be_repeated(
     client, database, make_config, make_stage, make_evaluation
 ):
@@ -79,6 +82,7 @@ def test_linking_a_checkpoint_adds_nothing_to_the_curves_of_the_run_and_can_be_r
             client.delete_tag(run_id, "grpo.recorded")
 
 
+@pytest.mark.long
 def test_the_best_merged_model_and_the_best_checkpoint_of_two_runs_are_found_as_the_page_says(
     client, database, make_config, make_stage, make_merge, make_evaluation, data_report
 ):
