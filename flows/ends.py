@@ -33,6 +33,7 @@ from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
 
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.processes.identity import ProcessIdentity
 from grpo_tasks.processes.signals import Handler, ended_by, handled
 from grpo_tasks.running.orchestrator import Wait, run_logger
@@ -222,9 +223,8 @@ def noted(folder: Path, flow_run_id: str | None) -> Iterator[None]:
             _set_crashed_if_killed(other)
     folder.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: another machine that shares the folder may read it at any time.
-    unfinished = note.with_suffix(".part")
-    unfinished.write_text(json.dumps(asdict(Note.of())), encoding="utf-8")
-    unfinished.replace(note)
+    with replacing(note) as unfinished:
+        unfinished.write_text(json.dumps(asdict(Note.of())), encoding="utf-8")
     try:
         yield
     finally:

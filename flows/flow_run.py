@@ -8,8 +8,8 @@ from uuid import UUID
 
 from flows.frozen_inputs import Inputs, frozen_inputs
 from flows.preflight import check_inputs, check_installed, check_output, check_tracking, check_working_directory
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.child import no_room
-from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.links import mlflow_pages, show_links
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url, run_logger, run_name, send_event

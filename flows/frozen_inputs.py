@@ -17,6 +17,7 @@ from pathlib import Path
 from grpo_tasks.content.copies import Copies, copies_in, keep_modules
 from grpo_tasks.content.hashes import digest_of, file_sha256
 from grpo_tasks.content.modules import own_sources
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.running.key import path_sha256
 from schemas.config.data import DataSource
 from schemas.config.learning.interaction import references_in
@@ -128,9 +129,8 @@ def _kept_file(path: Path, sha256: str, parent: Path) -> Path:
     kept = parent.resolve() / sha256[:16] / path.name
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_name(f".part-{kept.name}")
-        shutil.copyfile(path, unfinished)
-        unfinished.replace(kept)
+        with replacing(kept) as unfinished:
+            shutil.copyfile(path, unfinished)
     if file_sha256(kept) != sha256:
         kept.unlink()
         raise ConfigError("the file has changed while the run started", place=str(path), fix="start the run again")

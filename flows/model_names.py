@@ -23,6 +23,7 @@ from grpo_tasks.content.hashes import folder_sha256
 from grpo_tasks.content.hub import hub_snapshot
 from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.precision import rounds
+from grpo_tasks.kit.files import replacing
 from schemas.config.operations import TrackingConfig
 from schemas.config.rollout import TEMPLATE_DATE
 from schemas.config.run import RunConfig
@@ -126,13 +127,12 @@ def copy_model(source: Path, into: Path) -> None:
         if folder_sha256(into) != folder_sha256(source):
             raise ModelError("the folder holds other files", place=str(into), fix="name a new folder, or empty this one")
         return
-    unfinished = into.with_name(f"{into.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)
     # The hub's cache consists of links; a copy of their files outlives it.
-    shutil.copytree(source, unfinished)
-    if into.exists():
-        into.rmdir()
-    unfinished.replace(into)
+    with replacing(into) as unfinished:
+        shutil.copytree(source, unfinished)
+        if into.exists():
+            # Raises where files have come in the meantime: they are not ours to replace.
+            into.rmdir()
 
 
 def _is_registered(name: str, tracking: TrackingConfig) -> bool:

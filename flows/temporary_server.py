@@ -33,8 +33,8 @@ from prefect.settings import get_current_settings
 from prefect.states import Completed
 from sqlalchemy.engine import make_url
 
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.lifetime import PARENT
-from grpo_tasks.processes.lock import alone
 from schemas.errors import OrchestratorError, UserError, disk_full
 from schemas.results.base import Result
 

@@ -164,6 +164,40 @@ def source_files():
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
+RENAMES_ELSEWHERE = {
+    "flows/approval.py": "a file is named by its content once it is written",
+    "grpo_tasks/cluster/inbox.py": "what arrives is judged before it replaces anything",
+    "grpo_tasks/cluster/parcel.py": "two stages on a node may receive one file at once",
+    "grpo_tasks/content/copies.py": "a folder is named by its content, and the first of two writers keeps it",
+    "grpo_tasks/operating/export.py": "moved out of a folder of scratch",
+    "grpo_tasks/operating/weights_server.py": "arrives in many requests",
+    "grpo_tasks/running/finished.py": "damaged work is set aside",
+    "grpo_tasks/tracking/database.py": "synced to the disk while the old file keeps a second name",
+    "grpo_tasks/tracking/models.py": "an interrupted download keeps its complete files",
+    "schemas/results/base.py": "schemas import no room",
+}
+
+
+def _renames_or_locks(tree):
+    """Whether code calls Path.replace or Path.rename (one argument that is no literal), os.replace, os.rename or flock."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, of_os = node.func.attr, isinstance(node.func.value, ast.Name) and node.func.value.id == "os"
+            one = len(node.args) == 1 and not node.keywords and isinstance(node.args[0], ast.Name | ast.Attribute | ast.BinOp)
+            if name in ("flock", "lockf") or (name in ("replace", "rename") and (of_os or one)):
+                yield node.lineno
+
+
+def test_only_kit_replaces_files_and_takes_locks():
+    found = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if any(_renames_or_locks(ast.parse(path.read_text(encoding="utf-8")))):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert {path for path in found if not path.startswith("grpo_tasks/kit/")} == {*RENAMES_ELSEWHERE}
+    assert {"grpo_tasks/kit/files.py", "grpo_tasks/kit/lock.py"} <= found
+
+
 def test_no_room_has_more_than_twenty_files():
     rooms = {path.parent for path in source_files()}
     sizes = {room.relative_to(ROOT).as_posix(): len([*room.glob("*.py")]) - 1 for room in rooms}

@@ -11,7 +11,7 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from flows.sweeps.plans import plans_of
 from flows.sweeps.supervise import Options, SweepSupervisor
 from flows.temporary_server import locked_flow
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url
 from grpo_tasks.sweeping.grid import Grid, make_grid
 from grpo_tasks.tracking.shown.sweep import SweepRun

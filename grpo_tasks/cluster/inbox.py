@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tasks.cluster.outbox import UNFINISHED, Delta, Held
+from grpo_tasks.cluster.outbox import Delta, Held
 from grpo_tasks.content.hashes import folder_sha256
+from grpo_tasks.kit.files import is_unfinished, unfinished_path
 from grpo_tasks.stage.checkpoint import is_intact
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.paths import resolve
@@ -37,8 +38,9 @@ class Inbox:
         """Remove what a driver that was killed has received in part."""
         directory = self.directory
         for folder in (directory.root, directory.checkpoints, directory.completions(0).parent):
-            for path in folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in folder.iterdir() if folder.is_dir() else ():
+                if is_unfinished(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def apply(self, delta: Delta, read: Read, release: Callable[[str], None]) -> None:
         """Store everything that is new, in an order that lets a driver that is killed here resume from what it has.
@@ -64,7 +66,7 @@ class Inbox:
 
     def _fetch(self, held: Held, read: Read) -> None:
         target = self.directory.root / held.name
-        part = target.with_name(UNFINISHED + target.name)
+        part = unfinished_path(target)
         shutil.rmtree(part, ignore_errors=True)
         for file, size in held.files.items():
             path = part / file if file else part

@@ -17,7 +17,6 @@ from grpo_tasks.stage.stage_dir import StageDir
 
 MOST_BYTES = 1 << 22
 """Most bytes of one file of lines in one delta."""
-UNFINISHED = ".part-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Outbox:
         if self.everything:
             # Before anything is held: a checkpoint that is replaced at this moment counts as present.
             found = self.directory.checkpoints.glob("*step-*")
-            checkpoints = frozenset(path.name.removeprefix(UNFINISHED) for path in found)
+            checkpoints = frozenset(path.name.removeprefix(".").removesuffix(".part") for path in found)
             held = [each for path in self._complete() if (each := self._hold(path)) is not None]
         lines = {path.name: new for path in self._lines() if (new := self._new_bytes(path))}
         return Delta(lines, tuple(held), checkpoints)

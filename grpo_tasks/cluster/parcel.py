@@ -16,6 +16,7 @@ from pathlib import Path
 
 from grpo_tasks.content.hashes import file_sha256, files_below
 from grpo_tasks.content.modules import own_sources
+from grpo_tasks.kit.files import is_unfinished
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ClusterConfig
@@ -221,8 +222,7 @@ def file_at(target: str, source: Path) -> ParcelFile:
 
 def _folder(target: str, source: Path) -> list[ParcelFile]:
     inside = [(path, path.relative_to(source)) for path in files_below(source)]
-    unfinished = ".part-"
-    return [file_at(f"{target}/{name.as_posix()}", path) for path, name in inside if not name.parts[0].startswith(unfinished)]
+    return [file_at(f"{target}/{name.as_posix()}", path) for path, name in inside if not is_unfinished(name.parts[0])]
 
 
 def _modules(spec: StageSpec) -> list[ParcelFile]:

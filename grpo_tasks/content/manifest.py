@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_tasks.content.hashes import digest_of, file_sha256, files_below
+from grpo_tasks.kit.files import is_unfinished
 from grpo_tasks.processes.entry import ERROR, RESULT
 from schemas.results.base import OutputFile
 
@@ -35,7 +36,7 @@ def take_manifest(folder: Path) -> tuple[OutputFile, ...]:
     return tuple(
         OutputFile(path=name.as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
         for path, name in found
-        if name.parts[0] not in NO_OUTPUTS and not name.name.endswith(".part")
+        if name.parts[0] not in NO_OUTPUTS and not is_unfinished(name.name)
     )
 
 

@@ -32,6 +32,7 @@ from grpo_tasks.data.chunks import (
 from grpo_tasks.data.jsonl import UTF8, encoding_of, open_as_utf8, read_jsonl
 from grpo_tasks.data.records import Columns, Fields, Record
 from grpo_tasks.data.tabular import csv_delimiter, csv_encoding, read_csv, read_hub, read_parquet
+from grpo_tasks.kit.files import replacing
 from schemas.config.data import DataConfig, DataSource, template_columns
 from schemas.errors import DataError
 from schemas.paths import is_local, resolve, why_not_a_file
@@ -71,15 +72,14 @@ def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
     Raises:
         DataError: a source is missing, unreadable, empty, or has none of the configured columns; no file is left behind then.
     """
-    unfinished = directory / f"{ROWS}.part"
     sources = []
-    try:
-        with no_garbage_collection(), pq.ParquetWriter(unfinished, RAW_ARROW, compression="lz4") as writer:
-            for split, source in _sources(data):
-                sources.append(_load(source, split, data=data, writer=writer))
-        unfinished.replace(directory / ROWS)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with (
+        replacing(directory / ROWS) as unfinished,
+        no_garbage_collection(),
+        pq.ParquetWriter(unfinished, RAW_ARROW, compression="lz4") as writer,
+    ):
+        for split, source in _sources(data):
+            sources.append(_load(source, split, data=data, writer=writer))
     return SourceRows(sources, directory / ROWS)
 
 

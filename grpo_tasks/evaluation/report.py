@@ -13,6 +13,7 @@ import polars as pl
 from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.markdown import table
 from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.kit.files import replacing
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig
 from schemas.metrics import PASS_AT_K, REWARD, describe_figure, figure_text
@@ -56,10 +57,8 @@ def evaluate_samples(
     if rewards is not None:
         scored = scored.with_columns(rewards)
     metrics = summarise(scored, evaluation)
-    # Written aside and renamed: a process that is killed here leaves the old table, not half of a new one.
-    part = directory / (SAMPLES + ".part")
-    scored.write_parquet(part)
-    part.replace(directory / SAMPLES)
+    with replacing(directory / SAMPLES) as unfinished:
+        scored.write_parquet(unfinished)
     report = EvalReport(
         key=key,
         directory=directory,

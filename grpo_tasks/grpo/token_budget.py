@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from grpo_tasks.grpo.policies import Policies
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.planning.memory_plan import StagePlan, does_not_fit, tokens_that_fit
 from grpo_tasks.policy.batch import TokenBatch, token_batch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model
@@ -206,6 +207,5 @@ def _read(path: Path, calculated: int) -> Budget | None:
 
 
 def _write(path: Path, budget: Budget) -> None:
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(asdict(budget)), encoding="utf-8")

@@ -26,6 +26,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from grpo_tasks.kit.files import replacing
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.operating.commands import (
     HOST,
     QUIET,
@@ -40,7 +42,6 @@ from grpo_tasks.operating.commands import (
 from grpo_tasks.operating.form_check import WORKDIR
 from grpo_tasks.operating.postgres import VARIABLE
 from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
-from grpo_tasks.processes.lock import alone
 from grpo_tasks.processes.signals import undisturbed
 from schemas.errors import UserError
 
@@ -316,9 +317,8 @@ class Stack:
             self._spawned.append(process)
             self._processes[name] = StackProcess(name, process.pid, ProcessIdentity.of(process.pid).born)
             # Replaced in one step: a kill must not leave half a record, or `grpo down` could not stop the rest.
-            part = self.folder / f"{STATE}.part"
-            part.write_text(json.dumps([asdict(each) for each in self._processes.values()], indent=2), encoding="utf-8")
-            part.replace(self.folder / STATE)
+            with replacing(self.folder / STATE) as unfinished:
+                unfinished.write_text(json.dumps([asdict(each) for each in self._processes.values()], indent=2), encoding="utf-8")
 
     def _deploy(self, at: Addresses, deploy_file: Path) -> None:
         environment = os.environ | QUIET | at.environment | {WORKDIR: str(self.workdir)}

@@ -7,7 +7,6 @@ identity.py           a pid with its start time, which together name one process
 server_supervisor.py  a server (vLLM) with everything it starts, as one process group
 worker_process.py     a process that runs a user's functions, under worker_supervisor.py, which limits and cleans up
 framing.py, link.py   requests and replies between a trainer and such a process, every wait with a deadline
-lock.py               one process at a time in a folder
 ports.py              free ports
 
 What the processes compute is not here. Only fork_server.py imports torch; the others start at once.

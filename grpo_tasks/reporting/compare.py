@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from grpo_tasks.content.conversations import turn_by_turn
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.tracking.past_runs import PastRun
 from grpo_tasks.tracking.plots import COLOURS, new_panels, save_figure, style_axes
@@ -176,9 +177,8 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         second_colour=SECOND_COLOUR,
     )
     curves.unlink()
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
     return path
 
 

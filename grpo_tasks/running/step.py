@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.manifest import take_manifest
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.entry import RESULT
-from grpo_tasks.processes.lock import alone
 from grpo_tasks.running.finished import clear, finished_result, require_unchanged
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_logger, run_name, show_artifact, show_table

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights, trains_rows
 from grpo_tasks.policy.sharded import gather_shards, shard_like
@@ -56,9 +57,7 @@ def save_checkpoint(
     if not writes:
         return
     target = folder / f"step-{step:06d}"
-    unfinished = folder / f".part-{target.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with replacing(target) as unfinished:
         unfinished.mkdir(parents=True)
         save_trained(state.model, state.tokenizer, unfinished / "weights", weights)
         save_file(tensors, unfinished / "optimizer.safetensors")
@@ -68,12 +67,6 @@ def save_checkpoint(
         (unfinished / "state.json").write_text(json.dumps(content, default=_no_callables), encoding="utf-8")
         (unfinished / MANIFEST).write_text(json.dumps(_hashes(unfinished), indent=1), encoding="utf-8")
         _sync(unfinished)
-    except BaseException:
-        # On a full disk an incomplete checkpoint takes the space that others need.
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
 

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.hashes import file_sha256, folder_sha256
+from grpo_tasks.kit.files import replacing
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import save_trained, trained_weights
 from grpo_tasks.stage.journal import Journal
@@ -38,9 +39,8 @@ def write_completions(directory: StageDir, step: int, table: pa.Table) -> None:
     """Write the table of an update's completions; readers never see an incomplete file."""
     path = directory.completions(step)
     path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    pq.write_table(table, unfinished)
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        pq.write_table(table, unfinished)
 
 
 def save_final(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
@@ -55,22 +55,16 @@ def save_best(directory: StageDir, model: CausalLM, tokenizer: PreTrainedTokeniz
 
 def restore_best(directory: StageDir) -> None:
     """Make the best weights the final ones."""
-    unfinished = directory.final.with_name(f".part-{directory.final.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(directory.best, unfinished)
-    shutil.rmtree(directory.final, ignore_errors=True)
-    unfinished.rename(directory.final)
+    with replacing(directory.final) as unfinished:
+        shutil.copytree(directory.best, unfinished)
 
 
 def _save(target: Path, model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, writes: bool) -> None:
     weights = trained_weights(model)
     if not writes:
         return
-    unfinished = target.with_name(f".part-{target.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    save_trained(model, tokenizer, unfinished, weights)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+    with replacing(target) as unfinished:
+        save_trained(model, tokenizer, unfinished, weights)
 
 
 def best_step(journal: Journal, last: int) -> int | None:

@@ -26,7 +26,7 @@ from mlflow.store.db import utils
 from mlflow.store.db.base_sql_model import Base
 from sqlalchemy.engine import make_url
 
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.kit.lock import alone
 from schemas.errors import TrackingError, disk_full
 
 TEMPORARY = "_alembic_tmp_"

@@ -45,7 +45,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.store.entities import PagedList
 
-from grpo_tasks.processes.lock import alone, private_folder
+from grpo_tasks.kit.lock import alone, private_folder
 from grpo_tasks.tracking.database import lock_file, make_ready, sqlite_file
 from schemas.config.operations import TrackingConfig
 from schemas.config.types import why_no_store

@@ -30,9 +30,9 @@ from grpo_tasks.demo.arithmetic import NUM_EVAL
 from grpo_tasks.evaluation.pass_rates import measured_rates
 from grpo_tasks.evaluation.score import score_samples
 from grpo_tasks.grpo.trainer import Trainer
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.library.steps import base_model, load_data, train_stage
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.processes.lock import alone
 from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed

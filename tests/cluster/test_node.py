@@ -139,9 +139,9 @@ def test_a_checkpoint_that_is_being_deleted_while_it_is_collected_does_not_arriv
 def test_nothing_incomplete_stays_of_a_driver_that_was_killed(mail):
     _, inbox = mail
     for folder in (inbox.directory.root, inbox.directory.checkpoints, inbox.directory.completions(1).parent):
-        (folder / ".part-x").mkdir(parents=True)
+        (folder / ".x.part").mkdir(parents=True)
     inbox.clear()
-    assert not list(inbox.directory.root.rglob(".part-*"))
+    assert not list(inbox.directory.root.rglob(".*.part"))
 
 
 def test_ranks_meet_on_the_interface_of_the_address_that_ray_knows():

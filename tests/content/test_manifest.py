@@ -15,7 +15,7 @@ def folder(tmp_path):
 
 def test_results_logs_plots_and_unfinished_files_are_not_outputs(folder):
     (folder / "plots").mkdir()
-    for name in ("result.json", "error.json", "log.txt", "plots/reward.png", "overview.png", "model.part"):
+    for name in ("result.json", "error.json", "log.txt", "plots/reward.png", "overview.png", ".model.part"):
         (folder / name).write_text("x")
     assert [file.path for file in take_manifest(folder)] == ["final/adapter.bin", "final/config.json", "samples.parquet"]
 

@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.kit.lock import alone
 from grpo_tasks.tracking.runs import KEY_TAG, open_run
 from grpo_tasks.tracking.store import connect
 from tests.kill_at import at_once, preload_only

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from grpo_tasks.processes.lock import alone, private_folder
+from grpo_tasks.kit.lock import alone, private_folder
 from schemas.errors import UserError
 from tests.processes.waiting import until
 
 HOLDER = """
 import sys
 from pathlib import Path
-from grpo_tasks.processes.lock import alone
+from grpo_tasks.kit.lock import alone
 with alone(Path(sys.argv[1]), who="the run small", shared=sys.argv[2] == "shared"):
     print("HELD", flush=True)
     input()

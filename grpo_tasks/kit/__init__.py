@@ -1,0 +1,5 @@
+"""Mechanisms that every room uses, one file each.
+
+files.py    replace a file or a folder as a whole
+lock.py     one process at a time
+"""
