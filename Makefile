@@ -23,7 +23,7 @@ demo-cluster: $(READY) vllm ## run the demo over two nodes of a Ray cluster on t
 test: $(READY) ## run all tests except the long ones (ARGS="tests/data -k csv" for some)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not containers" --durations=10 $(ARGS)
 
-test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the wheel (about ten minutes)
+test-ci: $(READY) ## run one long test of each kind: vLLM, servers in a browser, kills, the demo, the wheel (about half an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "long and ci" --durations=10 $(ARGS)
 
 test-long: $(READY) ## run all long tests: servers in daily operation, kills, browsers, vLLM, more demos (two and a half hours)
