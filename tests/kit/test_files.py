@@ -43,7 +43,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_an_exception_leaves_the_old_one_and_nothing_beside_it(tmp_path, kind):
+def test_an_exception_leaves_the_old_one_and_nothing_else(tmp_path, kind):
     path = tmp_path / "thing"
     write(path, kind, "old")
 
