@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A free path beside `path`. What the block writes there takes the place of `path`; after an exception it is removed."""
+    """A free path next to `path`. What the block writes there takes the place of `path`; after an exception it is removed."""
     unfinished = unfinished_path(path)
     # Left by a process that was killed in the block.
     _remove(unfinished)
