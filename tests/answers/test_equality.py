@@ -169,7 +169,7 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_the_first_comparison_does_not_pay_for_imports():
-    """On a cold machine they took over half a second, and the first right answer counted as wrong."""
+    """On a cold machine they took over half a second, which was the limit, and the first right answer counted as wrong."""
     done = subprocess.run([sys.executable, "-c", IMPORTS_OF_COMPARISONS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
