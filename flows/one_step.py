@@ -13,11 +13,11 @@ from flows.steps import (
     checked_guards,
     evaluation_of,
     measured_difficulty,
-    merged_model,
-    probed_rewards,
     trained_stage,
     validated_data,
 )
+from grpo_tasks.steps.merge_adapter import merge_adapter
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.results.data import DataReport
@@ -50,7 +50,7 @@ def rewards(config: RunConfig, fresh: bool = False) -> LabReport:
     """
     config = with_local_model(config)
     with open_flow_run(config, flow="rewards", fresh=fresh) as run:
-        return probed_rewards(run, validated_data(run))
+        return probe_rewards(run, run.config, validated_data(run))
 
 
 def difficulty(config: RunConfig, fresh: bool = False) -> DifficultyReport:
@@ -101,7 +101,7 @@ def merge(adapter: str, config: RunConfig, into: Path | None = None) -> MergePro
     if into is not None and into.exists() and any(into.iterdir()) and not (into / "config.json").exists():
         raise ModelError("the folder is not empty", place=str(into), fix="name a new folder with --into")
     with open_flow_run(config, flow="merge") as run:
-        proof = merged_model(run, ref, validated_data(run))
+        proof = merge_adapter(run, run.config, ref, validated_data(run))
     if into is not None:
         copy_model(Path(proof.model.path), into)
     return proof

@@ -14,13 +14,13 @@ from flows.steps import (
     guard_checks,
     measured_difficulty,
     measured_guards,
-    merged_model,
-    probed_rewards,
     rivals_of,
     trained_stage,
     validated_data,
 )
 from flows.temporary_server import locked_flow
+from grpo_tasks.steps.merge_adapter import merge_adapter
+from grpo_tasks.steps.probe_rewards import probe_rewards
 from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.steps.write_report import write_report
 from grpo_tasks.tracking.models import check_champion
@@ -92,7 +92,7 @@ def train_and_evaluate(run: FlowRun) -> Trained:
         warn(note)
     data = validated_data(run)
     guards = checked_guards(run)
-    lab = probed_rewards(run, data)
+    lab = probe_rewards(run, config, data)
     model = base_model(config)
     difficulty = measured_difficulty(run, model, data)
     evaluations = [evaluation_of(run, "base", model, data)]
@@ -105,7 +105,7 @@ def train_and_evaluate(run: FlowRun) -> Trained:
         # The last one always: the merged model is held against it.
         if config.evaluation.stages or stage is config.stages[-1]:
             evaluations.append(evaluation_of(run, stage.name, model, data))
-    merged = merged_model(run, model, data)
+    merged = merge_adapter(run, config, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
     return Trained(
         data=data, lab=lab, difficulty=difficulty, stages=stages, evaluations=evaluations, merged=merged, guards=guards
@@ -123,12 +123,11 @@ def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
     assert trained.lab is not None, "the pipeline has probed its rewards"
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     guards = guard_checks(run, final, rivals[-1], trained.guards)
-    publication = publish_model(
-        run, trained.merged, final, rivals, policy=policy, champion=champion, promotion=config.promotion, guards=guards
-    )
+    publication = publish_model(run, config, trained.merged, final, rivals, policy=policy, champion=champion, guards=guards)
     tag_version(publication.model_name, publication.model_version, asked.tags, run.tracked.store)
     report = write_report(
         run,
+        config,
         trained.data,
         trained.lab,
         trained.difficulty,
@@ -136,7 +135,6 @@ def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
         stages=trained.stages,
         proof=trained.merged,
         decision=PublishedFacts.of(publication),
-        config=config,
     )
     run.show_links(publication, report=True)
     run.announce(publication, champion)

@@ -3,8 +3,9 @@
 from flows.approval import SuspendedRun, ask_for_approval, continued_flow_run, was_suspended, what_was_asked
 from flows.flow_run import FlowRun, open_flow_run
 from flows.model_names import adapter_model, with_local_model
-from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, merged_model, rivals_of, validated_data
+from flows.steps import base_model, checked_guards, evaluation_of, guard_checks, rivals_of, validated_data
 from flows.temporary_server import locked_flow
+from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.publish_model import publish_model
 from schemas.config.run import RunConfig
 from schemas.results.publication import Publication, Trained
@@ -27,7 +28,7 @@ def publish_flow(adapter: str, config: RunConfig, fresh: bool = False) -> Public
             data, guards = validated_data(run), checked_guards(run)
             base = evaluation_of(run, "base", base_model(config), data)
             policy = evaluation_of(run, "adapter", ref, data)
-            merged = merged_model(run, ref, data)
+            merged = merge_adapter(run, run.config, ref, data)
             final = evaluation_of(run, "merged", merged.model, data)
             trained = Trained(data=data, merged=merged, evaluations=[base, policy, final], guards=guards)
             asked = SuspendedRun.of(run, config, trained)
@@ -49,8 +50,7 @@ def _published(run: FlowRun, asked: SuspendedRun) -> Publication:
     base, policy, final = trained.evaluations
     champion, rivals = rivals_of(run, trained.merged, base, trained.data)
     checks = guard_checks(run, final, rivals[-1], trained.guards)
-    promotion = run.config.promotion
-    made = publish_model(run, trained.merged, final, rivals, policy=policy, champion=champion, promotion=promotion, guards=checks)
+    made = publish_model(run, run.config, trained.merged, final, rivals, policy=policy, champion=champion, guards=checks)
     run.show_links(made)
     run.announce(made, champion)
     return made

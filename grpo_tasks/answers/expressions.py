@@ -16,7 +16,7 @@ Several solutions (`21 or 11`, `x = 21 and x = 11`, `\{11, 21\}`, `1, 2`) equal 
 no single value, not even `3, 3` the value 3. Ordered pairs and intervals keep their order.
 
 The comparison then gets two seconds of computing time (a signal, so in the main thread only). In any other thread the bounds
-alone protect. The longest answers within the bounds take an eighth of a second on a free core: a busy one must not change a reward.
+alone protect. The longest answers within the bounds take an eighth of a second on a free core: a busy one changes no reward.
 """
 
 import logging

@@ -30,13 +30,13 @@ class Change:
         return f"{self.path} is {'missing' if self.what == 'missing' else 'not what the step wrote'}"
 
 
-def take_manifest(folder: Path) -> tuple[OutputFile, ...]:
-    """Every output file of a step's folder, sorted by path."""
+def take_manifest(folder: Path, names: tuple[str, ...] = ()) -> tuple[OutputFile, ...]:
+    """Every output file of a step's folder, sorted by path; with `names` only those that are, or lie below, one of them."""
     found = ((path, path.relative_to(folder)) for path in files_below(folder))
     return tuple(
         OutputFile(path=name.as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
         for path, name in found
-        if name.parts[0] not in NO_OUTPUTS and not is_unfinished(name.name)
+        if name.parts[0] not in NO_OUTPUTS and not is_unfinished(name.name) and (not names or name.parts[0] in names)
     )
 
 

@@ -30,7 +30,7 @@ from grpo_tasks.data.rules import RULES, check_ignored
 from grpo_tasks.data.split import assign_splits
 from grpo_tasks.data.table import Message
 from schemas.config.data import PromptFormat
-from schemas.config.run import JudgeInputs, RunConfig
+from schemas.config.run import RunConfig
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 
@@ -100,7 +100,7 @@ class RowVerdict:
 def judge(
     rows: pl.DataFrame,
     *,
-    config: JudgeInputs | RunConfig,
+    config: RunConfig,
     count_tokens: CountTokens,
     refusal: Callable[[Sequence[Message]], str],
     markers: Sequence[str],
@@ -142,7 +142,7 @@ def judge(
     return _verdict(judged, broken, dropped, ignored=ignored, limit=limit, form=form)
 
 
-def _needs_answer(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.Expr:
+def _needs_answer(rows: pl.DataFrame, config: RunConfig) -> pl.Expr:
     """Whether a row without ground truth is refused.
 
     It is not where the config says that there is none, nor where completions have no answer and no row of the source has one.
@@ -158,13 +158,13 @@ def _needs_answer(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.Exp
     return needed
 
 
-def completions_have_no_answer(config: JudgeInputs | RunConfig) -> bool:
+def completions_have_no_answer(config: RunConfig) -> bool:
     """Whether completions are free text, in which nothing is compared with a ground truth."""
     return config.completion.format == "none"
 
 
 def _compare_rows(
-    judged: pl.DataFrame, broken: pl.DataFrame, *, config: JudgeInputs | RunConfig, ignored: frozenset[str]
+    judged: pl.DataFrame, broken: pl.DataFrame, *, config: RunConfig, ignored: frozenset[str]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The broken rules with those between rows, and the duplicates that are left out."""
     comparable = judged.drop_nulls("prompt_id")
@@ -212,7 +212,7 @@ class _Slice:
         return self.rows.hstack(self.hashes.result())
 
 
-def _hashes(rows: pl.DataFrame, config: JudgeInputs | RunConfig) -> pl.DataFrame:
+def _hashes(rows: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     prompt_id = prompt_id_column(rows)
     hash_split = assign_splits(prompt_id, fraction=config.data.eval_fraction, seed=config.seed).alias("hash_split")
     return pl.DataFrame([prompt_id, hash_split])
@@ -223,7 +223,7 @@ def _judge_slice(
     *,
     rules: Sequence[RowRule],
     lengths: _Lengths,
-    config: JudgeInputs | RunConfig,
+    config: RunConfig,
     form: PromptFormat,
     pool: Executor,
 ) -> _Slice:

@@ -21,9 +21,7 @@ from grpo_tasks.data.judge import RowVerdict, completions_have_no_answer, judge
 from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.data import DataReport, SourceFile
 
@@ -42,23 +40,20 @@ class GroundTruthCheck(Protocol):
 
 def validate_rows(
     rows: Path,
-    inputs: JudgeInputs,
+    config: RunConfig,
     origin: Origin,
     *,
     check_truths: Callable[[pl.DataFrame, Equality], GroundTruthCheck],
-    model: ModelConfig,
-    rollout: RolloutConfig,
     warn: Callable[[str], None] = lambda _: None,
 ) -> DataReport:
     """Apply all rules to all rows.
 
     Args:
         rows: rows.parquet (schemas/tables.py Raw).
-        inputs: the settings that decide which rows are valid.
+        config: its sections data, validation and completion, and the seed of the split; model for the tokenizer, its added tokens
+            and the chat template; rollout for its stop strings and the variables of the chat template.
         origin: key, existing folder and sources of the report. Its seconds are those before this call.
         check_truths: called with the accepted rows and the equality; `find_unusable_truths`.
-        model: for the tokenizer, its added tokens and the chat template.
-        rollout: for its stop strings and the variables of the chat template.
         warn: called with each warning of the report.
 
     Raises:
@@ -70,38 +65,38 @@ def validate_rows(
     from grpo_tasks.data.chat_tokens import load_counter
     from grpo_tasks.data.tokenizer_notes import check_system_prompt, tokenizer_notes
 
-    began = time.perf_counter()
-    check_answer_columns(origin.sources, inputs)
+    began, model, rollout = time.perf_counter(), config.model, config.rollout
+    check_answer_columns(origin.sources, config)
     table = pl.read_parquet(rows)
     with limited_templates(model.path):
-        counter = load_counter(model, chats=prompt_format(table, inputs.data) == "conversational")
+        counter = load_counter(model, chats=prompt_format(table, config.data) == "conversational")
         # Before the added tokens: a prompt may well name those, it may not forge the markers of the template.
         markers = counter.special_tokens
         prepare(counter.tokenizer, model, rollout)
         counter.check_stops(rollout)
-        check_system_prompt(counter.tokenizer, inputs.data.system_prompt)
+        check_system_prompt(counter.tokenizer, config.data.system_prompt)
         verdict = judge(
-            table, config=inputs, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers
+            table, config=config, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers
         )
-        truths = check_truths(verdict.accepted.drop_nulls("answer"), inputs.completion.equality)
+        truths = check_truths(verdict.accepted.drop_nulls("answer"), config.completion.equality)
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
         warn(warning)
     report = report_data(verdict, replace(origin, seconds=origin.seconds + time.perf_counter() - began), warnings)
-    enforce(verdict, inputs.validation)
-    _check_tasks(verdict, inputs)
+    enforce(verdict, config.validation)
+    _check_tasks(verdict, config)
     truths.enforce()
     return report
 
 
-def check_answer_columns(sources: Sequence[SourceFile], inputs: JudgeInputs) -> None:
+def check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> None:
     """Raise `DataError` when no row of a source has an answer although its rows need one."""
-    column, tasks = inputs.data.answer_column, inputs.data.tasks
-    configured = [*inputs.data.train, *inputs.data.eval]
+    column, tasks = config.data.answer_column, config.data.tasks
+    configured = [*config.data.train, *config.data.eval]
     optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
-    by_row = inputs.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
-    if column is None or by_row or completions_have_no_answer(inputs):
+    by_row = config.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
+    if column is None or by_row or completions_have_no_answer(config):
         return
     for source in sources:
         if not source.with_answer and source.path not in optional:
@@ -109,10 +104,10 @@ def check_answer_columns(sources: Sequence[SourceFile], inputs: JudgeInputs) -> 
             raise missing_column(source.path, source.columns, "answer_column", column, otherwise=way_out)
 
 
-def _check_tasks(verdict: RowVerdict, inputs: JudgeInputs) -> None:
+def _check_tasks(verdict: RowVerdict, config: RunConfig) -> None:
     """Raise `DataError` when the config sets a task that no training row has."""
     found = [task.task for task in verdict.tasks if task.train_rows]
-    for name in inputs.data.tasks:
+    for name in config.data.tasks:
         if name not in found:
             near = difflib.get_close_matches(name, found, n=1)
             fix = f"did you mean {near[0]}?" if near else f"the tasks of the data are: {', '.join(found) or 'none'}"

@@ -46,18 +46,3 @@ def with_tools(rollout: RolloutConfig, schemas: Sequence[Mapping[str, Any]]) -> 
         return rollout
     values = {**rollout.chat_template_kwargs, "tools": [dict(schema) for schema in schemas]}
     return rollout.model_copy(update={"chat_template_kwargs": values})
-
-
-def offering(config: InteractionConfig, rollout: RolloutConfig, chat_template: Template) -> RolloutConfig:
-    """`with_tools` with the schemas of the section `interaction`, for a process that plays no conversations.
-
-    Raises:
-        UserError: a tool or the environment cannot be loaded.
-    """
-    if not config.active:
-        return rollout
-    environments = open_environments(config, chat_template=chat_template)
-    try:
-        return with_tools(rollout, environments.schemas())
-    finally:
-        environments.close()

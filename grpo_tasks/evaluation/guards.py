@@ -13,7 +13,7 @@ from grpo_tasks.evaluation.paired import paired_test
 from schemas.config.data import DataConfig
 from schemas.config.evaluation import CONTAINS, EVALUATOR, LACKS, SCRIPT_SHARE, PromotionGuard
 from schemas.config.rewards import RewardConfig
-from schemas.config.run import RunConfig, ScoringInputs
+from schemas.config.run import RunConfig, Scoring
 from schemas.errors import ConfigError, DataError
 from schemas.metrics import COMPLETION_LENGTH, REWARD_MEAN, column_of, member
 from schemas.results.evaluation import EvalReport, GuardCheck, Worse
@@ -30,12 +30,12 @@ def guard_data(config: RunConfig, guard: PromotionGuard) -> DataConfig:
     return config.data.model_copy(update=update)
 
 
-def guard_scoring(config: RunConfig, guard: PromotionGuard) -> ScoringInputs | None:
+def guard_scoring(config: RunConfig, guard: PromotionGuard) -> Scoring | None:
     """The function of a guard that has one."""
     if guard.evaluator is None:
         return None
     functions = {guard.name: RewardConfig(function=guard.evaluator, weight=0.0)}
-    return ScoringInputs(rewards=config.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
+    return Scoring(rewards=config.rewards.model_copy(update={"functions": functions}), weighted=[], reported=[guard.name])
 
 
 def check_guard_pattern(guard: PromotionGuard) -> None:

@@ -19,7 +19,7 @@ from grpo_tasks.answers.extract import extract
 from grpo_tasks.content.markdown import code, table
 from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
-from schemas.config.run import DifficultyInputs
+from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty, histogram
 from schemas.tables import PassRates
@@ -77,19 +77,19 @@ class QuestionRow(Protocol):
         ...
 
 
-def measured_rates(samples: pl.DataFrame, inputs: DifficultyInputs) -> pl.DataFrame:
+def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     """The table of pass rates (schemas/tables.py PassRates), stage by stage and prompts sorted by id.
 
     Args:
         samples: columns prompt_id, sample, completion, and one for each stage: 1 where its rewards count the sample as solved,
             else 0; null where no function of the stage applies, and the sample does not count.
-        inputs: the stages, and what an answer is.
+        config: the stages, and what an answer is.
     """
     # A prompt that occurs twice in the data was sampled twice with the same random numbers: that is no new information.
     single = pl.struct("prompt_id", "sample").is_first_distinct()
-    frequent = _frequent_answers(samples.filter(single), inputs.completion)
+    frequent = _frequent_answers(samples.filter(single), config.completion)
     tables = []
-    for stage in (one.name for one in inputs.stages):
+    for stage in (one.name for one in config.stages):
         counts = samples.filter(single).group_by("prompt_id")
         rates = counts.agg(pass_rate=pl.col(stage).mean(), samples=pl.col(stage).count().cast(pl.Int64)).sort("prompt_id")
         bounds = [_bounds(rate, count) for rate, count in rates.select("pass_rate", "samples").iter_rows()]
@@ -192,28 +192,28 @@ def summarise_rates(table: pl.DataFrame) -> list[StageDifficulty]:
 
 
 def write_rates(
-    rates: pl.DataFrame, rows: Sequence[QuestionRow], inputs: DifficultyInputs, directory: Path, *, key: str, label: str
+    rates: pl.DataFrame, rows: Sequence[QuestionRow], config: RunConfig, directory: Path, *, key: str, label: str
 ) -> DifficultyReport:
     """Write pass_rates.parquet and report.md into `directory`; the pass rates in a few numbers.
 
     Args:
         rates: table of `measured_rates` or `column_rates`.
         rows: the training rows.
-        inputs: what the rates were made with.
+        config: what the rates were made with.
         directory: an existing folder.
         key: content key of the measurement.
         label: stage whose start was measured, or start.
     """
-    measured = inputs.pass_rate_column is None
+    measured = config.difficulty.pass_rate_column is None
     report = DifficultyReport(
         key=key,
         directory=directory,
         seconds=0.0,
         label=label,
         origin="measured" if measured else "column",
-        samples=inputs.samples if measured else 0,
-        screen=inputs.screen if measured else 0,
-        success=inputs.success,
+        samples=config.difficulty.samples if measured else 0,
+        screen=config.difficulty.screen if measured else 0,
+        success=config.difficulty.success,
         stages=summarise_rates(rates),
     )
     PassRates.validate(rates).write_parquet(report.pass_rates)

@@ -16,7 +16,7 @@ from grpo_tasks.rewards.contract import FunctionScores, RewardFault, Row, ScoreB
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
-from schemas.config.run import LabInputs, RunConfig
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, JudgeUnavailableError
 from schemas.prompts import PLAIN
 from schemas.results.lab import LabCheck
@@ -168,7 +168,7 @@ def own_golds(gold: str | None, chosen: Sequence[Row], worker: RewardWorker) -> 
 
 
 def make_probe_set(
-    config: LabInputs | RunConfig,
+    config: RunConfig,
     rows: Sequence[Row],
     chosen: Sequence[Row],
     golds: Sequence[str | None],

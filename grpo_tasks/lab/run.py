@@ -23,11 +23,11 @@ from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, make_probe_set, own_golds
 from grpo_tasks.lab.report import FIXES
 from grpo_tasks.lab.stage_checks import check_signal, check_stage, stage_solved, stage_totals
-from grpo_tasks.rewards.contract import RESERVED, Row, TaskRewards, shorten
+from grpo_tasks.rewards.contract import RESERVED, Row, shorten
 from grpo_tasks.rewards.totals import charge_faults
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import LabConfig, RewardConfig
-from schemas.config.run import LabInputs, RunConfig
+from schemas.config.run import RunConfig
 from schemas.errors import LabError
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
 
@@ -51,22 +51,19 @@ class LabFindings:
 
 
 def run_lab(
-    config: LabInputs | RunConfig,
+    config: RunConfig,
     rows: Sequence[Row],
     base_samples: Sequence[GroupSample] | None = None,
     *,
-    max_completion_length: int = 256,
-    tasks: TaskRewards | None = None,
     log: Path | None = None,
 ) -> LabFindings:
     """Try every reward function of every stage.
 
     Args:
-        config: the run; its section `lab` says how much is tried.
+        config: the run; its section `lab` says how much is tried. No function may hang on a text of the longest completion that
+            its section `rollout` allows.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
-        max_completion_length: tokens of the longest completion in training. No function may hang on a text of that length.
-        tasks: the functions that apply to each task. None: every function applies to every row.
         log: file that receives what the functions print. None: their output is discarded.
 
     Raises:
@@ -75,12 +72,12 @@ def run_lab(
     """
     stages = [stage for stage in config.stages if stage.rewards]
     names = list(dict.fromkeys(name for stage in stages for name in stage.rewards))
-    chosen = choose_rows(rows, config.lab.num_rows)
-    with RewardWorker(config.rewards, names, completion=config.completion, tasks=tasks, log=log) as worker:
+    chosen, longest = choose_rows(rows, config.lab.num_rows), config.rollout.max_completion_length
+    with RewardWorker(config.rewards, names, completion=config.completion, tasks=config.task_rewards(), log=log) as worker:
         golds = own_golds(config.lab.gold, chosen, worker)
         probe_set = make_probe_set(config, rows, chosen, golds, base_samples)
         functions = {
-            name: check_function(name, _settings(config, name), probe_set, worker, max_completion_length=max_completion_length)
+            name: check_function(name, _settings(config, name), probe_set, worker, max_completion_length=longest)
             for name in names
         }
     forecasts = _forecasts(config, base_samples or [], functions)
@@ -131,7 +128,7 @@ def _columns(rows: Sequence[Row]) -> list[LabCheck]:
     ]
 
 
-def _settings(config: LabInputs | RunConfig, name: str) -> RewardConfig:
+def _settings(config: RunConfig, name: str) -> RewardConfig:
     settings = config.rewards.resolve(name)
     assert settings is not None, f"unknown reward {name}"
     return settings
@@ -160,12 +157,9 @@ def _left_out(probe_set: ProbeSet, base_samples: Sequence[GroupSample] | None) -
     return left
 
 
-def _forecasts(
-    config: LabInputs | RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]
-) -> list[SignalForecast]:
+def _forecasts(config: RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]) -> list[SignalForecast]:
     scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
-    share = config.difficulty.success if isinstance(config, RunConfig) else config.success
-    found = []
+    share, found = config.difficulty.success, []
     for stage in config.stages:
         if stage.rewards and samples and all(name in scores for name in stage.rewards):
             totals, reached = stage_totals(stage, config.rewards, scores), stage_solved(stage, config.rewards, scores, share)
@@ -185,7 +179,7 @@ def _with_faults(
     return charged, np.where(failed, 0.0, reached)
 
 
-def _table(config: LabInputs | RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:
+def _table(config: RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:
     count = len(probe_set.probes)
     rows = [probe_set.row(index) for index in range(count)]
     known = {name: one.scores for name, one in functions.items() if one.scores is not None}

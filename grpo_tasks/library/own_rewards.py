@@ -20,7 +20,6 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from grpo_tasks.content.modules import modules_sha256
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 
@@ -68,12 +67,6 @@ def add_rewards(section: RewardsConfig, rewards: Mapping[str, Reward], directory
         (directory / f"{MODULE}.py").write_text(notebook.text(), "utf-8")
     entries = {name: RewardConfig(function=path) for name, path in paths.items()}
     return section.model_copy(update={"functions": section.functions | entries, "module_dir": next(iter(folders), None)})
-
-
-def rewards_sha256(section: RewardsConfig) -> str:
-    """Hash of the code of all reward functions that are not built in."""
-    modules = sorted({(reward.function or "").partition(":")[0] for reward in section.functions.values()})
-    return " ".join(modules_sha256(module, section.module_dirs()) for module in modules)
 
 
 def _importable(value: Any) -> tuple[ModuleType, str] | None:

@@ -23,44 +23,28 @@ is free afterwards and a crash does not take the notebook along. Errors that the
 Left out: the reward lab (`grpo rewards`), the model registry, and the decision about the champion.
 """
 
-import hashlib
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import polars as pl
-
-from grpo_tasks.answers.extract import check_completion
-from grpo_tasks.answers.ground_truths import truths_check
-from grpo_tasks.content.hashes import file_sha256, folder_sha256
-from grpo_tasks.content.modules import modules_sha256
-from grpo_tasks.data.report import Origin
-from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.table import read_chats, read_prompts, read_table
-from grpo_tasks.data.validation import validate_rows
-from grpo_tasks.environments.offered import offering
-from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
-from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
-from grpo_tasks.library.own_rewards import Reward, add_rewards, rewards_sha256
-from grpo_tasks.policy.merge_proof import PROOF_PROMPTS, merge_and_prove
-from grpo_tasks.rewards.held_out import reward_columns
-from grpo_tasks.rewards.screening import solved_samples
-from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
+from grpo_tasks.data.table import read_table
+from grpo_tasks.library.own_rewards import Reward, add_rewards
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs, RunConfig, ScoringInputs
-from schemas.config.section import Section
+from grpo_tasks.steps.evaluate_model import evaluate_model
+from grpo_tasks.steps.measure_difficulty import measure_difficulty as measure_step
+from grpo_tasks.steps.merge_adapter import merge_adapter
+from grpo_tasks.steps.prepare_data import prepare_data
+from grpo_tasks.steps.train_stage import train_stage as train_step
+from grpo_tasks.steps.validate_data import validate_data
+from schemas.config.run import RunConfig, Scoring
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
-from schemas.paths import resolve
-from schemas.results.base import Result
 from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
-from schemas.results.model import PROOF_TOKENS, MergeProof, MergeSpec, ModelRef, Sampling, StageResult
+from schemas.results.model import MergeProof, ModelRef, StageResult
 
 
 def base_model(config: RunConfig) -> ModelRef:
@@ -81,19 +65,8 @@ def load_data(config: RunConfig, directory: str | Path) -> DataReport:
     Raises:
         DataError: a file cannot be read, or too many rows are bad; the message names file, line and rule.
     """
-    began, folder = time.perf_counter(), _folder(directory)
-    check_completion(config.completion)
-    loaded = load_sources(config.data, directory=folder)
-    inputs = JudgeInputs(data=config.data, validation=config.validation, completion=config.completion, seed=config.seed)
-    origin = Origin(_key(inputs), folder, time.perf_counter() - began, loaded.sources)
-    return validate_rows(
-        loaded.path,
-        inputs,
-        origin,
-        check_truths=truths_check(config.completion),
-        model=config.model,
-        rollout=_offering(config),
-    )
+    folder = _folder(directory)
+    return validate_data.made_in(folder, config.resources, config, prepare_data.made_in(folder, config.resources, config))
 
 
 def measure_difficulty(
@@ -114,34 +87,11 @@ def measure_difficulty(
         ConfigError: the config asks for no samples and names no column.
         DataError: a value of the column is no number between 0 and 1.
     """
-    began, folder, inputs = time.perf_counter(), _folder(directory), config.difficulty_of(config.stages)
-    rows = read_prompts(data.train)
-    if inputs.pass_rate_column is not None:
-        rates = column_rates(rows, inputs.pass_rate_column, [stage.name for stage in inputs.stages])
-    elif inputs.samples == 0:
+    if config.difficulty.pass_rate_column is None and config.difficulty.samples == 0:
         raise ConfigError("nothing would be sampled", place="difficulty.samples", fix="difficulty.samples: 8")
-    else:
-        spec = SampleSpec.of_training(
-            inputs.samples,
-            model=config.model,
-            ref=start or base_model(config),
-            prompts=data.train,
-            rollout=config.rollout,
-            resources=config.resources,
-            seed=config.seed,
-            interaction=config.interaction,
-            completion=config.completion,
-        )
-
-        def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
-            run_sampling(spec.part(only, numbers), folder)
-            return pl.read_parquet(folder / SAMPLES)
-
-        samples = solved_samples(draw, chosen_rows(data.train, None), inputs)
-        samples.write_parquet(folder / SAMPLES)
-        rates = measured_rates(samples, inputs)
-    report = write_rates(rates, rows, inputs, folder, key=_key(inputs, file_sha256(data.train)), label="start")
-    return report.model_copy(update={"seconds": time.perf_counter() - began})
+    start = start or base_model(config)
+    inputs = config.difficulty_of(config.stages, adapter=start.adapter is not None), "start", start, data.train_table
+    return measure_step.made_in(_folder(directory), config.resources, *inputs)
 
 
 def train_stage(
@@ -176,30 +126,14 @@ def train_stage(
         RewardError, TrainingError: the stage failed.
     """
     folder, start = _folder(directory), start or base_model(config)
-    section = add_rewards(config.rewards, rewards or {}, folder)
+    config = config.model_copy(update={"rewards": add_rewards(config.rewards, rewards or {}, folder)})
     settings = config.stage(stage) if isinstance(stage, str) else stage
     names = [*settings.rewards, *(name for name in rewards or {} if name not in settings.rewards)]
-    spec = StageSpec(
-        key="",
-        stage=settings.model_copy(update={"rewards": names}),
-        seed=config.seed,
-        model=config.model.unmerged(),
-        start=start,
-        completion=config.completion,
-        rewards=section,
-        rollout=config.rollout,
-        resources=config.resources,
-        train=data.train if difficulty is None else _kept(config, settings, data, difficulty, folder),
-        eval=data.eval,
-        tasks=config.data.tasks,
-        interaction=config.interaction,
-    )
-    # The stage is another one if the contents of its model, data, rewards or tools are others, even under the same names.
-    contents = [*_model_sha256(start), file_sha256(spec.train), file_sha256(data.eval), rewards_sha256(section)]
-    interaction = config.interaction
-    contents += [modules_sha256(name.partition(":")[0], interaction.module_dirs()) for name in interaction.own_code]
-    unkeyed = spec.model_copy(update={"resources": type(spec.resources)(**spec.resources.ways)})
-    return run_stage(spec.model_copy(update={"key": _key(unkeyed, *contents)}), folder, in_process=in_process)
+    settings = settings.model_copy(update={"rewards": names})
+    key = train_step.key(config.resources, config, settings, start, data, difficulty)
+    train = data.train if difficulty is None else _kept(config, settings, data, difficulty, folder)
+    spec = StageSpec.of(config, settings, start, data, key=key, train=train, resources=config.resources)
+    return run_stage(spec, folder, in_process=in_process)
 
 
 def _kept(config: RunConfig, stage: StageConfig, data: DataReport, difficulty: DifficultyReport, folder: Path) -> Path:
@@ -222,16 +156,7 @@ def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str |
     Raises:
         MergeError: the merged or the saved model differs from base + adapter.
     """
-    spec = MergeSpec(
-        model=config.model,
-        ref=model,
-        prompts=read_chats(data.eval, limit=PROOF_PROMPTS),
-        max_new_tokens=PROOF_TOKENS,
-        chat_template_kwargs=_offering(config).chat_template_kwargs,
-        system_prompt=config.merged_system_prompt,
-        sampling=Sampling.of(config.rollout),
-    )
-    return merge_and_prove(spec, _folder(directory), key=_key(spec))
+    return merge_adapter.made_in(_folder(directory), config.resources, config, model, data)
 
 
 def evaluate(
@@ -256,39 +181,12 @@ def evaluate(
     Returns:
         Each metric of schemas/metrics.py EVALUATION with its confidence interval.
     """
-    began, folder, evaluation = time.perf_counter(), _folder(directory), config.evaluation
-    rollout = config.rollout.model_copy(update={"engine": evaluation.engine or config.rollout.engine})
-    spec = SampleSpec.of(
-        evaluation,
-        model=config.model,
-        ref=model,
-        prompts=data.eval,
-        rollout=rollout,
-        resources=config.resources,
-        seed=config.seed,
-        interaction=config.interaction,
-        completion=config.completion,
-    )
-    run_sampling(spec, folder)
-    rows = chosen_rows(data.eval, evaluation.max_prompts)
-    scoring, scores = _scoring(config, rewards or {}, folder), None
-    if scoring is not None:
-        samples, per_prompt = pl.read_parquet(folder / SAMPLES), evaluation.num_samples
-        scores = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt)
-    report = evaluate_samples(
-        folder,
-        key=_key(spec),
-        label=label,
-        model=model,
-        prompts=rows,
-        completion=config.completion,
-        evaluation=evaluation,
-        rewards=scores,
-    )
-    return report.model_copy(update={"seconds": time.perf_counter() - began})
+    folder = _folder(directory)
+    scoring = _scoring(config, rewards or {}, folder)
+    return evaluate_model.made_in(folder, config.resources, config.evaluated(), label, model, data, scoring)
 
 
-def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> ScoringInputs | None:
+def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> Scoring | None:
     """The reward functions of an evaluation; those that the caller adds are reported and have no weight."""
     scoring = config.scoring()
     if not rewards:
@@ -297,7 +195,7 @@ def _scoring(config: RunConfig, rewards: Mapping[str, Reward], folder: Path) -> 
     weighted, reported = (scoring.weighted, scoring.reported) if scoring is not None else ([], [])
     reported = [*reported, *rewards]
     section = add_rewards(section, rewards, folder)
-    return ScoringInputs(rewards=section, weighted=weighted, reported=reported, tasks=config.task_rewards(reported))
+    return Scoring(rewards=section, weighted=weighted, reported=reported, tasks=config.task_rewards(reported))
 
 
 def generate(
@@ -331,28 +229,7 @@ def generate(
     return [[completion.text for completion in each] for each in drawn]
 
 
-def _offering(config: RunConfig) -> RolloutConfig:
-    """The section `rollout` whose chat template shows the tools of the config."""
-    if not config.interaction.active:
-        return config.rollout
-    # Imports transformers, which a run without tools does not need here.
-    from grpo_tasks.data.chat_tokens import load_counter
-
-    return offering(config.interaction, config.rollout, load_counter(config.model).tokenizer.chat_template)
-
-
 def _folder(directory: str | Path) -> Path:
     folder = Path(directory).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _key(inputs: Result | Section, *contents: str) -> str:
-    """Name of what a result was made from; `contents` are hashes of what the inputs only name."""
-    return hashlib.sha256("\n".join([inputs.model_dump_json(), *contents]).encode()).hexdigest()
-
-
-def _model_sha256(model: ModelRef) -> list[str]:
-    """Hashes of the folders of a model; empty for a base model that comes from the hub."""
-    folders = [Path(resolve(model.path)), *([model.adapter] if model.adapter else [])]
-    return [folder_sha256(folder) for folder in folders if folder.is_dir()]

@@ -21,9 +21,9 @@ from grpo_tasks.proposal.answers import find_equality, find_pattern
 from grpo_tasks.proposal.columns import ColumnChoice, candidates
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
-from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
 from schemas.errors import DataError
 from schemas.results.data import DataReport
 
@@ -150,16 +150,17 @@ def _tried(path: str, choice: ColumnChoice, pattern: tuple[str, str] | None, col
 def _validated(data: DataConfig, folder: Path) -> DataReport:
     loaded = load_sources(data, directory=folder)
     validation = ValidationConfig(max_invalid_fraction=1.0, max_prompt_length=MOST_PROMPT_TOKENS)
-    inputs = JudgeInputs(data=data, validation=validation, completion=CompletionConfig(equality="exact"), seed=_SEED)
-    origin = Origin("", folder, 0.0, loaded.sources)
-    return validate_rows(
-        folder / ROWS,
-        inputs,
-        origin,
-        check_truths=find_unusable_truths,
-        model=ModelConfig(),
+    # The stage trains nothing here: a config has one.
+    config = RunConfig(
+        data=data,
+        validation=validation,
+        completion=CompletionConfig(equality="exact"),
         rollout=RolloutConfig(max_completion_length=COMPLETION_TOKENS),
-        warn=lambda *_: None,
+        stages=[StageConfig(name="train", rewards=["format"])],
+        seed=_SEED,
+    )
+    return validate_rows(
+        folder / ROWS, config, Origin("", folder, 0.0, loaded.sources), check_truths=find_unusable_truths, warn=lambda *_: None
     )
 
 

@@ -21,7 +21,7 @@ from grpo_tasks.rewards.contract import Row, batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
 from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
-from schemas.config.run import DifficultyInputs, ScoringInputs
+from schemas.config.run import RunConfig, Scoring
 from schemas.metrics import REWARD, REWARD_MEAN, member
 
 CHUNK = 64
@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 def reward_columns(
     samples: pl.DataFrame,
     rows: Sequence[Row],
-    scoring: ScoringInputs,
+    scoring: Scoring,
     *,
     completion: CompletionConfig,
     per_prompt: int,
@@ -70,14 +70,14 @@ def reward_columns(
 
 
 def solved_by_stage(
-    samples: pl.DataFrame, rows: Sequence[Row], inputs: DifficultyInputs, *, per_prompt: int, log: Path | None = None
+    samples: pl.DataFrame, rows: Sequence[Row], config: RunConfig, *, per_prompt: int, log: Path | None = None
 ) -> pl.DataFrame:
     """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
 
     Args:
         samples: as in `reward_columns`.
         rows: the row of every prompt_id.
-        inputs: the stages with their rewards, and the share of the full reward that counts as solved.
+        config: the stages with their rewards, and the share of the full reward that counts as solved.
         per_prompt: consecutive samples that belong to one prompt.
         log: file that receives what the functions print.
 
@@ -85,15 +85,15 @@ def solved_by_stage(
         RewardError: a function with on_error raise failed.
         ConfigError: a function cannot be loaded.
     """
-    names = list(dict.fromkeys(name for stage in inputs.stages for name in stage.rewards))
-    scoring = ScoringInputs(rewards=inputs.rewards, weighted=[], reported=names, tasks=inputs.tasks)
-    table = reward_columns(samples, rows, scoring, completion=inputs.completion, per_prompt=per_prompt, log=log)
+    names = list(dict.fromkeys(name for stage in config.stages for name in stage.rewards))
+    scoring = Scoring(rewards=config.rewards, weighted=[], reported=names, tasks=config.task_rewards())
+    table = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=per_prompt, log=log)
     columns = {}
-    for stage in inputs.stages:
+    for stage in config.stages:
         scores = table.select(member(REWARD_MEAN, name) for name in stage.rewards).fill_null(np.nan).to_numpy()
-        settings = [resolved for name in stage.rewards if (resolved := inputs.rewards.resolve(name)) is not None]
+        settings = [resolved for name in stage.rewards if (resolved := config.rewards.resolve(name)) is not None]
         full = np.array([full_score(one) for one in settings])
-        reached = solved(scores, stage_weights(stage, inputs.rewards), full, inputs.success)
+        reached = solved(scores, stage_weights(stage, config.rewards), full, config.difficulty.success)
         # Where functions only punish, the lowest scores may be the full reward.
         reached[_failed(samples) & ~np.isnan(reached)] = 0.0
         columns[stage.name] = pl.Series(reached, nan_to_null=True)

@@ -14,19 +14,19 @@ import polars as pl
 
 from grpo_tasks.rewards.contract import Row
 from grpo_tasks.rewards.held_out import solved_by_stage
-from schemas.config.run import DifficultyInputs
+from schemas.config.run import RunConfig
 
 Draw = Callable[[Sequence[str] | None, range], pl.DataFrame]
 """Samples completions: prompt ids (None: all prompts) and sample numbers -> columns prompt_id, sample, completion, token_ids."""
 
 
-def solved_samples(draw: Draw, rows: Sequence[Row], inputs: DifficultyInputs, *, log: Path | None = None) -> pl.DataFrame:
+def solved_samples(draw: Draw, rows: Sequence[Row], config: RunConfig, *, log: Path | None = None) -> pl.DataFrame:
     """The completions, with a column for each stage as `solved_by_stage` returns them; those of a prompt follow each other.
 
     Args:
         draw: samples completions.
         rows: the row of every prompt.
-        inputs: how many completions, and what solved means.
+        config: how many completions, and what solved means.
         log: file that receives what the reward functions print.
 
     Raises:
@@ -36,14 +36,14 @@ def solved_samples(draw: Draw, rows: Sequence[Row], inputs: DifficultyInputs, *,
 
     def scored(prompts: Sequence[str] | None, numbers: range) -> pl.DataFrame:
         samples = draw(prompts, numbers)
-        return samples.hstack(solved_by_stage(samples, rows, inputs, per_prompt=len(numbers), log=log))
+        return samples.hstack(solved_by_stage(samples, rows, config, per_prompt=len(numbers), log=log))
 
-    if not inputs.screen:
-        return scored(None, range(inputs.samples))
-    first = scored(None, range(inputs.screen))
-    once = pl.max_horizontal(stage.name for stage in inputs.stages) > 0
+    if not config.difficulty.screen:
+        return scored(None, range(config.difficulty.samples))
+    first = scored(None, range(config.difficulty.screen))
+    once = pl.max_horizontal(stage.name for stage in config.stages) > 0
     passed = first.filter(once)["prompt_id"].unique(maintain_order=True).to_list()
     if not passed:
         return first
-    rest = scored(passed, range(inputs.screen, inputs.samples))
+    rest = scored(passed, range(config.difficulty.screen, config.difficulty.samples))
     return pl.concat([first, rest]).sort("prompt_id", "sample", maintain_order=True)

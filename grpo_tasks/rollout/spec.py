@@ -12,11 +12,11 @@ from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from schemas.config.completion import CompletionConfig
-from schemas.config.evaluation import EvaluationConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.config.run import RunConfig
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
 
@@ -57,61 +57,45 @@ class SampleSpec(Result):
     @classmethod
     def of(
         cls,
-        evaluation: EvaluationConfig,
-        *,
-        model: ModelConfig,
+        config: RunConfig,
         ref: ModelRef,
         prompts: Path,
-        rollout: RolloutConfig,
         resources: ResourcesConfig,
-        seed: int,
-        interaction: InteractionConfig,
-        completion: CompletionConfig,
+        *,
+        num_samples: int,
+        max_prompts: int | None = None,
+        temperature: float | None = None,
+        greedy: bool = False,
     ) -> "SampleSpec":
-        """The completions of an evaluation."""
+        """Completions by the settings of a config; without a temperature of their own they are sampled as in training."""
         return cls(
-            model=model,
+            model=config.model,
             ref=ref,
             prompts=prompts,
-            max_prompts=evaluation.max_prompts,
-            num_samples=evaluation.num_samples,
-            temperature=evaluation.temperature,
-            greedy=evaluation.greedy,
-            rollout=rollout,
+            max_prompts=max_prompts,
+            num_samples=num_samples,
+            temperature=config.rollout.temperature if temperature is None else temperature,
+            greedy=greedy,
+            rollout=config.rollout,
             resources=resources,
-            seed=seed,
-            interaction=interaction,
-            completion=completion,
+            seed=config.seed,
+            interaction=config.interaction,
+            completion=config.completion,
         )
 
     @classmethod
-    def of_training(
-        cls,
-        num_samples: int,
-        *,
-        model: ModelConfig,
-        ref: ModelRef,
-        prompts: Path,
-        rollout: RolloutConfig,
-        resources: ResourcesConfig,
-        seed: int,
-        interaction: InteractionConfig,
-        completion: CompletionConfig,
-    ) -> "SampleSpec":
-        """Completions of every prompt, sampled as in training."""
-        return cls(
-            model=model,
-            ref=ref,
-            prompts=prompts,
-            max_prompts=None,
-            num_samples=num_samples,
-            temperature=rollout.temperature,
-            greedy=False,
-            rollout=rollout,
-            resources=resources,
-            seed=seed,
-            interaction=interaction,
-            completion=completion,
+    def of_evaluation(cls, config: RunConfig, ref: ModelRef, prompts: Path, resources: ResourcesConfig) -> "SampleSpec":
+        """The completions of an evaluation."""
+        given = config.evaluation
+        return cls.of(
+            config,
+            ref,
+            prompts,
+            resources,
+            num_samples=given.num_samples,
+            max_prompts=given.max_prompts,
+            temperature=given.temperature,
+            greedy=given.greedy,
         )
 
     def part(self, only: Sequence[str] | None, numbers: range) -> "SampleSpec":

@@ -34,7 +34,7 @@ from schemas.config.learning.judge import JUDGES_BY, JudgeConfig
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import RewardsConfig
-from schemas.config.run import LabInputs
+from schemas.config.run import RunConfig
 from schemas.errors import DamagedError
 from schemas.paths import resolve
 from schemas.results.base import StepResult
@@ -151,7 +151,8 @@ def _model_json(value: BaseModel) -> Any:
         return file_sha256(value.path)
     if isinstance(value, ModelRef):
         return model_contents(value)
-    fields = {name: _json_value(getattr(value, name)) for name in type(value).model_fields}
+    # A section of a step's config has only the fields that the step reads.
+    fields = {name: _json_value(getattr(value, name)) for name in type(value).model_fields if name in value.__dict__}
     # The folder in which a module was found does not matter, only its code (see _contents).
     fields.pop("module_dir", None)
     if isinstance(value, JudgeConfig):
@@ -193,8 +194,8 @@ def _own_code(value: BaseModel) -> str:
     """Digest of the user's modules that a section names: each as this section finds it."""
     if isinstance(value, RewardsConfig):
         return _code_of([reward.function for _, reward in sorted(value.functions.items())], value.module_dirs())
-    if isinstance(value, LabInputs):
-        return _code_of([value.lab.gold], value.rewards.module_dirs())
+    if isinstance(value, RunConfig):
+        return _code_of([value.lab.gold], value.rewards.module_dirs()) if "lab" in value.__dict__ else ""
     if isinstance(value, InteractionConfig):
         return _code_of(value.own_code, value.module_dirs())
     return _code_of([value.function], value.module_dirs()) if isinstance(value, DemonstrationsConfig) else ""

@@ -1,9 +1,11 @@
 """A step: a function of (work, inputs) that gets a content key and a folder, and in a flow a Prefect task.
 
-    @step()
-    def prepare_data(work: Work, data: DataConfig) -> PreparedData: ...
+    @step(reads="data")
+    def prepare_data(work: Work, config: RunConfig) -> PreparedData: ...
 
-    prepare_data(run, config.data)      in a flow:
+    prepare_data(run, config)           in a flow:
+
+    the settings that it reads, no others (schemas/config/view.py)
 
     content key of inputs and code (key.py)  ->  folder  ->  lock the folder  ->  finished (finished.py)?
                                                                                   yes: skip, shown as Cached in the Prefect UI
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from grpo_tasks.content.manifest import take_manifest
@@ -35,6 +38,7 @@ from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_log
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.config.view import view
 from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
 from schemas.results.base import StepResult
 from schemas.results.sweep import Pruning
@@ -93,15 +97,17 @@ class Work:
 
 def step(
     *,
+    reads: str = "",
     retries: int = 0,
     resumable: bool = False,
     cached: bool = True,
     device: bool = False,
     on_cluster: bool = False,
-) -> Callable[[Callable[Concatenate[Work, Inputs], Made]], Callable[Concatenate[Run, Inputs], Made]]:
+) -> Callable[[Callable[Concatenate[Work, Inputs], Made]], "Step[Inputs, Made]"]:
     """Make a function a step.
 
     Args:
+        reads: the settings that it reads of its input `config`, as `view` takes them. Only these count in its key.
         retries: how often to try again when the child process died; a `UserError` of another kind is never retried.
         resumable: an unfinished step continues in its folder instead of starting with an empty one.
         cached: skip the step when it is finished; without it the step runs every time and decides itself what to do again.
@@ -109,34 +115,88 @@ def step(
         on_cluster: the step computes where `resources.cluster` says; a cluster has its own accounting of GPUs.
     """
 
-    def decorate(body: Callable[Concatenate[Work, Inputs], Made]) -> Callable[Concatenate[Run, Inputs], Made]:
-        name = body.__name__
-        result_type: Any = inspect.signature(body, eval_str=True).return_annotation
-        defined = _Step(body, result_type, resumable, cached, device, on_cluster)
-
-        @functools.wraps(body)
-        def call(run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
-            inputs = _bound(body, args, kwargs)
-            require_unchanged(inputs)
-            # What a device computes depends on the way in which it does.
-            ways = run.resources.ways if device else {}
-            key_now = functools.partial(content_key, name, (body.__module__,), {**inputs, "ways": ways} if ways else inputs)
-            key = key_now()
-            label = _label(name, inputs)
-            work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
-            run_step = _run_as_task if in_flow() else _run_here
-            try:
-                outcome = run_step(functools.partial(defined.skip_or_run, work, inputs, key_now), body, label, retries)
-            except UserError as error:
-                run.record_failure(label, work.directory, error)
-                raise
-            run_logger().info("%s (%s)", outcome.message(label), work.directory)
-            run.record(outcome.result)
-            return outcome.result
-
-        return cast(Callable[Concatenate[Run, Inputs], Made], call)
+    def decorate(body: Callable[Concatenate[Work, Inputs], Made]) -> Step[Inputs, Made]:
+        return Step(body, reads, retries, resumable, cached, device, on_cluster)
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[Inputs, Made]):
+    """A function made a step by `step`."""
+
+    body: Callable[Concatenate[Work, Inputs], Made]
+    reads: str
+    retries: int
+    resumable: bool
+    cached: bool
+    device: bool
+    on_cluster: bool
+
+    def __call__(self, run: Run, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
+        """The result of the step in a run, from its folder if it is finished there; recorded."""
+        name, inputs = self.body.__name__, self._inputs(*args, **kwargs)
+        require_unchanged(inputs)
+        key, label = self._key(inputs, run.resources), _label(name, inputs)
+        work = Work(key, run.output.resolve() / name / f"{label.removeprefix(name).lstrip('-') or 'all'}-{key[:16]}", run)
+        run_step = _run_as_task if in_flow() else _run_here
+        try:
+            outcome = run_step(functools.partial(self._skip_or_run, work, inputs), self.body, label, self.retries)
+        except UserError as error:
+            run.record_failure(label, work.directory, error)
+            raise
+        run_logger().info("%s (%s)", outcome.message(label), work.directory)
+        run.record(outcome.result)
+        return outcome.result
+
+    def key(self, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> str:
+        """Content key (SHA-256, hex) of the step for these inputs.
+
+        Raises:
+            DamagedError: a file of an earlier step is not what that step wrote.
+        """
+        inputs = self._inputs(*args, **kwargs)
+        require_unchanged(inputs)
+        return self._key(inputs, resources)
+
+    def made_in(self, directory: Path, resources: ResourcesConfig, *args: Inputs.args, **kwargs: Inputs.kwargs) -> Made:
+        """What the body makes in this folder, which may hold other files: no run, no lock, no skipping, no record."""
+        work = Work(self.key(resources, *args, **kwargs), directory, SimpleNamespace(resources=resources))
+        result = self.body(work, *args, **kwargs)
+        return result.sealed(take_manifest(work.directory, result.OUTPUTS) if result.OUTPUTS else ())
+
+    def _inputs(self, *args: Inputs.args, **kwargs: Inputs.kwargs) -> dict[str, Any]:
+        """All inputs by name, defaults included, without the first parameter (work); of the config what the step reads."""
+        bound = inspect.signature(self.body).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        inputs = dict(bound.arguments)
+        inputs.pop(next(iter(inputs)))
+        return inputs | ({"config": view(inputs["config"], self.reads)} if self.reads else {})
+
+    def _key(self, inputs: dict[str, Any], resources: ResourcesConfig) -> str:
+        # What a device computes depends on the way in which it does.
+        ways = resources.ways if self.device else {}
+        return content_key(self.body.__name__, (self.body.__module__,), inputs | ({"ways": ways} if ways else {}))
+
+    def _skip_or_run(self, work: Work, inputs: dict[str, Any]) -> "_Outcome[Made]":
+        """Skip the step if its folder holds the finished result, otherwise run it."""
+        with _locked_folder(work):
+            if self.cached and not work.run.fresh:
+                result_type = inspect.signature(self.body, eval_str=True).return_annotation
+                finished = finished_result(result_type, work.directory)
+                if finished is not None:
+                    return _Outcome(cast(Made, finished), skipped=True)
+            clear(work.directory, resumable=self.resumable and not work.run.fresh)
+            # The slot is acquired here and not before: a step that is skipped needs no GPU.
+            slots = _slots(work, inputs["config"].rollout if self.on_cluster else None) if self.device else nullcontext()
+            with hidden_errors(), slots, _logged_notices():
+                body: Callable[..., Made] = self.body
+                result = body(work, **inputs)
+            _require_same_key(work, functools.partial(self._key, inputs, work.run.resources))
+            # The seal is written last. A step that is killed before this line is not finished.
+            result = result.sealed(take_manifest(work.directory))
+            result.save(work.directory / RESULT)
+            return _Outcome(result, skipped=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,37 +206,6 @@ class _Outcome(Generic[Made]):
 
     def message(self, label: str) -> str:
         return f"{label}: unchanged, skipped" if self.skipped else f"{label}: done in {self.result.seconds:.1f} s"
-
-
-@dataclass(frozen=True, slots=True)
-class _Step(Generic[Made]):
-    body: Callable[..., Made]
-    result_type: type[Made]
-    resumable: bool
-    cached: bool
-    device: bool
-    on_cluster: bool
-
-    def skip_or_run(self, work: Work, inputs: dict[str, Any], key_now: Callable[[], str]) -> _Outcome[Made]:
-        """Skip the step if its folder holds the finished result, otherwise run it."""
-        with _locked_folder(work):
-            may_skip = self.cached and not work.run.fresh
-            finished = finished_result(self.result_type, work.directory) if may_skip else None
-            if finished is not None:
-                return _Outcome(finished, skipped=True)
-            return _Outcome(self._run(work, inputs, key_now), skipped=False)
-
-    def _run(self, work: Work, inputs: dict[str, Any], key_now: Callable[[], str]) -> Made:
-        clear(work.directory, resumable=self.resumable and not work.run.fresh)
-        # The slot is acquired here and not before: a step that is skipped needs no GPU.
-        slots = _slots(work, inputs.get("rollout"), trains=self.on_cluster) if self.device else nullcontext()
-        with hidden_errors(), slots, _logged_notices():
-            result = self.body(work, **inputs)
-        _require_same_key(work, key_now)
-        # The seal is written last. A step that is killed before this line is not finished.
-        result = result.sealed(take_manifest(work.directory))
-        result.save(work.directory / RESULT)
-        return result
 
 
 def _require_same_key(work: Work, key_now: Callable[[], str]) -> None:
@@ -237,9 +266,9 @@ def _run_here(run: Callable[[], _Outcome[Made]], body: Callable[..., Made], labe
     return run()
 
 
-def _slots(work: Work, rollout: RolloutConfig | None, *, trains: bool) -> AbstractContextManager[None]:
+def _slots(work: Work, rollout: RolloutConfig | None) -> AbstractContextManager[None]:
     """Hold the GPU slots of the run. A slot is Prefect's; where the machine has none, Prefect is not imported."""
-    names = slots_of(work.run.resources, rollout, trains=trains)
+    names = slots_of(work.run.resources, rollout, trains=rollout is not None)
     if not names:
         return nullcontext()
     from grpo_tasks.running.slots import hold_all
@@ -261,15 +290,6 @@ def _locked_folder(work: Work) -> Iterator[None]:
     with alone(lock, who=who, waiting=waiting):
         wait.over()
         yield
-
-
-def _bound(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All inputs by name, defaults included, without the first parameter (work)."""
-    bound = inspect.signature(body).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    inputs = dict(bound.arguments)
-    inputs.pop(next(iter(inputs)))
-    return inputs
 
 
 def _label(name: str, inputs: dict[str, Any]) -> str:

@@ -27,8 +27,10 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.results.base import Result
+from schemas.results.data import DataReport
 from schemas.results.model import ModelRef
 from schemas.results.sweep import Pruning
 
@@ -59,6 +61,35 @@ class StageSpec(Result):
     """Only in a sweep: where the other runs are, and when this one ends early. No part of the key."""
     interaction: InteractionConfig = Field(default_factory=InteractionConfig)
     """Tools and environments that answer the policy."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        stage: StageConfig,
+        start: ModelRef,
+        data: DataReport,
+        *,
+        key: str,
+        train: Path,
+        resources: ResourcesConfig,
+    ) -> Self:
+        """A stage by the settings of a config, on the rows `train`."""
+        return cls(
+            key=key,
+            stage=stage,
+            seed=config.seed,
+            model=config.model,
+            start=start,
+            completion=config.completion,
+            rewards=config.rewards,
+            rollout=config.rollout,
+            resources=resources,
+            train=train,
+            eval=data.eval,
+            tasks=config.data.tasks,
+            interaction=config.interaction,
+        )
 
     @property
     def with_correction(self) -> Self:

@@ -8,25 +8,22 @@ from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
+from schemas.config.view import UNMERGED
 from schemas.results.data import GuardData
 
 
-@step()
-def check_guard(work: Work, label: str, inputs: JudgeInputs, *, model: ModelConfig, rollout: RolloutConfig) -> GuardData:
+@step(reads=f"data validation completion seed rollout {UNMERGED}")
+def check_guard(work: Work, config: RunConfig, label: str) -> GuardData:
     """Read the prompts of a guard and apply every rule; stop if too many rows are bad."""
     began = time.perf_counter()
-    loaded = load_sources(inputs.data, directory=work.directory)
+    loaded = load_sources(config.data, directory=work.directory)
     try:
         report = validate_rows(
             loaded.path,
-            inputs,
+            config,
             Origin(work.key, work.directory, time.perf_counter() - began, loaded.sources),
-            check_truths=truths_check(inputs.completion),
-            model=model,
-            rollout=rollout,
+            check_truths=truths_check(config.completion),
             warn=run_logger().warning,
         )
     finally:

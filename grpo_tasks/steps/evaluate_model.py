@@ -11,61 +11,37 @@ from grpo_tasks.evaluation.report import SAMPLES, evaluate_samples
 from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
-from schemas.config.completion import CompletionConfig
-from schemas.config.evaluation import EvaluationConfig
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import ScoringInputs
+from schemas.config.run import RunConfig, Scoring
+from schemas.config.view import UNMERGED
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import ModelRef
 
 
 @step(
+    reads=f"completion rollout interaction evaluation -evaluation.max_truncated -evaluation.engine seed {UNMERGED}",
     retries=1,
     device=True,
     on_cluster=True,
 )
-def evaluate_model(  # noqa: PLR0913 - each of them counts in the key
-    work: Work,
-    label: str,
-    ref: ModelRef,
-    data: DataReport,
-    *,
-    model: ModelConfig,
-    completion: CompletionConfig,
-    rollout: RolloutConfig,
-    interaction: InteractionConfig,
-    evaluation: EvaluationConfig,
-    scoring: ScoringInputs | None,
-    seed: int,
+def evaluate_model(
+    work: Work, config: RunConfig, label: str, ref: ModelRef, data: DataReport, scoring: Scoring | None
 ) -> EvalReport:
     """Sample completions in a child process, then score them; reward functions run in a process of their own."""
-    began = time.perf_counter()
-    spec = SampleSpec.of(
-        evaluation,
-        model=model,
-        ref=ref,
-        prompts=data.eval,
-        rollout=rollout,
-        resources=work.run.resources,
-        seed=seed,
-        interaction=interaction,
-        completion=completion,
-    )
+    began, evaluation = time.perf_counter(), config.evaluation
+    spec = SampleSpec.of_evaluation(config, ref, data.eval, work.run.resources)
     run_sampling(spec, work.directory)
     rows, rewards = chosen_rows(data.eval, evaluation.max_prompts), None
     if scoring is not None:
         samples, log = pl.read_parquet(work.directory / SAMPLES), work.directory / "rewards.log"
-        rewards = reward_columns(samples, rows, scoring, completion=completion, per_prompt=evaluation.num_samples, log=log)
+        rewards = reward_columns(samples, rows, scoring, completion=config.completion, per_prompt=evaluation.num_samples, log=log)
     report = evaluate_samples(
         work.directory,
         key=work.key,
         label=label,
         model=ref,
         prompts=rows,
-        completion=completion,
+        completion=config.completion,
         evaluation=evaluation,
         rewards=rewards,
     )

@@ -23,57 +23,36 @@ from grpo_tasks.evaluation.report import REPORT, SAMPLES
 from grpo_tasks.rewards.screening import solved_samples
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import DifficultyInputs
+from schemas.config.run import RunConfig
+from schemas.config.view import UNMERGED
 from schemas.results.data import PromptTable
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef
 
 
 @step(
+    reads="difficulty -difficulty.min_prompts completion rewards stages.name stages.rewards data.tasks.rewards "
+    f"rollout interaction seed {UNMERGED} -model.gradient_checkpointing",
     retries=1,
     device=True,
     on_cluster=True,
 )
-def measure_difficulty(
-    work: Work,
-    label: str,
-    start: ModelRef,
-    prompts: PromptTable,
-    inputs: DifficultyInputs,
-    *,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    interaction: InteractionConfig,
-    seed: int,
-) -> DifficultyReport:
+def measure_difficulty(work: Work, config: RunConfig, label: str, start: ModelRef, prompts: PromptTable) -> DifficultyReport:
     """Sample every training prompt from the model `start`, all completions at once, and note how often each prompt is solved."""
-    began = time.perf_counter()
+    began, given = time.perf_counter(), config.difficulty
     rows = read_prompts(prompts.path)
-    if inputs.pass_rate_column is not None:
-        rates = column_rates(rows, inputs.pass_rate_column, [stage.name for stage in inputs.stages])
+    if given.pass_rate_column is not None:
+        rates = column_rates(rows, given.pass_rate_column, [stage.name for stage in config.stages])
     else:
-        spec = SampleSpec.of_training(
-            inputs.samples,
-            model=model,
-            ref=start,
-            prompts=prompts.path,
-            rollout=rollout,
-            resources=work.run.resources,
-            seed=seed,
-            interaction=interaction,
-            completion=inputs.completion,
-        )
+        spec = SampleSpec.of(config, start, prompts.path, work.run.resources, num_samples=given.samples)
 
         def draw(only: Sequence[str] | None, numbers: range) -> pl.DataFrame:
             run_sampling(spec.part(only, numbers), work.directory)
             return pl.read_parquet(work.directory / SAMPLES)
 
-        samples = solved_samples(draw, chosen_rows(prompts.path, None), inputs, log=work.directory / "rewards.log")
-        rates = measured_rates(samples, inputs)
+        samples = solved_samples(draw, chosen_rows(prompts.path, None), config, log=work.directory / "rewards.log")
+        rates = measured_rates(samples, config)
         samples.write_parquet(work.directory / SAMPLES)
-    report = write_rates(rates, rows, inputs, work.directory, key=work.key, label=label)
+    report = write_rates(rates, rows, config, work.directory, key=work.key, label=label)
     work.artifact(f"difficulty-{label}", (work.directory / REPORT).read_text(encoding="utf-8"))
     return report.model_copy(update={"seconds": time.perf_counter() - began})

@@ -14,10 +14,9 @@ from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
 from grpo_tasks.processes.entry import LOG
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
-from schemas.config.run import LabInputs
+from schemas.config.run import RunConfig
+from schemas.config.view import UNMERGED
 from schemas.results.data import DataReport
 from schemas.results.lab import LabCheck, LabReport
 from schemas.results.model import ModelRef
@@ -28,53 +27,28 @@ NOT_SAMPLED = "rewards: tools and environments have to work first"
 
 
 @step(
+    reads="completion rewards lab difficulty.success data.tasks.rewards stages.name stages.kind stages.rewards "
+    f"stages.num_generations rollout interaction seed {UNMERGED}",
     device=True,
     on_cluster=True,
 )
-def probe_rewards(
-    work: Work,
-    data: DataReport,
-    inputs: LabInputs,
-    *,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    interaction: InteractionConfig,
-    seed: int,
-) -> LabReport:
+def probe_rewards(work: Work, config: RunConfig, data: DataReport) -> LabReport:
     """Check contract, determinism, speed, order, gaming and signal. A fault stops the run with a LabError, and so does any other
     finding when `lab.strict` is set."""
     began = time.perf_counter()
-    if not inputs.stages:
+    stages = [stage for stage in config.stages if stage.rewards]
+    if not stages:
         return LabReport(key=work.key, directory=work.directory, seconds=0.0, checks=[], forecasts=[], left_out=[NO_REWARDS])
-    rows = read_prompts(data.train)
-    played = _played(interaction, inputs, rows, model, work.directory / LOG)
-    checks = [weighed(check, inputs.lab) for check in [*_date(rollout), *played]]
+    rows, log = read_prompts(data.train), work.directory / LOG
+    checks = [weighed(check, config.lab) for check in [*_date(config.rollout), *_played(config, rows, log)]]
     if any(check.outcome == "failed" for check in checks):
         # Nothing can be sampled from conversations that go wrong by themselves.
         return _reported(work, LabFindings(checks, [], pl.DataFrame(), [NOT_SAMPLED]), began)
-    spec = SampleSpec(
-        model=model,
-        ref=ModelRef(path=model.path, revision=model.revision),
-        prompts=data.train,
-        max_prompts=inputs.lab.num_prompts,
-        num_samples=inputs.stages[0].num_generations,
-        temperature=rollout.temperature,
-        greedy=False,
-        rollout=rollout,
-        resources=work.run.resources,
-        seed=seed,
-        interaction=interaction,
-        completion=inputs.completion,
-    )
+    base = ModelRef(path=config.model.path, revision=config.model.revision)
+    group, prompts = stages[0].num_generations, config.lab.num_prompts
+    spec = SampleSpec.of(config, base, data.train, work.run.resources, num_samples=group, max_prompts=prompts)
     run_sampling(spec, work.directory)
-    findings = run_lab(
-        inputs,
-        rows,
-        _groups(work.directory / SAMPLES),
-        tasks=inputs.tasks,
-        max_completion_length=rollout.max_completion_length,
-        log=work.directory / LOG,
-    )
+    findings = run_lab(config, rows, _groups(work.directory / SAMPLES), log=log)
     return _reported(work, replace(findings, checks=[*checks, *findings.checks]), began)
 
 
@@ -85,23 +59,21 @@ def _date(rollout: RolloutConfig) -> list[LabCheck]:
     return [] if day is None else [LabCheck(function="data", check="date", outcome="warned", detail=detail)]
 
 
-def _played(
-    interaction: InteractionConfig, inputs: LabInputs, rows: Sequence[PromptRow], model: ModelConfig, log: Path
-) -> list[LabCheck]:
+def _played(config: RunConfig, rows: Sequence[PromptRow], log: Path) -> list[LabCheck]:
     """The trial of tools or an environment."""
-    if not interaction.active:
+    if not config.interaction.active:
         return []
     # Imports transformers, which other runs do without here.
     from grpo_tasks.data.chat_tokens import load_counter
     from grpo_tasks.lab.environment_checks import check_interaction
 
-    counter = load_counter(model)
+    counter = load_counter(config.model)
     return check_interaction(
-        interaction,
+        config.interaction,
         rows,
         chat_template=counter.tokenizer.chat_template or "",
         count_tokens=counter.count,
-        completion=inputs.completion,
+        completion=config.completion,
         log=log,
     )
 

@@ -19,25 +19,26 @@ from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.tracking.served.proof import ServedSpec
 from grpo_tasks.tracking.shown.guards import guards_markdown
 from schemas.config.evaluation import PromotionConfig
+from schemas.config.run import RunConfig
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression
 from schemas.results.model import MergeProof
 from schemas.results.publication import Publication
 
 
-@step(cached=False)
+@step(reads="promotion", cached=False)
 def publish_model(
     work: Work,
+    config: RunConfig,
     proof: MergeProof,
     final: EvalReport,
     rivals: Sequence[EvalReport],
     *,
     policy: EvalReport,
     champion: Champion | None,
-    promotion: PromotionConfig,
     guards: Sequence[GuardCheck] = (),
 ) -> Publication:
     """Register the version (once for the same bytes), test it against `rivals` and `policy`, and decide about the alias."""
-    began = time.perf_counter()
+    began, promotion = time.perf_counter(), config.promotion
     prepare_publishing()
     metric = deciding_metric(promotion, final)
     tests = [compare(final, rival, metric=metric, alpha=promotion.alpha) for rival in rivals]

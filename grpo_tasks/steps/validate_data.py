@@ -2,46 +2,27 @@
 
 from grpo_tasks.answers.extract import check_completion
 from grpo_tasks.answers.ground_truths import truths_check
+from grpo_tasks.data.offered_tools import with_offered_tools
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
 from grpo_tasks.data.validation import validate_rows
-from grpo_tasks.environments.offered import offering
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
+from schemas.config.view import UNMERGED
 from schemas.results.data import DataReport, PreparedData
 
 
-@step()
-def validate_data(
-    work: Work,
-    rows: PreparedData,
-    inputs: JudgeInputs,
-    *,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    interaction: InteractionConfig,
-) -> DataReport:
+@step(reads=f"data validation completion seed rollout interaction {UNMERGED}")
+def validate_data(work: Work, config: RunConfig, rows: PreparedData) -> DataReport:
     """Apply every rule to every row; after writing the report, stop if too many rows are bad or no answer can be right."""
-    check_completion(inputs.completion)
-    origin = Origin(work.key, work.directory, 0.0, rows.sources)
-    if interaction.active:
-        # Imports transformers, which a run that skips validation does not need.
-        from grpo_tasks.data.chat_tokens import load_counter
-
-        # A prompt has the tokens of its tools too.
-        rollout = offering(interaction, rollout, load_counter(model).tokenizer.chat_template)
+    check_completion(config.completion)
     try:
         report = validate_rows(
             rows.directory / ROWS,
-            inputs,
-            origin,
-            check_truths=truths_check(inputs.completion),
-            model=model,
-            rollout=rollout,
+            with_offered_tools(config),
+            Origin(work.key, work.directory, 0.0, rows.sources),
+            check_truths=truths_check(config.completion),
             warn=run_logger().warning,
         )
         work.table("validation-rows", _counts(report))

@@ -19,6 +19,7 @@ from schemas.secret import hide
 @step()
 def write_report(
     work: Work,
+    config: RunConfig,
     data: DataReport,
     lab: LabReport,
     difficulty: DifficultyReport | None,
@@ -27,7 +28,6 @@ def write_report(
     stages: Sequence[StageResult],
     proof: MergeProof,
     decision: PublishedFacts,
-    config: RunConfig,
 ) -> ReportResult:
     """Report data, rewards, curves, answers before and after, evaluation, merge proof, costs and the decision."""
     began = time.perf_counter()

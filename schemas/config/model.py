@@ -104,11 +104,6 @@ class ModelConfig(Section):
         model._locked = sha256
         return model
 
-    def unmerged(self) -> Self:
-        """These settings without those of the merge: to merge in another precision is no reason to train or evaluate again."""
-        neutral = type(self)()
-        return self.model_copy(update={name: getattr(neutral, name) for name in ("merged_dtype", "merged_system_prompt")})
-
     @model_validator(mode="after")
     def _check_added_tokens(self) -> Self:
         texts = [given if isinstance(given, str) else given.token for given in self.added_tokens]

@@ -38,10 +38,12 @@ from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, Rew
 from schemas.config.rollout import RolloutConfig
 from schemas.config.section import Section
 from schemas.config.stage import StageConfig
-from schemas.config.types import Fraction, Name
+from schemas.config.types import Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
 
+MEASURING_SEED = 0
+"""Seed of measured pass rates. It is not the seed of the run, so that runs with other seeds use the same measurement."""
 RESERVED_NAMES = ("base", "merged", "champion")
 """Labels of evaluations, which no stage may take."""
 
@@ -158,7 +160,7 @@ class RunConfig(Section):
     def _evaluation_rewards(self) -> list[str]:
         return self.stages[-1].rewards if self.evaluation.rewards is None else self.evaluation.rewards
 
-    def scoring(self) -> "ScoringInputs | None":
+    def scoring(self) -> "Scoring | None":
         """The functions that score held-out completions, and no other; None when there are none."""
         rewards, evaluators = self._evaluation_rewards, self.evaluation.evaluators
         if not rewards and not evaluators:
@@ -167,29 +169,29 @@ class RunConfig(Section):
         functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
         functions |= {name: RewardConfig(function=function, weight=0.0) for name, function in evaluators.items()}
         section = self.rewards.model_copy(update={"functions": functions})
-        return ScoringInputs(
+        return Scoring(
             rewards=section, weighted=list(dict.fromkeys(rewards)), reported=list(evaluators), tasks=self.task_rewards(evaluators)
         )
 
-    def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False) -> "DifficultyInputs":
-        """What the pass rates by the rewards of these stages depend on, and nothing that only training uses.
+    def difficulty_of(self, stages: Sequence[StageConfig], *, measured: bool = False, adapter: bool = False) -> Self:
+        """The config with these stages only and the functions that they use, for pass rates by their rewards.
 
-        With `measured` they are measured even where a column of the data holds them.
+        Args:
+            stages: the stages.
+            measured: measure them even where a column of the data holds them.
+            adapter: the measured policy has an adapter.
         """
         names = {name for stage in stages for name in stage.rewards}
         used = {name: resolved for name in sorted(names) if (resolved := self.rewards.resolve(name)) is not None}
         # The configured weight counts, as in an evaluation.
         functions = {name: one.model_copy(update={"adaptive": None}) for name, one in used.items()}
-        return DifficultyInputs(
-            samples=self.difficulty.samples,
-            screen=self.difficulty.screen,
-            success=self.difficulty.success,
-            pass_rate_column=None if measured else self.difficulty.pass_rate_column,
-            completion=self.completion,
-            rewards=self.rewards.model_copy(update={"functions": functions}),
-            stages=[StageConfig(name=stage.name, rewards=stage.rewards) for stage in stages],
-            tasks=self.task_rewards(),
-        )
+        difficulty = self.difficulty.model_copy(update={"pass_rate_column": None} if measured else {})
+        rewards = self.rewards.model_copy(update={"functions": functions})
+        update = {"stages": list(stages), "rewards": rewards, "difficulty": difficulty}
+        if self.model.lora is not None and not adapter:
+            # A server needs the rank of an adapter. Nothing else of it is a reason to measure again.
+            update["model"] = self.model.model_copy(update={"lora": ModelConfig().lora})
+        return self.model_copy(update=update if self.model.added_tokens else update | {"seed": MEASURING_SEED})
 
     def task_rewards(self, everywhere: Iterable[str] = ()) -> dict[str, list[str] | None]:
         """The functions that apply to each task: those that data.tasks lists, and those that apply everywhere; None: all."""
@@ -311,6 +313,11 @@ class RunConfig(Section):
         """Name in the model registry."""
         return self.tracking.registered_model or self.name
 
+    def evaluated(self) -> Self:
+        """The config whose rollouts are those of an evaluation, which may sample with an engine of its own."""
+        engine = self.evaluation.engine or self.rollout.engine
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
+
     @property
     def supervised_first(self) -> bool:
         """Whether the first stage trains on demonstrations, so that the base model need not earn any reward."""
@@ -333,21 +340,8 @@ class RunConfig(Section):
         raise KeyError(name)
 
 
-class JudgeInputs(Section):
-    """The settings that decide which rows are valid and to which split they belong."""
-
-    data: DataConfig
-    """Columns, pattern and split."""
-    validation: ValidationConfig
-    """Limits and rules."""
-    completion: CompletionConfig
-    """For the tag names, which no ground truth may contain, and for the equality, which every ground truth has to fit."""
-    seed: int
-    """Seed of the split."""
-
-
-class ScoringInputs(Section):
-    """The settings that the rewards of an evaluation depend on."""
+class Scoring(Section):
+    """The functions that score held-out completions."""
 
     rewards: RewardsConfig
     """The functions that are used, with their weights."""
@@ -357,43 +351,3 @@ class ScoringInputs(Section):
     """Functions that are only reported."""
     tasks: dict[str, list[str] | None] = Field(default_factory=dict)
     """Functions that apply to each task; None: all of them."""
-
-
-class LabInputs(Section):
-    """The settings that the reward lab depends on."""
-
-    completion: CompletionConfig
-    """What an answer is."""
-    rewards: RewardsConfig
-    """The reward functions."""
-    stages: list[StageConfig]
-    """Which rewards each stage uses."""
-    lab: LabConfig
-    """How the functions are probed."""
-    success: Fraction = DifficultyConfig().success
-    """Share of the full reward from which a completion counts as solved."""
-    supervised_first: bool = False
-    """Whether a stage that trains on demonstrations comes first, so that the base model need not earn any reward."""
-    tasks: dict[str, list[str] | None] = Field(default_factory=dict)
-    """Reward functions that apply to each task; None: all of the stage."""
-
-
-class DifficultyInputs(Section):
-    """The settings that measured pass rates depend on."""
-
-    samples: int
-    """Completions of each prompt."""
-    screen: int = 0
-    """Completions after which a prompt that none of them solves gets no more; 0: none does."""
-    success: Fraction
-    """Share of the full reward from which a completion counts as solved."""
-    pass_rate_column: str | None
-    """Column of the data that holds the pass rates."""
-    completion: CompletionConfig
-    """What an answer is."""
-    rewards: RewardsConfig
-    """The reward functions of the stages, with their configured weights."""
-    stages: list[StageConfig]
-    """Which rewards each stage uses."""
-    tasks: dict[str, list[str] | None] = Field(default_factory=dict)
-    """Reward functions that apply to each task; None: all of the stage."""

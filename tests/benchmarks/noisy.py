@@ -131,12 +131,8 @@ def kept_rows(config: RunConfig, stage: StageConfig, data: DataReport, start: Mo
 
     Returns the file, and the completions of the measurement.
     """
-    spec = SampleSpec.of_training(
-        MEASURED_SAMPLES, model=config.model, ref=start, prompts=data.train,
-        rollout=config.rollout, resources=config.resources, seed=0, interaction=config.interaction,
-        completion=config.completion,
-    )  # fmt: skip
-    inputs = config.difficulty_of([stage])
+    inputs = config.difficulty_of([stage], adapter=start.adapter is not None)
+    spec = SampleSpec.of(inputs, start, data.train, config.resources, num_samples=MEASURED_SAMPLES)
     samples = solved_samples(
         lambda only, numbers: sample_table(spec.part(only, numbers), folder), chosen_rows(data.train, None), inputs
     )

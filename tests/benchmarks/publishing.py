@@ -12,7 +12,8 @@ from pathlib import Path
 
 from flows.cli.environment import prepare_environment
 from flows.flow_run import open_flow_run
-from flows.steps import base_model, evaluation_of, merged_model, validated_data
+from flows.steps import base_model, evaluation_of, validated_data
+from grpo_tasks.steps.merge_adapter import merge_adapter
 from grpo_tasks.steps.publish_model import publish_model
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from schemas.config.load import load_config
@@ -26,9 +27,9 @@ def published(store: Path) -> tuple[float, float]:
     with open_flow_run(config, flow="publishing") as run:
         prepare_publishing()
         data, model = validated_data(run), base_model(config)
-        merged = merged_model(run, model, data)
+        merged = merge_adapter(run, config, model, data)
         rival, final = (evaluation_of(run, label, ref, data) for label, ref in (("base", model), ("merged", merged.model)))
-        made = publish_model(run, merged, final, [rival], champion=None, promotion=config.promotion)
+        made = publish_model(run, config, merged, final, [rival], policy=final, champion=None)
         assert made.model_version == "1", "the store was not empty"
         return made.seconds, merged.size_bytes / 2**20
 

@@ -20,10 +20,10 @@ from grpo_tasks.data.chunks import num_workers
 from grpo_tasks.data.judge import judge
 from grpo_tasks.data.report import Origin, report_data
 from grpo_tasks.data.sources import ROWS, load_sources
-from schemas.config.completion import CompletionConfig
-from schemas.config.data import DataConfig, DataSource, ValidationConfig
+from schemas.config.data import DataConfig, DataSource
 from schemas.config.model import ModelConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
+from schemas.config.stage import StageConfig
 
 NUM_ROWS = int(os.environ.get("NUM_ROWS", "1_000_000"))
 
@@ -52,13 +52,13 @@ def _write(path: Path) -> None:
 
 def _measure(folder: Path) -> None:
     data = DataConfig(train=[DataSource(path=str(folder / "rows.jsonl"))])
-    inputs = JudgeInputs(data=data, validation=ValidationConfig(), completion=CompletionConfig(), seed=1)
+    config = RunConfig(data=data, stages=[StageConfig(name="s", rewards=["format"])], seed=1)
     began = time.perf_counter()
     loaded = load_sources(data, directory=folder)
     read = time.perf_counter()
     counter = load_counter(ModelConfig())
     rows = pl.read_parquet(folder / ROWS)
-    verdict = judge(rows, config=inputs, count_tokens=counter.count_column, markers=counter.special_tokens)
+    verdict = judge(rows, config=config, count_tokens=counter.count_column, markers=counter.special_tokens)
     judged = time.perf_counter()
     report = report_data(verdict, Origin("bench", folder, 0.0, loaded.sources), [])
     ended = time.perf_counter()

@@ -14,12 +14,9 @@ from grpo_tasks.cluster.sampling.worker import SampleNode
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
-from schemas.config.completion import CompletionConfig
-from schemas.config.evaluation import EvaluationConfig
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
+from schemas.config.run import RunConfig
 from schemas.errors import UserError
 from schemas.paths import resolve
 from schemas.results.model import ModelRef
@@ -35,17 +32,18 @@ def on_ray(test):
 
 def spec_of(stages, *, ref=None, length=24, evaluation=None, interaction=None, **cluster):
     """The completions of an evaluation of the thirty sums."""
-    return SampleSpec.of(
-        EvaluationConfig(**{"num_samples": 3, "greedy": True} | (evaluation or {})),
-        model=ModelConfig(path=resolve("embedded:base")),
-        ref=ref or ModelRef(path=resolve("embedded:base")),
-        prompts=stages.root / "train.parquet",
-        rollout=RolloutConfig(max_completion_length=length),
-        resources=ResourcesConfig(device="cpu", num_threads=1, cluster=cluster),
+    base = ModelRef(path=resolve("embedded:base"))
+    config = RunConfig(
+        data={"train": [{"path": "rows.jsonl"}]},
+        stages=[{"name": "s", "rewards": ["format"]}],
+        evaluation={"num_samples": 3, "greedy": True} | (evaluation or {}),
+        model={"path": base.path},
+        rollout={"max_completion_length": length},
+        interaction=interaction or {},
         seed=5,
-        interaction=InteractionConfig(**interaction or {}),
-        completion=CompletionConfig(),
     )
+    resources = ResourcesConfig(device="cpu", num_threads=1, cluster=cluster)
+    return SampleSpec.of_evaluation(config, ref or base, stages.root / "train.parquet", resources)
 
 
 def on(nodes, count, **settings):

@@ -10,10 +10,8 @@ from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_tokenizer
 from grpo_tasks.running.step import Work
 from grpo_tasks.steps import validate_data as module
-from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.results.data import PreparedData
 from schemas.results.model import ModelRef
@@ -29,14 +27,12 @@ def validate(tmp_path, write, monkeypatch):
 
     def step(*, model, **rollout):
         path = write(*({"question": f"Write <search> for {number} é", "answer": str(number)} for number in range(6)))
-        tree = {"data": {"train": [{"path": path}], "eval_fraction": 0.5}, "validation": {}, "completion": {}, "seed": 1}
-        inputs = JudgeInputs.model_validate(tree)
-        loaded = load_sources(inputs.data, directory=tmp_path)
+        data = {"train": [{"path": path}], "eval_fraction": 0.5}
+        stages = [{"name": "s", "rewards": ["format"]}]
+        config = RunConfig(data=data, model=model, rollout=rollout, stages=stages, seed=1)
+        loaded = load_sources(config.data, directory=tmp_path)
         rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
-        work = Work("k", tmp_path, None)
-        report = module.validate_data.__wrapped__(
-            work, rows, inputs, model=model, rollout=RolloutConfig(**rollout), interaction=InteractionConfig()
-        )
+        report = module.validate_data.body(Work("k", tmp_path, None), config, rows)
         return pl.read_parquet(report.train)
 
     return step

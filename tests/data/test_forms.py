@@ -18,9 +18,7 @@ from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.data.validation import validate_rows
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.prompts import PLAIN
 
@@ -39,13 +37,12 @@ def contents(verdict: RowVerdict) -> list[list[tuple[str, str]]]:
 def validated(path: str, folder: Path, **data: Any) -> tuple[Any, list[PromptRow]]:
     completion = data.pop("completion", {"equality": "exact"})
     source = {"path": path, **data.pop("source", {})}
-    tree = {"data": {"train": [source], "eval_fraction": 0.2, **data}, "completion": completion, "validation": {}, "seed": 1}
-    inputs = JudgeInputs.model_validate(tree)
-    loaded = load_sources(inputs.data, directory=folder)
+    tree = {"data": {"train": [source], "eval_fraction": 0.2, **data}, "completion": completion, "seed": 1}
+    tree["stages"] = [{"name": "s", "rewards": ["format"]}]
+    config = RunConfig.model_validate(tree)
+    loaded = load_sources(config.data, directory=folder)
     origin = Origin("k", folder, 0.0, loaded.sources)
-    report = validate_rows(
-        loaded.path, inputs, origin, check_truths=find_unusable_truths, model=ModelConfig(), rollout=RolloutConfig()
-    )
+    report = validate_rows(loaded.path, config, origin, check_truths=find_unusable_truths)
     return report, read_prompts(report.train)
 
 

@@ -11,9 +11,7 @@ from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.validation import validate_rows
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, DataError
 from tests.variants import BOS, END, NO_END, NO_OPENING, NO_SYSTEM, START, TEMPLATE, variant
 
@@ -30,17 +28,15 @@ def notes(write: Callable[..., str], tmp_path: Path) -> Validate:
 
     def validate(rows: list[dict[str, Any]], rollout: dict[str, Any] | None = None, **model: Any) -> list[str]:
         data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.2} | model.pop("data", {})
-        tree = {"data": data, "completion": {}, "validation": {}, "seed": 1}
-        inputs = JudgeInputs.model_validate(tree)
-        loaded = load_sources(inputs.data, directory=tmp_path)
+        sections = {"rollout": rollout or {}, "model": {"path": str(variant(tmp_path / "model", **model))}}
+        config = RunConfig(data=data, stages=[{"name": "s", "rewards": ["format"]}], seed=1, **sections)
+        loaded = load_sources(config.data, directory=tmp_path)
         said: list[str] = []
         validate_rows(
             loaded.path,
-            inputs,
+            config,
             Origin("k", tmp_path, 0.0, loaded.sources),
             check_truths=find_unusable_truths,
-            model=ModelConfig(path=str(variant(tmp_path / "model", **model))),
-            rollout=RolloutConfig.model_validate(rollout or {}),
             warn=said.append,
         )
         report = (tmp_path / "report.md").read_text()

@@ -7,10 +7,7 @@ import pytest
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.running.step import Work
 from grpo_tasks.steps import validate_data as module
-from schemas.config.learning.interaction import InteractionConfig
-from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
-from schemas.config.run import JudgeInputs
+from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.data import PreparedData
 
@@ -23,14 +20,11 @@ def validate(tmp_path, write, monkeypatch):
 
     def step(*answers, **completion):
         path = write(*({"question": f"What about {number}?", "answer": answer} for number, answer in enumerate(answers)))
-        tree = {"data": {"train": [{"path": path}], "eval_fraction": 0.5}, "validation": {}, "completion": completion, "seed": 1}
-        inputs = JudgeInputs.model_validate(tree)
-        loaded = load_sources(inputs.data, directory=tmp_path)
+        data = {"train": [{"path": path}], "eval_fraction": 0.5}
+        config = RunConfig(data=data, completion=completion, stages=[{"name": "s", "rewards": ["format"]}], seed=1)
+        loaded = load_sources(config.data, directory=tmp_path)
         rows = PreparedData(key="k", directory=tmp_path, seconds=0.0, sources=loaded.sources, rows=loaded.rows)
-        work = Work("k", tmp_path, None)
-        return module.validate_data.__wrapped__(
-            work, rows, inputs, model=ModelConfig(), rollout=RolloutConfig(), interaction=InteractionConfig()
-        )
+        return module.validate_data.body(Work("k", tmp_path, None), config, rows)
 
     return step
 

@@ -245,15 +245,16 @@ def run_with_an_edit() -> None:
     from flows.cli.main import app
     from grpo_tasks.running import step as steps
 
-    ours, wanted = steps._Step._run, os.environ[STEP]
+    ours, wanted = steps.clear, os.environ[STEP]
 
-    def edited(self, work, inputs, key_now):
-        if _label(f"{work.directory.parent.name}/{work.directory.name}") == wanted:
+    def edited(directory, **options):
+        # A step clears its folder when it is about to run.
+        if _label(f"{directory.parent.name}/{directory.name}") == wanted:
             for edit in os.environ[EDIT].split(","):
                 EDITS[edit].make()
-        return ours(self, work, inputs, key_now)
+        ours(directory, **options)
 
-    steps._Step._run = edited
+    steps.clear = edited
     sys.argv = ["grpo", "run", "small.yaml"]
     app()
 

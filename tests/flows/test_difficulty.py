@@ -8,7 +8,6 @@ from rich.console import Console
 
 from flows import one_step
 from flows.cli.show import describe_difficulty, show_plan
-from flows.steps import MEASURING_SEED, _sampled_model
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.steps.measure_difficulty import measure_difficulty
 from schemas.config.load import load_config
@@ -59,17 +58,8 @@ def rows(tmp_path, tokenizer):
 
 
 def measured(run, rows, config, start=None, rollout=None):
-    return measure_difficulty(
-        run,
-        "start",
-        start or ModelRef(path="embedded:base"),
-        rows,
-        config.difficulty_of(config.stages),
-        model=_sampled_model(config.model, ModelRef(path="embedded:base")),
-        rollout=rollout or config.rollout,
-        interaction=config.interaction,
-        seed=MEASURING_SEED,
-    )
+    config = config.model_copy(update={"rollout": rollout or config.rollout})
+    return measure_difficulty(run, config.difficulty_of(config.stages), "start", start or ModelRef(path="embedded:base"), rows)
 
 
 def test_a_measurement_is_made_once_and_used_by_other_seeds_rates_and_adapters(tmp_path, rows, monkeypatch):
@@ -125,12 +115,13 @@ def test_a_screening_draws_the_rest_only_for_prompts_that_it_solves_and_the_same
     ids=lambda change: next(iter(change)),
 )
 def test_what_a_pass_rate_depends_on_is_part_of_the_key(change):
-    from grpo_tasks.running.key import content_key
+    base = ModelRef(path="embedded:base")
 
     def key(config):
-        return content_key("measure_difficulty", (), {"inputs": config.difficulty_of(config.stages), "rollout": config.rollout})
+        return measure_difficulty.key(config.resources, config.difficulty_of(config.stages), "start", base, base)
 
     assert key(RunConfig.model_validate(config_of().model_dump() | change)) != key(config_of())
+    assert key(RunConfig.model_validate(config_of().model_dump() | {"seed": 7})) == key(config_of())
 
 
 def test_pass_rates_of_a_column_are_taken_without_sampling(tmp_path, rows, monkeypatch):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_tasks.library.own_rewards import add_rewards, rewards_sha256
+from grpo_tasks.library.own_rewards import add_rewards
 from grpo_tasks.rewards.registry import load_function
+from grpo_tasks.running.key import content_key
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
@@ -59,9 +60,9 @@ def test_a_function_of_a_module_is_imported_from_there(tmp_path, monkeypatch):
     section = add_rewards(RewardsConfig(), {"f": function}, tmp_path / "stage")
     assert section.functions["f"].function == "package.mine:f"
     assert section.module_dir == tmp_path
-    before = rewards_sha256(section)
+    before = content_key("s", (), {"rewards": section})
     (tmp_path / "package" / "mine.py").write_text("def f(completions, **columns):\n    return [0.0 for _ in completions]\n")
-    assert rewards_sha256(section) != before
+    assert content_key("s", (), {"rewards": section}) != before
     monkeypatch.delitem(sys.modules, "package.mine")
 
 
@@ -97,6 +98,7 @@ import sys
 from pathlib import Path
 
 from grpo_tasks.library.own_rewards import add_rewards
+from grpo_tasks.running.key import content_key
 from schemas.config.rewards import RewardConfig, RewardsConfig
 from schemas.errors import ConfigError
 

@@ -282,14 +282,6 @@ def test_a_band_that_is_none_is_refused(band):
         of_difficulty({"samples": 8}, keep_pass_rate=band)
 
 
-def test_what_only_training_uses_does_not_change_what_pass_rates_depend_on():
-    first = of_difficulty({"samples": 8}, learning_rate=1e-5)
-    second = of_difficulty({"samples": 8, "min_prompts": 3}, learning_rate=1e-4, keep_pass_rate=[0.1, 0.9], num_generations=4)
-    assert first.difficulty_of(first.stages) == second.difficulty_of(second.stages)
-    other = of_difficulty({"samples": 8, "success": 1.0})
-    assert first.difficulty_of(first.stages) != other.difficulty_of(other.stages)
-
-
 @pytest.mark.parametrize(("on", "prompt"), [(True, "Answer in tags."), (False, None)])
 def test_the_merged_model_gets_the_system_prompt_of_the_data_unless_switched_off(on, prompt):
     data = {"train": [{"path": "train.jsonl"}], "system_prompt": "Answer in tags."}

@@ -16,7 +16,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.config.run import ScoringInputs
+from schemas.config.run import Scoring
 from schemas.prompts import GREEDY
 from schemas.results.model import ModelRef
 from tests.rollout.counting import Counting, interaction
@@ -56,7 +56,7 @@ def test_an_evaluation_plays_and_its_rewards_are_those_of_the_table(spec, tmp_pa
     # Every sample of a prompt has the same environment, the greedy one too.
     seeds = [seed for _, _, seed in environment.begun]
     assert seeds[0] == seeds[1] == seeds[4] != seeds[2] == seeds[3] == seeds[5]
-    scoring = ScoringInputs(rewards=RewardsConfig(), weighted=["environment"], reported=[])
+    scoring = Scoring(rewards=RewardsConfig(), weighted=["environment"], reported=[])
     scores = reward_columns(table, read_prompts(spec.prompts), scoring, completion=CompletionConfig(), per_prompt=2)
     assert scores["reward"].to_list() == pytest.approx([one["reward"] for one in shown])
 

@@ -1,0 +1,22 @@
+"""A config whose prompts show the tools that it offers."""
+
+from grpo_tasks.environments.offered import open_environments, with_tools
+from schemas.config.run import RunConfig
+
+
+def with_offered_tools(config: RunConfig) -> RunConfig:
+    """The config whose chat template shows the tools of its section `interaction`, for a process that plays no conversations.
+
+    Raises:
+        UserError: a tool or the environment cannot be loaded.
+    """
+    if not config.interaction.active:
+        return config
+    # Imports transformers, which a run without tools does not need here.
+    from grpo_tasks.data.chat_tokens import load_counter
+
+    environments = open_environments(config.interaction, chat_template=load_counter(config.model).tokenizer.chat_template)
+    try:
+        return config.model_copy(update={"rollout": with_tools(config.rollout, environments.schemas())})
+    finally:
+        environments.close()
