@@ -171,7 +171,7 @@ RENAMES_ELSEWHERE = {
     "grpo_tasks/content/copies.py": "a folder is named by its content, and the first of two writers keeps it",
     "grpo_tasks/operating/export.py": "moved out of a folder of scratch",
     "grpo_tasks/operating/weights_server.py": "arrives in many requests",
-    "grpo_tasks/running/finished.py": "damaged work is set aside",
+    "grpo_tasks/running/step.py": "damaged work is set aside",
     "grpo_tasks/tracking/database.py": "synced to the disk while the old file keeps a second name",
     "grpo_tasks/tracking/models.py": "an interrupted download keeps its complete files",
     "schemas/results/base.py": "schemas import no room",

@@ -1,27 +1,228 @@
 """A sweep as a flow: one run for each combination of values and each seed, pruned by held-out reward."""
 
 import hashlib
-from dataclasses import replace
+import os
+import shlex
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 
 from flows.flow_run import state_in_prefect
 from flows.model_names import with_fixed_date, with_pinned_model
 from flows.preflight import check_inputs, check_installed, check_output, check_working_directory
-from flows.sweeps.plans import plans_of
-from flows.sweeps.supervise import Options, SweepSupervisor
+from flows.sweeps.plans import Plan, plans_of
+from flows.sweeps.process import MODULE
 from flows.temporary_server import locked_flow
 from grpo_tasks.kit.lock import alone
-from grpo_tasks.running.orchestrator import Wait, flow_run_id, flow_run_name, flow_run_url
-from grpo_tasks.sweeping.grid import Grid, make_grid
-from grpo_tasks.tracking.shown.sweep import SweepRun
+from grpo_tasks.processes.child import POLL_S, Child, error_of
+from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
+from grpo_tasks.running.links import mlflow_pages
+from grpo_tasks.running.orchestrator import (
+    Wait,
+    flow_run_id,
+    flow_run_name,
+    flow_run_url,
+    run_logger,
+    show_artifact,
+    show_progress,
+    show_table,
+)
+from grpo_tasks.sweeping.grid import Grid, Variant, make_grid
+from grpo_tasks.sweeping.table import cells, markdown
+from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
-from schemas.errors import hidden_errors
-from schemas.results.sweep import SweepResult
+from schemas.errors import DiskFullError, OrchestratorError, TrackingError, UserError, hidden_errors
+from schemas.results.sweep import Pruning, SweepLine, SweepResult, VariantEnd, VariantSpec
+from schemas.secret import hide
+
+RUNS = "runs"
+"""Folder of a sweep with a folder for each of its runs."""
+STOPS_ALL = (DiskFullError, TrackingError, OrchestratorError)
+"""Errors that every other run would meet too."""
 
 SWEEPS = "sweeps"
 """Folder of a config's runs with a folder for each sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the runs of a sweep are executed; none of it changes what a run computes, except when it is pruned."""
+
+    parallel: int = 1
+    prune: bool = True
+    min_siblings: int = 2
+
+
+@dataclass(slots=True)
+class _Running:
+    variant: Variant
+    folder: Path
+    child: Child
+
+
+@dataclass(slots=True)
+class SweepSupervisor:
+    """The runs of one sweep."""
+
+    grid: Grid
+    key: str
+    folder: Path
+    tracked: SweepRun
+    options: Options
+    prefect_api: str | None
+    plans: Mapping[int, Plan]
+    """What each run is made of, by its number."""
+    ends: dict[int, VariantEnd] = field(default_factory=dict)
+    errors: list[UserError] = field(default_factory=list)
+    _progress: dict[str, UUID] = field(default_factory=dict)
+
+    def run(self) -> SweepResult:
+        """Run what has not ended before, and return the table.
+
+        Raises:
+            UserError: an error that every run would meet; or every run failed, and this is the first one's error.
+        """
+        waiting = deque(variant for variant in self.grid.variants if not self._ended_before(variant))
+        started = len(waiting)
+        if self.tracked.is_new or started:
+            self._show()
+        running: list[_Running] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.options.parallel:
+                    running.append(self._start(waiting.popleft()))
+                for one in list(running):
+                    if not one.child.is_running(POLL_S):
+                        running.remove(one)
+                        self._end(one)
+        finally:
+            for one in running:
+                one.child.end()
+        if self.errors and all(end.state == "failed" for end in self.ends.values()):
+            raise self.errors[0]
+        return self.result(computed=started)
+
+    def result(self, computed: int = 0) -> SweepResult:
+        """The table as it is now."""
+        handle = self.tracked.handle
+        lines = [
+            SweepLine(
+                number=variant.number,
+                label=variant.label,
+                settings=variant.settings,
+                seed=variant.config.seed,
+                end=self.ends.get(variant.number),
+            )
+            for variant in self.grid.variants
+        ]
+        known = SweepResult(
+            lines=lines,
+            run_id=handle.run_id,
+            experiment_id=handle.experiment_id,
+            tracking_uri=handle.store.uri,
+            computed=computed,
+        )
+        best = known.best
+        if best is None:
+            return known
+        sets = [part for text in self.grid.settings_of(best.number) for part in ("--set", text)]
+        return known.model_copy(update={"publish": hide(shlex.join(["grpo", "run", self.grid.source, *sets]))})
+
+    def _ended_before(self, variant: Variant) -> bool:
+        """Whether a run needs no process. A store that does not know the sweep gets all runs again, from finished steps."""
+        with suppress(OSError, ValueError):
+            end = VariantEnd.load(self._folder(variant) / RESULT)
+            goes_on = end.state == "failed" or (end.state == "pruned" and not self.options.prune)
+            if end.key == self.plans[variant.number].key and not self.tracked.is_new and not goes_on:
+                self.ends[variant.number] = end
+                return True
+        return False
+
+    def _start(self, variant: Variant) -> _Running:
+        folder = self._folder(variant)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (RESULT, ERROR):
+            (folder / name).unlink(missing_ok=True)
+        least = self.options.min_siblings
+        pruning = Pruning(
+            folder=folder.resolve(),
+            family=variant.family,
+            min_siblings=least if self.options.prune else None,
+            same_seed=len(self.grid.variants) // self.grid.seeds > least,
+        )
+        spec = VariantSpec(
+            number=variant.number,
+            label=variant.label,
+            key=self.plans[variant.number].key,
+            copies=self.plans[variant.number].copies,
+            config=_with_threads(variant.config, self.options.parallel),
+            sweep=self.key,
+            parent_run_id=self.tracked.handle.run_id,
+            pruning=pruning,
+            prefect_api=self.prefect_api,
+        )
+        spec.save(folder / SPEC)
+        run_logger().info("run %d of %d begins: %s", variant.number, len(self.grid.variants), variant.label)
+        return _Running(variant, folder, Child(MODULE, folder))
+
+    def _end(self, one: _Running) -> None:
+        number = one.variant.number
+        error = None if one.child.exit_code == 0 else error_of(one.child.exit_code, MODULE, one.folder)
+        try:
+            end = VariantEnd.load(one.folder / RESULT)
+        except (OSError, ValueError):
+            # The process was killed, or failed before its run was opened.
+            reason = error.message.partition("\n")[0] if error is not None else "its process left no result"
+            end = VariantEnd(key=self.plans[number].key, state="failed", reason=reason, seconds=0.0)
+        if isinstance(error, STOPS_ALL):
+            raise error
+        if error is not None:
+            self.errors.append(error)
+        self.ends[number] = end
+        run_logger().info(
+            "run %d of %d ended: %s: %s (%.0f s, log %s)",
+            number,
+            len(self.grid.variants),
+            one.variant.label,
+            end.headline(),
+            end.seconds,
+            one.folder / "log.txt",
+        )
+        self._show(number)
+
+    def _show(self, ended: int | None = None) -> None:
+        """Bring MLflow and Prefect up to date."""
+        result = self.result()
+        if ended is not None:
+            self.tracked.mark(result.lines[ended - 1])
+        self.tracked.show(result)
+        show_table("sweep", [cells(line) for line in result.lines], description=result.headline())
+        done = 100 * len(self.ends) / len(self.grid.variants)
+        show_progress("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
+        pages = mlflow_pages(result.tracking_uri, result.experiment_id, result.run_id)
+        if pages is not None:
+            runs = [line.end.run_id for line in result.lines if line.end is not None and line.end.run_id]
+            link = compare_link(runs, result.experiment_id)
+            compare = f"\n\n[compare the runs in MLflow]({pages.base}/{link})" if link else ""
+            text = f"# {result.headline()}\n\n[the sweep in MLflow]({pages.run}){compare}\n\n{markdown(result)}"
+            show_artifact("sweep-links", hide(text), description="This sweep in MLflow")
+
+    def _folder(self, variant: Variant) -> Path:
+        return self.folder / RUNS / f"{variant.number:03d}"
+
+
+def _with_threads(config: RunConfig, parallel: int) -> RunConfig:
+    """Runs that share the processor get a part of its cores each, unless the config says how many threads to use."""
+    if parallel == 1 or config.resources.num_threads is not None:
+        return config
+    threads = max(1, (os.cpu_count() or 1) // parallel)
+    return config.model_copy(update={"resources": config.resources.model_copy(update={"num_threads": threads})})
 
 
 @locked_flow(name="grpo-sweep", description="Many runs with different settings, compared on the held-out prompts.")

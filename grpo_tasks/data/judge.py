@@ -6,6 +6,7 @@
 Rows are processed in slices, so that the intermediate columns of the rules stay small compared with the data.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -27,7 +28,6 @@ from grpo_tasks.data.checks import (
 from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
 from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
 from grpo_tasks.data.rules import RULES, check_ignored
-from grpo_tasks.data.split import assign_splits
 from grpo_tasks.data.table import Message
 from schemas.config.data import PromptFormat
 from schemas.config.run import RunConfig
@@ -307,3 +307,18 @@ def _token_lengths(lengths: pl.Series, limit: int) -> TokenLengths:
         mean=column.mean(), p50=column.quantile(0.5, "nearest"), p95=column.quantile(0.95, "nearest"), max=column.max()
     )
     return TokenLengths.model_validate({**figures.row(0, named=True), "limit": limit})
+
+
+def is_held_out(prompt_id: str, *, fraction: float, seed: int) -> bool:
+    """Whether the row is in the eval split; about `fraction` of all rows are. Another seed holds out other rows."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:8], "big")
+    return number < fraction * 2**64
+
+
+def assign_splits(prompt_id: pl.Series, *, fraction: float, seed: int) -> pl.Series:
+    """`train` or `eval` for each prompt_id; rows without one stay in the train split and are refused anyway.
+
+    By a hash and not by position: rows that are added or removed leave the split of every other row unchanged.
+    """
+    splits = ["eval" if one is not None and is_held_out(one, fraction=fraction, seed=seed) else "train" for one in prompt_id]
+    return pl.Series("split", splits, dtype=pl.String)

@@ -1,7 +1,7 @@
 """What makes a row bad: the table of all rules, with the reason code, the meaning and the fix of each.
 
     scope     found by                                 compares
-    line      jsonl.py, tabular.py, records.py         the text of one line with its format
+    line      jsonl.py, sources.py, records.py         the text of one line with its format
     prompt    records.py, checks.py, judge.py          the messages of one row
     answer    records.py, checks.py                    the ground truth of one row
     table     checks.py                                one row with the other rows

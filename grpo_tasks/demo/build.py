@@ -9,14 +9,17 @@ format 23 % and accuracy 29 %. Greedy decoding never has the strict format, beca
 GRPO is not part of this: the base model is where the demo run starts.
 """
 
+import json
 import math
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Int
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,11 +28,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
 )
 
 from grpo_tasks.demo.arithmetic import Problem, chat, has_strict_format, is_right, split_problems, write_task
 from grpo_tasks.demo.demonstrations import SolvedProblem, draw_demonstrations
-from grpo_tasks.demo.tokenizer import END, MAX_LENGTH, write_tokenizer
 
 NUM_STEPS = 1800
 BATCH_SIZE = 64
@@ -38,6 +41,18 @@ WARMUP_FRACTION = 0.1
 MAX_NEW_TOKENS = 64
 IGNORE = -100
 """Label of tokens without a loss, as transformers defines it."""
+
+VOCAB_SIZE = 320
+MAX_LENGTH = 2048
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, START, END)
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+"""ChatML without a default system message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +182,46 @@ def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems
 if __name__ == "__main__":
     torch.set_num_threads(2)
     print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent))
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Build the tokenizer; the result is the same at every call.
+
+    transformers chooses the class by the model's type, so this is a Qwen2Tokenizer with Qwen's splitting rule, which makes every
+    digit a token. Only vocabulary and merges are the demo's own.
+    """
+    merges = learn_merges(VOCAB_SIZE - 256 - len(SPECIAL_TOKENS))
+    names = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in merges]
+    return Qwen2Tokenizer(
+        vocab={name: index for index, name in enumerate([*names, *SPECIAL_TOKENS])},
+        merges=merges,
+        unk_token=PAD,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_LENGTH,
+    )
+
+
+def learn_merges(count: int) -> list[tuple[str, str]]:
+    """The first `count` merges of byte-pair encoding on the demo's texts."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + count, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    learner.train_from_iterator(corpus(), trainer)
+    return [(left, right) for left, right in json.loads(learner.to_str())["model"]["merges"]]
+
+
+def corpus() -> Iterator[str]:
+    """Role names, system prompts, questions and demonstrations, with the frequencies of real chats."""
+    for demonstration in draw_demonstrations(split_problems().rest, 2000, random.Random(0)):
+        yield from ("system", "user", "assistant", demonstration.completion)
+        yield from (message["content"] for message in chat(demonstration.problem))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives it back."""
+    build_tokenizer().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. worker.py starts it.
+"""`python -P -m grpo_tasks.environments.serve FD`: the process that tools and environments run in. pool.py starts it.
 
 It imports what the configuration names, then answers one request after another: JSON in frames on a socket of their own, so that
 nothing that a tool prints can be taken for a reply. A hang is ended from outside. A user's code can reach everything in this

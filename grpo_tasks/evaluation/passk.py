@@ -1,7 +1,7 @@
 """Unbiased pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1): the probability that at least one of k samples is right.
 
 Of the n samples of a prompt c are right. Drawing k of the n without replacement misses all c with probability
-C(n - c, k) / C(n, k). Judging samples and averaging over prompts happens in score.py.
+C(n - c, k) / C(n, k). Judging samples and averaging over prompts happens in report.py.
 """
 
 import numpy as np

@@ -6,26 +6,211 @@ saves the result.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from grpo_tasks.content.conversations import turn_by_turn
+from grpo_tasks.answers.equality import equals_any
+from grpo_tasks.answers.extract import extract
+from grpo_tasks.content.conversations import fault_of, turn_by_turn
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.score import EvaluationMetrics, Prompt, score_samples, summarise
+from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
+from grpo_tasks.evaluation.passk import ladder, pass_at_k
 from grpo_tasks.kit.files import replacing
 from schemas.config.completion import CompletionConfig
-from schemas.config.evaluation import EvaluationConfig
-from schemas.metrics import PASS_AT_K, REWARD, describe_figure, figure_text
+from schemas.config.evaluation import EvaluationConfig, PromotionConfig
+from schemas.errors import DataError
+from schemas.metrics import (
+    ACCURACY,
+    COMPLETION_LENGTH,
+    FAILED_RATE,
+    FORMAT_RATE,
+    GREEDY_ACCURACY,
+    GREEDY_FORMAT_RATE,
+    GREEDY_LENIENT_ACCURACY,
+    GREEDY_REWARD,
+    LENIENT_ACCURACY,
+    PASS_AT_1,
+    PASS_AT_K,
+    REWARD,
+    TASK_FAMILIES,
+    TRUNCATED_RATE,
+    column_of,
+    describe_figure,
+    figure_text,
+    member,
+)
 from schemas.prompts import GREEDY
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
 
+SCORES = ("strict_format", "correct", "lenient_correct", "truncated")
+
+_RATES = (ACCURACY, FORMAT_RATE, LENIENT_ACCURACY)
+_GREEDY_RATES = (GREEDY_ACCURACY, GREEDY_FORMAT_RATE, GREEDY_LENIENT_ACCURACY)
+
 SAMPLES = "samples.parquet"
 REPORT = "report.md"
 _EXAMPLES = 3
 _SHOWN_CHARS = 600
+
+
+class Prompt(Protocol):
+    """What the evaluation reads of a prompt; rows of grpo_tasks/data have more fields."""
+
+    @property
+    def prompt_id(self) -> str:
+        """The row's identifier: the first 16 hex digits of its hash."""
+        ...
+
+    @property
+    def truths(self) -> Sequence[str]:
+        """The right answers; empty for a row without ground truth."""
+        ...
+
+    @property
+    def task(self) -> str:
+        """Task of the row; empty when the data has a single task."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationMetrics:
+    """The metrics of one evaluation, by their names in schemas/metrics.py EVALUATION, and pass@k by k."""
+
+    metrics: dict[str, Interval]
+    pass_at_k: dict[int, Interval]
+
+
+def score_samples(samples: pl.DataFrame, prompts: Sequence[Prompt], completion: CompletionConfig) -> pl.DataFrame:
+    """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
+
+    A sample is strictly correct if it has the required format and its answer equals a ground truth; lenient scoring takes the
+    last text that looks like an answer. A conversation that a fault of its environment ended is wrong and never left out: a
+    policy that causes faults where a prompt is hard would gain by it.
+
+    Where tools or an environment answered, the boolean column `failed` too.
+
+    Null is a verdict that cannot be given: right or wrong without a ground truth, the format of free text.
+
+    Args:
+        samples: columns of schemas/tables.py Samples.
+        prompts: rows with the ground truth, for every prompt_id of `samples`.
+        completion: what an answer is, and when it is right.
+
+    Raises:
+        DataError: not one conversation has begun.
+    """
+    truth = {prompt.prompt_id: prompt.truths for prompt in prompts}
+    unknown = set(samples["prompt_id"]) - truth.keys()
+    assert not unknown, f"samples of unknown prompts: {sorted(unknown)[:3]}"
+    failed = _failed(samples)
+    texts = samples["completion"].to_list() if failed is None else _without(samples["completion"], failed)
+    verdicts = [_judge(text, truth[prompt_id], completion) for prompt_id, text in zip(samples["prompt_id"], texts, strict=True)]
+    strict_format, correct, lenient = zip(*verdicts, strict=True) if verdicts else ((), (), ())
+    return samples.with_columns(
+        *([] if failed is None else [failed]),
+        pl.Series("strict_format", strict_format, dtype=pl.Boolean),
+        pl.Series("correct", correct, dtype=pl.Boolean),
+        pl.Series("lenient_correct", lenient, dtype=pl.Boolean),
+        # From the finish reason, never from the last token: a completion may also end with a stop string.
+        (pl.col("finish_reason") == "length").alias("truncated"),
+        pl.col("prompt_id").replace_strict({prompt.prompt_id: prompt.task for prompt in prompts}, default="").alias("task"),
+    )
+
+
+def _failed(samples: pl.DataFrame) -> pl.Series | None:
+    """Which conversations a fault ended; None when completions are one turn each."""
+    if "conversation" not in samples.columns:
+        return None
+    faults = [fault_of(text) for text in samples["conversation"]]
+    if faults and None not in faults and samples["completion_tokens"].sum() == 0:
+        # No policy has caused that, and figures of nothing would be compared with those of other models.
+        raise DataError(
+            f"the environment began none of {len(faults):,} conversations: {faults[0]}",
+            place="interaction",
+            fix="repair what it needs, such as a service that it asks, and run the evaluation again",
+        )
+    return pl.Series("failed", [fault is not None for fault in faults], dtype=pl.Boolean)
+
+
+def _without(texts: pl.Series, failed: pl.Series) -> list[str]:
+    """The texts, empty where a fault has ended the conversation."""
+    return ["" if gone else text for text, gone in zip(texts, failed, strict=True)]
+
+
+def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool | None, bool | None, bool | None]:
+    """Strict format, strictly right, leniently right."""
+    if completion.format == "none":
+        return None, None, None
+    found = extract(text, completion)
+    if not truths or not completion.has_answer:
+        return found.strict_format, None, None
+    right = found.strict_format and found.answer is not None and equals_any(found.answer, truths, completion.equality)
+    lenient = right or (found.lenient_answer is not None and equals_any(found.lenient_answer, truths, completion.equality))
+    return found.strict_format, right, lenient
+
+
+def summarise(scored: pl.DataFrame, evaluation: EvaluationConfig) -> EvaluationMetrics:
+    """All metrics of the evaluation with their intervals over prompts, from a scored table.
+
+    Each prompt must have exactly `evaluation.num_samples` samples, and one greedy completion if `evaluation.greedy` is on. A
+    metric is the mean over the prompts that have a value; one that no prompt has a value of is left out. With more than one task
+    the metrics of TASK_FAMILIES are given for each task too.
+    """
+    assert_complete(scored, evaluation)
+    sampled, greedy = scored.filter(pl.col("sample") != GREEDY), scored.filter(pl.col("sample") == GREEDY)
+    functions = [name for name in scored.columns if name == REWARD or PromotionConfig.decides_by(name)]
+    metrics = _intervals(sampled, [*_RATES, TRUNCATED_RATE, FAILED_RATE, COMPLETION_LENGTH, *functions], evaluation)
+    if evaluation.greedy:
+        metrics |= _intervals(greedy, [*_GREEDY_RATES, GREEDY_REWARD], evaluation)
+    tasks = sorted(set(scored["task"])) if "task" in scored.columns else []
+    for task in tasks if len(tasks) > 1 else []:
+        of_task = _intervals(sampled.filter(pl.col("task") == task), list(TASK_FAMILIES), evaluation)
+        metrics |= {member(TASK_FAMILIES[name], task): interval for name, interval in of_task.items()}
+    rungs = _pass_at(_means(sampled, "correct"), evaluation)
+    if rungs:
+        metrics[PASS_AT_1], metrics[PASS_AT_K] = rungs[1], rungs[evaluation.num_samples]
+    return EvaluationMetrics(metrics=metrics, pass_at_k=rungs)
+
+
+def _intervals(table: pl.DataFrame, names: Sequence[str], evaluation: EvaluationConfig) -> dict[str, Interval]:
+    """The metrics that any prompt of the table has a value of."""
+    found: dict[str, Interval] = {}
+    for name in names:
+        column, metric = column_of(name), describe_figure(name)
+        values = _means(table, column) if column in table.columns else np.zeros(0)
+        interval = rate_interval if metric is not None and metric.unit == "share" else mean_interval
+        if values.size:
+            found[name] = interval(values, confidence=evaluation.confidence)
+    return found
+
+
+def _pass_at(accuracy: NDArray[np.float64], evaluation: EvaluationConfig) -> dict[int, Interval]:
+    if not accuracy.size:
+        return {}
+    right, num_samples = (accuracy * evaluation.num_samples).round().astype(np.int64), evaluation.num_samples
+    return {k: rate_interval(pass_at_k(num_samples, right, k), confidence=evaluation.confidence) for k in ladder(num_samples)}
+
+
+def assert_complete(samples: pl.DataFrame, evaluation: EvaluationConfig) -> None:
+    """Assert that every prompt has each of its samples exactly once; otherwise some prompts would count more than others."""
+    wanted = {*range(evaluation.num_samples), *([GREEDY] if evaluation.greedy else [])}
+    per_prompt = samples.group_by("prompt_id").agg(pl.col("sample").sort())
+    odd = per_prompt.filter(pl.col("sample") != pl.lit(sorted(wanted)))
+    assert per_prompt.height, "there are no samples"
+    assert odd.is_empty(), f"prompt {odd['prompt_id'][0]} has samples {odd['sample'][0].to_list()}, expected {sorted(wanted)}"
+
+
+def _means(table: pl.DataFrame, column: str) -> NDArray[np.float64]:
+    """The mean of each prompt's samples that have a value, prompts sorted by id; prompts without any are left out."""
+    means = table.group_by("prompt_id").agg(pl.col(column).mean().cast(pl.Float64)).sort("prompt_id")
+    return means[column].drop_nulls().to_numpy()
 
 
 def evaluate_samples(

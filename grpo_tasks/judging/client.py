@@ -12,8 +12,10 @@ The key is read from the environment for each request and stands in no message.
 import os
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +23,11 @@ import httpx
 
 from grpo_tasks.judging.frame import Question
 from grpo_tasks.judging.limits import JudgeLimits
-from grpo_tasks.judging.servers import JudgeAddress, JudgeAddresses
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import JudgeUnavailableError, RewardError
+
+REST_S = 10.0
+"""How long an address that failed is left out while others answer."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 CONNECT_S = 10.0
@@ -37,6 +41,65 @@ MAX_REPLY_BYTES = 2**23
 """Largest reply that is received. What is cut there is no verdict."""
 _MILLION = 1e6
 _SHOWN = 300
+
+
+@dataclass(slots=True)
+class JudgeAddress:
+    """One address."""
+
+    address: str
+    """Up to and including /v1."""
+    in_flight: int = 0
+    sent: int = 0
+    """Requests so far."""
+    failing: bool = False
+    rests_until: float = 0.0
+
+
+class JudgeAddresses:
+    """The addresses of a judge; safe for threads.
+
+    The least loaded address that is not resting gets a request. One that fails rests for REST_S. If all rest, one is asked all
+    the same: `JudgeClient` decides when the judge is unavailable.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._servers = [JudgeAddress(address.rstrip("/")) for address in dict.fromkeys(addresses)]
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    @contextmanager
+    def taken(self, tried: Collection[str]) -> Iterator[JudgeAddress]:
+        """The address for a request, as long as the request takes.
+
+        Args:
+            tried: addresses that have failed for this request; they come last.
+        """
+        with self._lock:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda one: (one.address in tried, one.rests_until > now, one.in_flight, one.sent))
+            server.in_flight += 1
+            server.sent += 1
+            if server.failing:
+                # Others do not try it until this request knows more.
+                server.rests_until = now + REST_S
+        try:
+            yield server
+        finally:
+            with self._lock:
+                server.in_flight -= 1
+
+    def answered(self, server: JudgeAddress) -> None:
+        """It has answered."""
+        with self._lock:
+            server.failing, server.rests_until = False, 0.0
+
+    def failed(self, server: JudgeAddress, told_s: float) -> None:
+        """It has not answered, or asks for a pause of `told_s` seconds."""
+        with self._lock:
+            server.failing, server.rests_until = True, time.monotonic() + max(REST_S, told_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
     gaming       pays nothing gamed more than the perfect completion
     gold         (the built-in correctness only) gives the ground truth of every row the full score
 
-Only faults stop a run by default (run.py). stage_checks.py checks the sum of a stage.
+Only faults stop a run by default (run.py). run.py checks the sum of a stage.
 """
 
 import re

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -30,8 +31,8 @@ from grpo_tasks.attention.packed_row import PackedRow
 from grpo_tasks.attention.shared_prompt import no_mask, use_shared_prompts
 from grpo_tasks.policy.batch import TokenBatch
 from grpo_tasks.policy.folded_adapter import CausalLM, causal_model, decoder_of
-from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.sharded import forward_pass
+from grpo_tasks.policy.token_rows import logits_of, plain_layer
 
 Layout = Literal["packed", "plain"]
 
@@ -287,3 +288,82 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Float[Tensor, " M"], _: Tensor) -> tuple[Any, ...]:
         (slope,) = ctx.saved_tensors
         return (grad[:, None] * slope).to(slope.dtype), None, None, None, None, None
+
+
+class OwnHead(nn.Module):
+    """What a causal language model computes from its decoder's output; has the parameters of all but the decoder.
+
+    Between hidden states and logits stands more than a linear layer: Granite and Cohere scale, Gemma caps, MiniCPM3 scales the
+    hidden states. A copy of these formulas is wrong for the next model and says nothing about it, so there is none.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        causal, decoder = causal_model(model), decoder_of(model)
+        children = dict(causal.named_children())
+        [name] = [name for name, child in children.items() if child is decoder]
+        self.rest = nn.ModuleDict({f"{key}_": child for key, child in children.items() if key != name})
+        head: Any = plain_layer(causal.get_output_embeddings() or causal.get_input_embeddings())
+        self.out_features: int = len(head.weight)
+        """V, the number of logits of a token."""
+        self._decoder = _Given(decoder)
+        # The same model with another decoder. It shares all else: weights that FSDP gathers are there when they are gathered.
+        self._twin = object.__new__(type(causal))
+        self._twin.__dict__.update(causal.__dict__)
+        self._twin.__dict__["_modules"] = children | {name: self._decoder}
+        for key, child in children.items():
+            if isinstance(child, TrainableTokensWrapper):
+                self._twin.__dict__["_modules"][key] = _Rows(child)
+
+    def forward(self, hidden: Float[Tensor, "m H"]) -> Float[Tensor, "m V"]:
+        """The logits after these hidden states."""
+        self._decoder.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # nothing reads them
+        # Not `twin(...)`: hooks of the model, and what accelerate puts around its forward pass, belong to a whole pass.
+        logits: Tensor = type(self._twin).forward(self._twin, input_ids=ids).logits
+        self._decoder.hidden = None
+        return logits[0]
+
+
+class _Given(nn.Module):
+    """A decoder whose output is known; it has the attributes of the real one, such as Falcon H1's multiplier of the logits."""
+
+    hidden: Tensor | None = None
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["real"] = real  # not as a part: its weights are none of the head's
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["real"], name)
+
+    @property
+    def decoder(self) -> "_Given":
+        """OPT and the decoders of encoder-decoder models are called by this name, one level below."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> "_Output":
+        return _Output(self.hidden)
+
+
+class _Output(tuple[Any, ...]):
+    """The output of a decoder that computed nothing but hidden states; read by name or by number, as models do."""
+
+    __slots__ = ()
+
+    def __new__(cls, hidden: Tensor | None) -> "_Output":
+        return super().__new__(cls, (hidden,))
+
+    def __getattr__(self, name: str) -> Any:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _Rows(nn.Module):
+    """An output layer with trained rows of added tokens, without peft's copy of its weight."""
+
+    def __init__(self, head: TrainableTokensWrapper) -> None:
+        super().__init__()
+        self.__dict__["head"] = head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return logits_of(self.__dict__["head"], hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)

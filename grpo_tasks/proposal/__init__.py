@@ -1,7 +1,7 @@
 """Proposes a config for a data file that nobody has described yet.
 
-columns.py   which columns hold the question, the chat and the answer
-answers.py   where the ground truth stands in the answer, and how two answers are compared
+propose.py   which columns hold the question, the chat and the answer
+propose.py   where the ground truth stands in the answer, and how two answers are compared
 propose.py   tries the candidates on the file, with the readers and rules of the pipeline itself
 config_text.py  the proposal as a commented YAML config
 

@@ -1,6 +1,6 @@
 """A data file -> a proposal that the validation step accepts.
 
-    file --preview--> rows --columns.py, answers.py--> candidates --the pipeline's own validation--> the first one that works
+    file --preview--> rows --values and names--> candidates --the pipeline's own validation--> the first one that works
 
 Nothing is written but a temporary folder. The limits of the proposal (prompt length, share of refused rows) are those of the
 trial, so `grpo validate` agrees with it.
@@ -8,17 +8,17 @@ trial, so `grpo validate` agrees with it.
 
 import math
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_unusable_truths
+from grpo_tasks.data.normalise import normalise_answer
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import ROWS, load_sources, preview
 from grpo_tasks.data.validation import validate_rows
-from grpo_tasks.proposal.answers import find_equality, find_pattern
-from grpo_tasks.proposal.columns import ColumnChoice, candidates
 from schemas.config.completion import CompletionConfig, Equality
 from schemas.config.data import DataConfig, DataSource, ValidationConfig
 from schemas.config.rollout import RolloutConfig
@@ -26,6 +26,20 @@ from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError
 from schemas.results.data import DataReport
+
+QUESTIONS = ("question", "problem", "query", "instruction", "quiz", "input", "prompt", "task", "text", "source")
+"""Usual names of a question's column, best first. A column that only contains one of them comes after all of these."""
+ANSWERS = (
+    *("answer", "target", "final_answer", "expert_answer", "ground_truth", "label", "expected", "gold", "solution"),
+    *("solution_text", "output", "response", "completion", "result"),
+)
+CHATS = ("prompt", "messages", "conversation", "conversations", "chat")
+CONTEXTS = ("body", "context", "passage", "premise", "input")
+"""Columns that a question may refer to: SVAMP's Body, SQuAD's context, Alpaca's input."""
+FILLED = 0.9
+"""Share of rows in which a column must hold a value of its kind."""
+
+Rows = Sequence[Mapping[str, object]]
 
 PREVIEW_ROWS = 500
 """Rows that decide about columns, pattern and equality."""
@@ -39,6 +53,116 @@ MOST_PROMPT_TOKENS = EMBEDDED_CONTEXT - COMPLETION_TOKENS
 MOST_REFUSED = 0.5
 _SEED = 42
 _HELD_OUT = {"train": ("test", "eval", "validation", "valid", "dev")}
+PATTERNS = (
+    (r"#### (.+)", "the text after the last ####, as in GSM8K"),
+    (r"\\boxed\{([^{}]*)\}", r"the content of \boxed{}"),
+    (r"(?s)<answer>\s*(.*?)\s*</answer>", "the text between <answer> and </answer>"),
+    (r"(?i)\banswer is:?\s*(.+?)\.?\s*$", "the text after `answer is`"),
+)
+"""Marks of the final answer inside a worked solution, in the syntax of Rust's linear-time regular expressions."""
+MATCHED = 0.95
+"""Share of the answers in which a pattern must occur."""
+_LONGEST_CHOICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """One way to read the rows of a file."""
+
+    question: str | None
+    """Column of the bare question; None when `chat` has the prompt."""
+    chat: str | None
+    """Column of chat messages."""
+    answer: str | None
+    """Column of the ground truth; None: the task has none."""
+    context: str | None = None
+    """Column that stands before the question, because the question alone cannot be understood."""
+
+
+def candidates(rows: Rows) -> list[ColumnChoice]:
+    """Every plausible way to read the rows: chats before questions, likelier columns first; empty when no column holds text.
+
+    Names order the columns, and values decide whether one is a candidate at all: `prompt` may hold text or messages.
+    """
+    answer = next(iter(answer_columns(rows)), None)
+    chats = [ColumnChoice(None, column, answer) for column in chat_columns(rows)]
+    questions = [column for column in question_columns(rows) if column != answer]
+    return chats + [ColumnChoice(column, None, answer, context_of(rows, column, answer)) for column in questions]
+
+
+def chat_columns(rows: Rows) -> list[str]:
+    """Columns with lists of messages."""
+    return [column for column in _columns(rows) if _share(rows, column, _is_chat) >= FILLED]
+
+
+def question_columns(rows: Rows) -> list[str]:
+    """Columns with text, the likeliest question first. A column whose text is always the same is none."""
+    texts = [column for column in _columns(rows) if _share(rows, column, _is_text) >= FILLED and _varies(rows, column)]
+    named = [column for column in texts if _rank(column, QUESTIONS) < 2 * len(QUESTIONS)]
+    # Without a familiar name the longest text is the likeliest question.
+    others = sorted((column for column in texts if column not in named), key=lambda column: -_mean_length(rows, column))
+    return sorted(named, key=lambda column: _rank(column, QUESTIONS)) + others
+
+
+def answer_columns(rows: Rows) -> list[str]:
+    """Columns with a familiar name that hold texts or numbers, the likeliest first."""
+    fitting = [
+        column
+        for column in _columns(rows)
+        if _rank(column, ANSWERS) < 2 * len(ANSWERS) and _share(rows, column, _is_scalar) >= FILLED
+    ]
+    return sorted(fitting, key=lambda column: _rank(column, ANSWERS))
+
+
+def context_of(rows: Rows, question: str, answer: str | None) -> str | None:
+    """The column that the question refers to, if there is one."""
+    if _rank(question, QUESTIONS) >= len(QUESTIONS):
+        return None
+    for column in _columns(rows):
+        if column.lower() in CONTEXTS and column not in (question, answer) and _share(rows, column, _is_text) >= FILLED:
+            return column
+    return None
+
+
+def _columns(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(str(column) for row in rows for column in row))
+
+
+def _rank(column: str, names: Sequence[str]) -> int:
+    """Place of a column among usual names: exact ones first, then columns that contain one. Neither: twice their number."""
+    plain = column.lower().strip().replace(" ", "_")
+    if plain in names:
+        return names.index(plain)
+    parts = plain.split("_")
+    return next((len(names) + place for place, name in enumerate(names) if name in parts), 2 * len(names))
+
+
+def _share(rows: Rows, column: str, fits: Callable[[object], bool]) -> float:
+    return sum(fits(row.get(column)) for row in rows) / max(len(rows), 1)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_scalar(value: object) -> bool:
+    return _is_text(value) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _is_chat(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in value)
+    )
+
+
+def _varies(rows: Rows, column: str) -> bool:
+    return len({str(row.get(column)) for row in rows}) > len(rows) / 20
+
+
+def _mean_length(rows: Rows, column: str) -> float:
+    return sum(len(str(row.get(column) or "")) for row in rows) / max(len(rows), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +296,24 @@ def _held_out_beside(path: Path) -> str | None:
             if beside.is_file():
                 return str(beside)
     return None
+
+
+def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
+    """The pattern that marks the ground truth in nearly all answers, and what it takes; None when the answer is bare."""
+    column = pl.Series("answer", answers, dtype=pl.String)
+    for pattern, meaning in PATTERNS:
+        if len(column) and int(column.str.contains(pattern).sum()) >= MATCHED * len(column):
+            return pattern, meaning
+    return None
+
+
+def find_equality(truths: Sequence[str]) -> Equality:
+    """How these ground truths are compared: as letters, numbers or expressions if all of them are such, otherwise as text."""
+    normal = [normalise_answer(truth) for truth in truths]
+    rows = pl.DataFrame({"answer": normal, "source": "", "line": range(len(normal))})
+    short = all(len(truth) <= _LONGEST_CHOICE for truth in normal)
+    kinds: list[Equality] = ["numeric", "choice", "math"] if short else ["numeric", "math"]
+    for kind in kinds:
+        if normal and find_unusable_truths(rows, kind).count == 0:
+            return kind
+    return "exact"

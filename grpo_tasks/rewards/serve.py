@@ -8,27 +8,55 @@ reply (replies.py).
 
 import ctypes
 import json
+import math
+import numbers
 import os
+import re
 import sys
+import sysconfig
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_tasks.processes.framing import MAX_TEXT_CHARS, read_frame, write_frame
 from grpo_tasks.processes.lifetime import die_with_parent
-from grpo_tasks.rewards.arguments import Notes, NotPlayedError, call_arguments
-from grpo_tasks.rewards.contract import ContractError, FunctionScores, RewardFault, check_result
-from grpo_tasks.rewards.explain import raised
+from grpo_tasks.rewards.contract import (
+    MAX_EXTRA_CHARS,
+    MAX_EXTRAS,
+    MAX_METRIC_CHARS,
+    MAX_METRICS,
+    ContractError,
+    Extra,
+    FunctionScores,
+    RewardFault,
+    breach,
+    check_result,
+    shorten,
+)
 from grpo_tasks.rewards.registry import RewardFunction, gold_completions, load_function
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import RewardsConfig
 from schemas.errors import JudgeUnavailableError, RewardError, UserError
-from schemas.secret import hide_output
+from schemas.prompts import PLAIN
+from schemas.secret import hide, hide_output
 
 # Kept here because a function may replace them in the module json.
 _dumps, _loads = json.dumps, json.loads
+
+MAX_SHOWN = 10
+"""Arguments that are described."""
+MAX_CHARS = 700
+"""Characters of the description."""
+_IN_STRING = re.compile(r"'(?:list|dict)' object has no attribute '(\w+)'")
+_IN_NONE = re.compile(r"'NoneType' object has no attribute '(\w+)'")
+_NOT_STRINGS = ("expected string or bytes-like object", "expected str instance", "must be str, not", "can only concatenate str")
+_OF_MATCH = {"group", "groups", "groupdict", "start", "end", "span"}
 
 
 def main() -> None:
@@ -119,3 +147,221 @@ def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]
 
 if __name__ == "__main__":
     main()
+
+
+class Notes:
+    """What a function passes to log_metric and log_extra during a call."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, list[float]] = {}
+        self._extras: dict[str, list[Extra]] = {}
+
+    def record_metric(self, name: str, value: float) -> None:
+        """TRL's `log_metric`: remember a finite number. Any other is left out, because no mean would survive it."""
+        name = _clean(name)
+        if name not in self._metrics and len(self._metrics) == MAX_METRICS:
+            raise ValueError(f"log_metric received more than {MAX_METRICS} different names in one call")
+        # Scalar arrays and tensors become numbers here.
+        if math.isfinite(number := float(value)):
+            self._metrics.setdefault(name, []).append(number)
+
+    def record_column(self, column: str, values: Iterable[Any]) -> None:
+        """TRL's `log_extra`: remember values, one per completion. Further calls with the same name add to them."""
+        column = _clean(column)
+        if column not in self._extras and len(self._extras) == MAX_EXTRAS:
+            raise ValueError(f"log_extra received more than {MAX_EXTRAS} different columns in one call")
+        self._extras.setdefault(column, []).extend(map(_cell, values))
+
+    def means(self) -> dict[str, float]:
+        """The metrics, averaged over the call."""
+        return {name: fmean(values) for name, values in self._metrics.items()}
+
+    def extras(self, num: int) -> dict[str, list[Extra]]:
+        """The columns.
+
+        Raises:
+            ContractError: a column has not one value for each of the `num` completions.
+        """
+        for column, values in self._extras.items():
+            if len(values) != num:
+                fix = "pass one value per completion, None where there is none"
+                raise breach(f"passed {len(values)} values of {column} to log_extra for {num} completions", fix)
+        return self._extras
+
+
+def call_arguments(request: Mapping[str, Any], notes: Notes, *, as_text: bool) -> dict[str, Any]:
+    """The arguments by name.
+
+    Args:
+        request: the request of the parent (worker.py).
+        notes: receives what the function reports.
+        as_text: pass strings for chats too: the content of the last message, and the text of the completion.
+    """
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    for messages, text in zip(request["prompts"], request["completions"], strict=True):
+        plain = as_text or (bool(messages) and messages[0].get("role") == PLAIN)
+        prompts.append((messages[-1].get("content", "") if messages else "") if plain else messages)
+        completions.append(text if plain else [{"role": "assistant", "content": text}])
+    given = {"prompt_ids": request["prompt_ids"]} if request["prompt_ids"] else {}
+    if played := request["played"]:
+        completions = completions if as_text else [one["said"] for one in played]
+        # Lists of their own: a function may change what it receives.
+        given["messages"] = [[*before, *one["said"]] for before, one in zip(request["prompts"], played, strict=True)]
+        given |= {"turns": [one["turns"] for one in played], "environment_reward": [one["reward"] for one in played]}
+        given["environments"] = [_environment(one) for one in played]
+    return {
+        **request["columns"],
+        **given,
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": request["completion_ids"],
+        "trainer_state": SimpleNamespace(**request["trainer_state"]),
+        "log_extra": notes.record_column,
+        "log_metric": notes.record_metric,
+    }
+
+
+class NotPlayedError(AttributeError):
+    """A function reads an attribute of an environment that nobody has played with."""
+
+
+class _NotPlayed:
+    def __getattr__(self, name: str) -> Any:
+        raise NotPlayedError(f"no environment has played, so it has no {name}")
+
+
+def _environment(played: Mapping[str, Any]) -> Any:
+    """What TRL passes as environment, as far as rewards read it: its public attributes after the last turn."""
+    if not played["answered"]:
+        return _NotPlayed()
+    known = played["turns"][-1]["info"].get("environment") if played["turns"] else None
+    return SimpleNamespace(**known) if isinstance(known, dict) else SimpleNamespace()
+
+
+def _clean(name: object) -> str:
+    # MLflow accepts few other characters, and a slash would open a further level in its user interface.
+    return re.sub(r"[^\w :-]", "_", str(name))[:MAX_METRIC_CHARS].strip() or "_"
+
+
+def _cell(value: Any) -> Extra:
+    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+        return float(value) if value is not None and math.isfinite(value) else None
+    # Lone surrogates, which a completion may contain, become escapes: UTF-8 has no form for them.
+    text = shorten(str(value), MAX_EXTRA_CHARS - 10).encode(errors="backslashreplace").decode()
+    return text[:MAX_EXTRA_CHARS]
+
+
+def raised(error: BaseException, arguments: Mapping[str, Any], columns: Sequence[str], module: str) -> RewardFault:
+    """The fault of a call that raised.
+
+    Args:
+        error: what was raised.
+        arguments: the arguments of the call.
+        columns: names of the data's columns.
+        module: dotted name of the user's module.
+    """
+    message = _message_of(error)
+    return RewardFault(
+        "raised",
+        f"raised {type(error).__name__}: {shorten(hide(message))}",
+        source=_source(error, module),
+        fix=_advice(error, message, arguments, columns),
+        arguments=_described(arguments),
+    )
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be read: {type(second).__name__})"
+
+
+def _source(error: BaseException, module: str) -> str:
+    """File, line and function: the innermost frame in the folder of the user's module, or else outside of libraries."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "grpo_tasks/rewards/" not in frame.filename]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    home = str(Path(file).parent) if file else ""
+    inside = [frame for frame in frames if home and frame.filename.startswith(home) and not _is_library(frame.filename, home)]
+    chosen = inside or [frame for frame in frames if not _is_library(frame.filename, "")] or frames
+    return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else ""
+
+
+def _is_library(file: str, home: str) -> bool:
+    """Whether a file is installed. What lies below `home` is not, unless an environment lies there."""
+    below = file[len(home) :]
+    return "site-packages" in below or "dist-packages" in below or file.startswith((sysconfig.get_path("stdlib"), "<frozen"))
+
+
+def _advice(error: BaseException, message: str, arguments: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """What to change, where the exception has a usual cause."""
+    known = f"the data have the columns {', '.join(columns)}"
+    if isinstance(error, TypeError) and "unexpected keyword argument" in message:
+        return "add **kwargs to the function: as in TRL, it receives every column of the data"
+    if isinstance(error, TypeError) and "required" in message and "argument" in message:
+        there = "the one named by data.answer_column arrives as answer"
+        return f"add a column of that name to the data ({there}), or set it in params; {known}"
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in arguments:
+        key = error.args[0]
+        return f"if {key} is meant to be a column: {known}; rename one, add it, or set {key} in params"
+    if isinstance(error, NameError):
+        return "define or import that name in the module: the worker process knows nothing of a notebook or a script"
+    if isinstance(error, ValueError) and "could not convert string to float" in message:
+        return "a model can write anything: catch the ValueError, and return 0 for text that is no number"
+    return _advice_on_none(message, arguments) or _advice_on_form(error, message, arguments)
+
+
+def _advice_on_none(message: str, arguments: Mapping[str, Any]) -> str:
+    if "NoneType" not in message:
+        return ""
+    found = _IN_NONE.search(message)
+    if found and found[1] in _OF_MATCH:
+        return f"a regular expression that finds nothing gives None: test the match before .{found[1]}()"
+    lacking = [name for name, values in arguments.items() if isinstance(values, list) and any(value is None for value in values)]
+    if lacking:
+        return f"some rows have no {' and no '.join(lacking)}: return None for a completion whose value is None"
+    return "a value is None: test it before it is used"
+
+
+def _advice_on_form(error: BaseException, message: str, arguments: Mapping[str, Any]) -> str:
+    completions = arguments.get("completions") or [""]
+    if isinstance(completions[0], str):
+        if isinstance(error, TypeError | IndexError) and message.startswith("string ind"):
+            return (
+                "completions arrive as strings here (TRL's standard format): use completion instead of completion[0]['content'], "
+                "or set data.format: conversational"
+            )
+        return ""
+    method = _IN_STRING.search(message)
+    if (method and hasattr(str, method[1])) or any(words in message for words in _NOT_STRINGS):
+        return (
+            "completions arrive as lists of messages here (TRL's conversational format): a function for strings needs "
+            "as_text: true in its entry, or completion[0]['content'] in its code"
+        )
+    return ""
+
+
+def _described(arguments: Mapping[str, Any]) -> str:
+    """The arguments that are lists, with their types and sizes."""
+    lists = {name: value for name, value in arguments.items() if isinstance(value, list)}
+    # What a function is about comes first, and columns after it.
+    first = ["completions", "prompts", "completion_ids", "answer"]
+    names = [name for name in first if name in lists] + [name for name in lists if name not in first]
+    shown = [f"{name}: {_list_of(lists[name])}" for name in names[:MAX_SHOWN]]
+    more = [f"{len(names) - MAX_SHOWN} more"] if len(names) > MAX_SHOWN else []
+    return shorten("; ".join(shown + more), MAX_CHARS)
+
+
+def _list_of(values: list[Any]) -> str:
+    kinds = sorted({_kind(value) for value in values})
+    return f"list of {len(values)}" + (f", each {' or '.join(kinds[:3])}" if kinds else "")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return f"[{{{', '.join(map(repr, value[0]))}}}{', ...' if len(value) > 1 else ''}]"
+    if isinstance(value, list | tuple):
+        return f"a list of {type(value[0]).__name__}" if value else "an empty list"
+    return "None" if value is None else type(value).__name__

@@ -2,7 +2,7 @@
 
     ScoreBatch -> each function in the worker -> raw [N, F] -> times weights [F] -> totals [N]
 
-Weights may adapt to the success rate (adaptive.py). Advantages are computed by the trainer.
+Weights may adapt to the success rate. Advantages are computed by the trainer.
 """
 
 import math
@@ -10,22 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_tasks.rewards.adaptive import AdaptiveWeight
 from grpo_tasks.rewards.builtin import FULL_SCORES
 from grpo_tasks.rewards.contract import Extra, FunctionScores, RewardFault, ScoreBatch, TaskRewards, reward_error
 from grpo_tasks.rewards.totals import total_scores
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
-from schemas.config.rewards import RewardConfig, RewardsConfig
+from schemas.config.rewards import AdaptiveWeightConfig, RewardConfig, RewardsConfig
 from schemas.errors import JudgeUnavailableError, RewardError
 from schemas.metrics import logged
 
 __all__ = ["FaultNote", "RewardSuite", "ScoreBatch", "Scores"]
+
+SHRINK = 0.9
+"""Factor applied when the success rate is high."""
+MIN_SCALE, MAX_SCALE = 0.25, 4.0
+"""Smallest and largest weight, as a multiple of the configured one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +247,51 @@ def _resolved(rewards: RewardsConfig, name: str) -> RewardConfig:
     config = rewards.resolve(name)
     assert config is not None, f"unknown reward {name}"
     return config
+
+
+class AdaptiveState(TypedDict):
+    """An adaptive weight as a checkpoint stores it."""
+
+    scale: float
+    steps: int
+    shares: list[float]
+
+
+class AdaptiveWeight:
+    """The factor on the configured weight of one function.
+
+    The success rate is the share of completions with the full score, averaged over `every_steps` updates. Updates in which the
+    function failed or applied to no completion are left out. The scale stays within [MIN_SCALE, MAX_SCALE].
+    """
+
+    def __init__(self, config: AdaptiveWeightConfig) -> None:
+        self.config = config
+        self.scale, self.steps = 1.0, 0
+        self.shares: list[float] = []
+
+    def observe(self, share: float | None) -> None:
+        """Take in one update.
+
+        Args:
+            share: share of its completions with the full score; None when it is unknown.
+        """
+        self.steps += 1
+        if share is not None:
+            self.shares.append(share)
+        if self.steps < self.config.every_steps:
+            return
+        if self.shares:
+            self.scale = self._adjusted(sum(self.shares) / len(self.shares))
+        self.steps, self.shares = 0, []
+
+    def state(self) -> AdaptiveState:
+        """The state for a checkpoint."""
+        return {"scale": self.scale, "steps": self.steps, "shares": list(self.shares)}
+
+    def restore(self, state: AdaptiveState) -> None:
+        """Continue from a state that `state` returned."""
+        self.scale, self.steps, self.shares = state["scale"], state["steps"], list(state["shares"])
+
+    def _adjusted(self, rate: float) -> float:
+        factor = self.config.grow if rate < self.config.low else SHRINK if rate > self.config.high else 1.0
+        return min(MAX_SCALE, max(MIN_SCALE, self.scale * factor))

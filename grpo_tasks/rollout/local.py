@@ -39,7 +39,7 @@ from schemas.errors import ModelError, Notice
 def _without_sorted_writes() -> Iterator[None]:
     """Switch torch's deterministic algorithms off, for code whose results do not depend on them.
 
-    Decoding writes to no place twice at once, and adds up in fixed orders (token_sampling.py). On CUDA the switch would turn each
+    Decoding writes to no place twice at once, and adds up in fixed orders (decoding_loop.py). On CUDA the switch would turn each
     write by an index from one kernel into about ten, which sort the indices first.
     """
     on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,6 +1,6 @@
 """Rows of the data -> demonstrations as tokens; the others are counted, named with their line and left out.
 
-    row --column or function--> text or messages --checks--> turns --turns.py--> token ids
+    row --column or function--> text or messages --checks--> turns -> token ids
 
 A refused row is no crash: the run goes on as long as `max_invalid_fraction` allows, and stops before the model is loaded
 otherwise. Texts are data: they are never executed, and one that contains a marker of the chat template is refused, because it
@@ -18,13 +18,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_tasks.content.chat import RefusedError, end_marker, rendered, turn_end
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import contains_special, special_tokens
 from grpo_tasks.content.user_objects import import_object
 from grpo_tasks.data.table import PromptRow
-from grpo_tasks.supervised.turns import Demonstration, Turn, UnusableError, encode_turns
+from grpo_tasks.policy.chat import prompt_ids
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
+from schemas.prompts import PLAIN
+
+_SHOWN_TURNS = 80
+"""Characters of a text that an error shows."""
+Turn = Mapping[str, Any]
+"""A chat message: role and content, and what else a template knows, such as tool_calls."""
 
 REFUSED = "refused_demonstrations.jsonl"
 """File of the stage directory that names every refused row."""
@@ -32,6 +39,122 @@ _ROLES = ("user", "assistant", "tool")
 _KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 _SHOWN = 3
 """Refused rows that the error names; the file names all."""
+
+
+class UnusableError(Exception):
+    """A demonstration cannot be trained on: the name of the reason, and a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """What continues a prompt, as tokens."""
+
+    prompt: list[int]
+    """Token ids of the prompt."""
+    token_ids: list[int]
+    """Token ids of everything after the prompt."""
+    trained: list[bool]
+    """For each of them whether the assistant wrote it."""
+    text: str
+    """What the assistant wrote, its turns joined by a blank line."""
+
+
+def encode_turns(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> Demonstration:
+    """Tokens of a prompt and the turns that follow it.
+
+        prompt | said <end> | \\n user ... assistant | said <end>
+                 1   1   1    0  0        0           1    1   1      trained
+
+    The prompt is tokenised as sampling does it, and each later part by itself, so what is trained on follows the prompt as a
+    completion would. A turn includes its end marker: the policy learns to stop.
+
+    Raises:
+        UnusableError: the chat template refuses the turns, or does not leave earlier turns as they were.
+        ModelError: the prompt is a chat and the tokenizer has no chat template.
+    """
+    said = [str(turn.get("content") or "") for turn in turns if turn["role"] == "assistant"]
+    ids, trained = [], []
+    if prompt[0]["role"] == PLAIN:
+        ids = tokenizer("".join(said), add_special_tokens=False)["input_ids"] + _end(tokenizer)
+        trained = [True] * len(ids)
+    else:
+        for text, mine in _parts(tokenizer, prompt, turns):
+            more = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            # A template without an end marker leaves the policy without a way to stop.
+            more += _end(tokenizer) if mine and not end_marker(tokenizer, text) else []
+            ids += more
+            trained += [mine] * len(more)
+    return Demonstration(prompt_ids(tokenizer, prompt), ids, trained, "\n\n".join(said))
+
+
+def _parts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Turn], turns: Sequence[Turn]) -> list[tuple[str, bool]]:
+    """Texts after the prompt in order, each with whether the assistant wrote it; nothing after its last turn."""
+    written, end = _render(tokenizer, prompt, opened=True), turn_end(tokenizer)
+    parts: list[tuple[str, bool]] = []
+    for index, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = _render(tokenizer, [*prompt, *turns[:index]], opened=True)
+        after = _render(tokenizer, [*prompt, *turns[: index + 1]], opened=False)
+        if not before.startswith(written):
+            raise UnusableError("template", "the chat template writes earlier turns differently once more follow")
+        if not after.startswith(before):
+            opening = before.removeprefix(_render(tokenizer, [*prompt, *turns[:index]], opened=False))
+            raise UnusableError("template", _otherwise_opened(opening))
+        said = after[len(before) :]
+        marker = end if end is not None and end in said else end_marker(tokenizer, said)
+        if marker:
+            said = said[: said.index(marker) + len(marker)]
+        _check_complete(turn, said)
+        parts += [(before[len(written) :], False), (said, True)]
+        written = before + said
+    return parts
+
+
+def _check_complete(turn: Turn, said: str) -> None:
+    """Refuse a turn whose text the template does not write in full; only whitespace may differ."""
+    content = str(turn.get("content") or "")
+    if _compact(content) in _compact(said):
+        return
+    thought, tag, answer = content.rpartition("</think>")
+    keeps_answer = bool(tag and thought) and _compact(answer) in _compact(said)
+    what = f"what stands before {tag}" if keeps_answer else "a part"
+    raise UnusableError(
+        "cut_by_template",
+        f"the chat template leaves out {what}: of {len(content):,} characters it writes {_short(said)}; use a template that "
+        "keeps them, for example by rollout.chat_template_kwargs, or demonstrations without them",
+    )
+
+
+def _otherwise_opened(opening: str) -> str:
+    """Why a demonstration cannot follow its prompt."""
+    return (
+        f"the chat template itself opens the turn with {_short(opening)}, and begins a finished turn otherwise, so the "
+        "demonstration would not follow its prompt; use a template that writes both alike"
+    )
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_TURNS else f"{text[: _SHOWN_TURNS - 1]}…")
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Turn], *, opened: bool) -> str:
+    try:
+        return rendered(tokenizer, messages, opened=opened)
+    except RefusedError as error:
+        raise UnusableError("template", str(error)) from error
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
 
 @dataclass(frozen=True, slots=True)

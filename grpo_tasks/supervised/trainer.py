@@ -12,24 +12,25 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.learner import Learner
+from grpo_tasks.grpo.measure import UpdateFigures
 from grpo_tasks.grpo.microbatches import Microbatch, make_microbatches
 from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.grpo.rounds import Round
 from grpo_tasks.grpo.trainer import Batch, Trainer
 from grpo_tasks.rewards.suite import Scores
-from grpo_tasks.rewards.totals import mean_total
+from grpo_tasks.rewards.totals import mean_total, solved
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, RolloutEngine, Sampling
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.watch import Watch
 from grpo_tasks.supervised.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
-from grpo_tasks.supervised.learner import SupervisedLearner
-from grpo_tasks.supervised.selection import chosen_completions
 from schemas.config.stage import StageConfig
 from schemas.metrics import KEPT_COMPLETIONS, KEPT_REWARD, MAX_LENGTH, MEAN_LENGTH, MIN_LENGTH
 
@@ -161,3 +162,61 @@ def _unweighted(rollout: Rollout) -> Advantages:
 
 def _no_scores(count: int) -> Scores:
     return Scores([], np.empty((count, 0)), np.empty(0), np.empty(0), np.full(count, np.nan), [])
+
+
+class SupervisedLearner(Learner):
+    """Trains the policy to write given tokens. The weights of a microbatch are 0 at tokens that it does not learn.
+
+    loss = - sum over the trained tokens of log p(token) / number of trained tokens of the update
+    """
+
+    __slots__ = ()
+
+    def _accumulate(
+        self,
+        microbatch: Microbatch,
+        old_logps: Float[Tensor, "N T"] | None,
+        threshold: Float[Tensor, ""] | None,
+        figures: UpdateFigures,
+    ) -> None:
+        """Forward, loss and backward of one microbatch; there is no earlier policy to compare with."""
+        assert old_logps is None
+        assert threshold is None
+        scores = self.policies.scores(microbatch.tokens, count_hits=True)
+        assert scores.hits is not None
+        loss = -(scores.logps * microbatch.weights).sum()
+        if microbatch.idle:
+            # With sharded weights the backward pass gathers and reduces on all ranks, so this rank has to make it too.
+            self.ranks.accelerator.backward(0.0 * loss)
+            return
+        self.ranks.accelerator.backward(loss)
+        figures.add_supervised(loss, microbatch.trained, scores.entropies, scores.hits)
+
+
+def chosen_completions(scored: ScoredRollout, stage: StageConfig) -> list[int]:
+    """Indices of the completions that the stage trains on, in the order of the rollout.
+
+    Ties are broken by the order of sampling. Without a limit the best of a group is kept even if it is bad: RAFT
+    (arXiv:2304.06767). With keep_reward and no number it is the selection of RFT (arXiv:2308.01825).
+    """
+    totals, completions = scored.scores.totals, scored.rollout.completions
+    # A conversation that a fault ended has a score, so that it counts in the figures, and teaches nothing.
+    allowed = ~np.isnan(totals) & np.array([not completion.failed for completion in completions])
+    if stage.keep_reward is not None:
+        allowed &= solved(scored.scores.raw, scored.scores.weights, scored.scores.full, stage.keep_reward) == 1.0
+    if stage.mask_truncated_completions:
+        allowed &= np.array([not completion.truncated for completion in completions])
+    size, chosen = scored.rollout.group_size, []
+    for start in range(0, len(completions), size):
+        group = sorted(range(start, start + size), key=lambda index: -totals[index] if allowed[index] else np.inf)
+        seen: set[tuple[int, ...]] = set()
+        for index in group:
+            tokens = tuple(completions[index].token_ids)
+            # An empty completion has nothing to learn; an equal one would count the same text twice.
+            if not allowed[index] or not tokens or tokens in seen:
+                continue
+            if stage.keep_completions is not None and len(seen) == stage.keep_completions:
+                break
+            seen.add(tokens)
+            chosen.append(index)
+    return sorted(chosen)

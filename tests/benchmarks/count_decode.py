@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from grpo_tasks.policy.folded_adapter import CausalLM
 from grpo_tasks.policy.load import load_tokenizer
-from grpo_tasks.rollout import decoding_cache, fused_decoder, token_sampling
+from grpo_tasks.rollout import decoding_cache, decoding_loop, fused_decoder
 from grpo_tasks.rollout.decoding_loop import Buckets, DecodingLoop
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
@@ -113,13 +113,13 @@ def gpu_ways() -> Iterator[None]:
     """A step takes the ways of a GPU, where tokens are drawn by more kernels and products are put into their places by fewer."""
 
     def drawn(logp: Tensor, uniform: Tensor) -> Tensor:
-        return token_sampling.inverse_cdf_in_blocks(logp.exp().double(), uniform)
+        return decoding_loop.inverse_cdf_in_blocks(logp.exp().double(), uniform)
 
     def multiplied(part: Tensor, multiply: Callable[..., Tensor]) -> None:
         multiply(out=part)
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (token_sampling, "_inverse_cdf", drawn),
+        (decoding_loop, "_inverse_cdf", drawn),
         (decoding_cache, "multiply_into", multiplied),
         (fused_decoder, "multiply_into", multiplied),
     ]

@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import Qwen2Config
 
 from grpo_tasks.planning.live_memory import LiveMemory
-from grpo_tasks.planning.update_pass import META, Groups, PassCounts, count_pass, meta_policy
+from grpo_tasks.planning.memory_plan import META, Groups, PassCounts, count_pass, meta_policy
 from grpo_tasks.policy.logprobs import CHUNK_ELEMENTS_GPU, score_tokens
 from schemas.config.model import ModelConfig
 from tests.benchmarks.count_decode import decode_counts

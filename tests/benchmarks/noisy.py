@@ -28,7 +28,7 @@ import torch
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.demo.arithmetic import NUM_EVAL
 from grpo_tasks.evaluation.pass_rates import measured_rates
-from grpo_tasks.evaluation.score import score_samples
+from grpo_tasks.evaluation.report import score_samples
 from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.kit.lock import alone
 from grpo_tasks.library.steps import base_model, load_data, train_stage

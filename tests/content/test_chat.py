@@ -17,7 +17,7 @@ from grpo_tasks.policy.merge import merge
 from grpo_tasks.rollout.chat_session import ChatSession, ChatSettings
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.supervised.turns import encode_turns
+from grpo_tasks.supervised.demonstrations import encode_turns
 from grpo_tasks.tracking.served.chat_model import ServedModel
 from grpo_tasks.trl_engine.trainer import _SuiteTrainer
 from schemas.config.model import ModelConfig

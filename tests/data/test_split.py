@@ -5,8 +5,7 @@ from collections.abc import Callable
 import polars as pl
 import pytest
 
-from grpo_tasks.data.judge import RowVerdict
-from grpo_tasks.data.split import assign_splits, is_held_out
+from grpo_tasks.data.judge import RowVerdict, assign_splits, is_held_out
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(300)]
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from grpo_tasks.environments.tool_schema import is_ours, public_methods, tool_schema, tool_schemas
+from grpo_tasks.environments.forms import is_ours, public_methods, tool_schema, tool_schemas
 from schemas.errors import ConfigError
 
 
@@ -194,7 +194,7 @@ def test_two_tools_of_one_name_are_refused():
 def test_making_schemas_imports_no_torch():
     """Each replaced worker would wait for it."""
     source = (
-        "import sys; from grpo_tasks.environments.tool_schema import tool_schema\n"
+        "import sys; from grpo_tasks.environments.forms import tool_schema\n"
         'def f(a: int | None):\n    """Does.\n\n    Args:\n        a: One.\n    """\n'
         "tool_schema(f, place=''); sys.exit('torch' in sys.modules)"
     )

@@ -131,7 +131,7 @@ def test_the_memory_of_a_pass_is_what_the_plan_says(device):
         pytest.skip("a CPU has no meter for its memory")
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
+    from grpo_tasks.planning.memory_plan import Groups, count_pass, meta_policy
     from grpo_tasks.policy.load import new_policy
 
     architecture = Qwen2Config(

@@ -12,8 +12,8 @@ from grpo_tasks.grpo.policies import Policies
 from grpo_tasks.policy import folded_adapter, sharded
 from grpo_tasks.policy.batch import token_batch
 from grpo_tasks.policy.forward_check import SEEN, CheckRows, ForwardScores, fault_of, shaken_adapter, true_scores
-from grpo_tasks.policy.head import OwnHead
 from grpo_tasks.policy.load import new_policy
+from grpo_tasks.policy.logprobs import OwnHead
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.model import ModelConfig

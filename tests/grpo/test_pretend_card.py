@@ -152,7 +152,7 @@ def test_an_update_waits_for_the_card_only_for_its_figures(stages):
     counts = {file: sum(count for count, line, _ in waits if line.startswith(file)) for file in ("measure.py", "learner.py")}
     # The figures of all microbatches are read once, and the norm of the gradient once; nothing waits to build or to score a pass.
     assert counts == {"measure.py": 3, "learner.py": 3}
-    sampling = {"decoding_loop.py", "decoding_cache.py", "local.py", "token_sampling.py", "fused_decoder.py"}
+    sampling = {"decoding_loop.py", "decoding_cache.py", "local.py", "fused_decoder.py"}
     waiting = {line.partition(":")[0] for _, line, _ in waits}
     # The check against transformers' own forward pass is once in a stage, before the first one.
     assert waiting <= {*counts, *sampling, "forward_check.py"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_tasks.judging import servers
+from grpo_tasks.judging import client as servers
 from grpo_tasks.judging.judge import Case, Judge
 from schemas.errors import JudgeUnavailableError
 from tests.judging.endpoint import Endpoint, fair, serving

@@ -12,13 +12,12 @@ from flows.cli.main import app
 from flows.cli.options import parse_size
 from grpo_tasks.grpo.token_budget import with_token_budget
 from grpo_tasks.planning.live_memory import MASKED, LiveMemory, cuda_kernels
-from grpo_tasks.planning.memory_plan import GIB, stage_plans
-from grpo_tasks.planning.update_pass import Groups, count_pass, meta_policy
+from grpo_tasks.planning.memory_plan import GIB, Groups, count_pass, meta_policy, stage_plans
 from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import load_base, load_tokenizer, trainable_policy
+from grpo_tasks.rollout.decoding_loop import sample_tokens
 from grpo_tasks.rollout.engine import Request, Sampling
 from grpo_tasks.rollout.local import LocalEngine
-from grpo_tasks.rollout.token_sampling import sample_tokens
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.config.load import load_config
 from schemas.config.model import ModelConfig

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from grpo_tasks.planning.update_pass import META, meta_policy
+from grpo_tasks.planning.memory_plan import META, meta_policy
 from schemas.config.load import load_config
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ConfigError, ModelError

@@ -9,8 +9,8 @@ from jaxtyping import TypeCheckError
 
 from grpo_tasks.grpo.losses import mean_weights
 from grpo_tasks.policy.batch import position_ids
+from grpo_tasks.rollout.decoding_loop import sample_tokens
 from grpo_tasks.rollout.engine import Sampling
-from grpo_tasks.rollout.token_sampling import sample_tokens
 from schemas.config.rollout import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,9 +2,7 @@
 
 import pytest
 
-from grpo_tasks.proposal.answers import find_equality, find_pattern
-from grpo_tasks.proposal.columns import ColumnChoice, candidates
-from grpo_tasks.proposal.propose import data_settings
+from grpo_tasks.proposal.propose import ColumnChoice, candidates, data_settings, find_equality, find_pattern
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
 

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from grpo_tasks.rewards.adaptive import AdaptiveWeight
-from grpo_tasks.rewards.suite import RewardSuite, Scores
+from grpo_tasks.rewards.suite import AdaptiveWeight, RewardSuite, Scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import AdaptiveWeightConfig, RewardsConfig
 from schemas.errors import RewardError

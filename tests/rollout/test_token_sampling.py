@@ -11,8 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_tasks.rollout.engine import Sampling
-from grpo_tasks.rollout.token_sampling import (
+from grpo_tasks.rollout.decoding_loop import (
     _inverse_cdf,
     inverse_cdf_in_blocks,
     repetition_penalty,
@@ -21,6 +20,7 @@ from grpo_tasks.rollout.token_sampling import (
     truncate,
     uniform_numbers,
 )
+from grpo_tasks.rollout.engine import Sampling
 from schemas.config.rollout import RolloutConfig
 
 CPU = torch.device("cpu")

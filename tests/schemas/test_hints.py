@@ -9,9 +9,8 @@ import yaml
 
 from schemas.config.load import check_config, check_recorded
 from schemas.errors import ConfigError
-from schemas.hints.foreign_names import NOTHING, OURS
 from schemas.hints.gone import GONE
-from schemas.hints.search import all_fields, hint_for, places_of
+from schemas.hints.search import NOTHING, OURS, all_fields, hint_for, places_of
 
 TREE = {"data": {"train": [{"path": "rows.jsonl"}]}, "stages": [{"name": "only", "rewards": ["format"]}]}
 

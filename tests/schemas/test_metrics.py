@@ -18,7 +18,7 @@ OTHER_MEANINGS: dict[str, set[str]] = {
     "flows/cli/show.py": {"reward"},  # a column of the completions
     "grpo_tasks/content/conversations.py": {"reward"},  # what an environment gave
     "grpo_tasks/lab/probe_set.py": {"reward"},  # what an environment gave
-    "grpo_tasks/rewards/arguments.py": {"reward"},  # what an environment gave
+    "grpo_tasks/rewards/serve.py": {"reward"},  # what an environment gave
     "grpo_tasks/rewards/worker.py": {"reward"},  # what an environment gave
     "grpo_tasks/rollout/conversations/record.py": {"reward"},  # what an environment gave
     "grpo_tasks/grpo/measure.py": {"reward", "loss", "entropy", "kl"},  # that column; fields of UpdateFigures

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from grpo_tasks.trl_engine.settings import grpo_config
+from grpo_tasks.trl_engine.trainer import grpo_config
 from schemas.errors import ConfigError
 from schemas.metrics import describe
 from schemas.results.model import StageResult

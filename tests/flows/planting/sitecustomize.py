@@ -21,7 +21,7 @@ def no_adapter(folded):
 
 
 FAULTS = {
-    "bare head": ("grpo_tasks.policy.head", bare_head),
+    "bare head": ("grpo_tasks.policy.logprobs", bare_head),
     "no adapter": ("grpo_tasks.policy.folded_adapter", no_adapter),
 }
 
