@@ -48,6 +48,8 @@ class FlowRun:
     fresh: bool
     flow_run_id: str | None
     pruning: Pruning | None = None
+    sections: dict[str, str] = field(default_factory=dict)
+    """What the report says of steps that it does not know, by step (Markdown)."""
     _shown: dict[str, UUID] = field(default_factory=dict)
     """Artifacts of the run in Prefect that grow while it runs."""
 
@@ -76,6 +78,8 @@ class FlowRun:
         for change in self.inputs.newly_changed():
             warn(change)
         self.tracked.record(result)
+        if section := result.section():
+            self.sections[result.directory.parent.name] = section
         if self.pruning is not None and isinstance(result, StageResult):
             # A stage that was trained before has had no chance to do it itself.
             journal = Journal(StageDir(result.directory).journal, writes=False)

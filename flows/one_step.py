@@ -3,8 +3,14 @@
 single.py makes flows of them, whose forms show these docstrings. Here nothing imports Prefect, so that a command answers at once.
 """
 
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
 
+import grpo_tasks.steps
 from flows.flow_run import open_flow_run, warn
 from flows.model_names import adapter_model, copy_model, named_model, with_local_model
 from flows.preflight import check_structure
@@ -16,15 +22,21 @@ from flows.steps import (
     trained_stage,
     validated_data,
 )
+from grpo_tasks.running.step import Step
 from grpo_tasks.steps.merge_adapter import merge_adapter
+from grpo_tasks.steps.prepare_data import prepare_data
 from grpo_tasks.steps.probe_rewards import probe_rewards
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
-from schemas.results.data import DataReport
+from schemas.results.base import StepResult
+from schemas.results.data import DataReport, PreparedData
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.lab import LabReport
-from schemas.results.model import MergeProof, StageResult
+from schemas.results.model import MergeProof, ModelRef, StageResult
+
+ALONE = (RunConfig, ModelRef, PreparedData, DataReport, LabReport)
+"""What `step` gives a step that runs without a pipeline."""
 
 
 def validate(config: RunConfig, fresh: bool = False) -> DataReport:
@@ -126,3 +138,32 @@ def train(config: RunConfig, stage: str, start: str | None = None, fresh: bool =
         ref = named_model(start, config) if start else base_model(config)
         data = validated_data(run)
         return trained_stage(run, run.config.stage(stage), ref, data, measured_difficulty(run, ref, data))
+
+
+def step(name: str, config: RunConfig, model: str | None = None, fresh: bool = False) -> StepResult:
+    """Run any step, with the steps that it needs.
+
+    Args:
+        name: name of the step, that of its file in grpo_tasks/steps.
+        config: the configuration. Fields that are rarely changed are folded away.
+        model: a step that takes a model takes this one. Empty: the base model.
+        fresh: run every step again, even if its inputs have not changed.
+    """
+    known = sorted(found.name for found in iter_modules(grpo_tasks.steps.__path__))
+    if name not in known:
+        raise ConfigError(f"there is no step {name}", place="step", fix=f"one of {', '.join(known)}")
+    wanted: Step[..., StepResult] = getattr(import_module(f"grpo_tasks.steps.{name}"), name)
+    inputs = [one for one in list(signature(wanted.body, eval_str=True).parameters.values())[1:] if one.default is one.empty]
+    if missing := [one.name for one in inputs if one.annotation not in ALONE]:
+        fix = "grpo run, or the command of this step"
+        raise ConfigError(f"{name} needs {', '.join(missing)}, which only a whole run has", place="step", fix=fix)
+    config = with_local_model(config)
+    with open_flow_run(config, flow=name, fresh=fresh) as run:
+        make: dict[Any, Callable[[], object]] = {
+            RunConfig: lambda: run.config,
+            ModelRef: lambda: named_model(model, config) if model else base_model(config),
+            PreparedData: lambda: prepare_data(run, run.config),
+            DataReport: lambda: validated_data(run),
+            LabReport: lambda: probe_rewards(run, run.config, validated_data(run)),
+        }
+        return wanted(run, **{one.name: make[one.annotation]() for one in inputs})

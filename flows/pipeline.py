@@ -108,7 +108,14 @@ def train_and_evaluate(run: FlowRun) -> Trained:
     merged = merge_adapter(run, config, model, data)
     evaluations.append(evaluation_of(run, "merged", merged.model, data))
     return Trained(
-        data=data, lab=lab, difficulty=difficulty, stages=stages, evaluations=evaluations, merged=merged, guards=guards
+        data=data,
+        lab=lab,
+        difficulty=difficulty,
+        stages=stages,
+        evaluations=evaluations,
+        merged=merged,
+        guards=guards,
+        sections=run.sections,
     )
 
 
@@ -135,6 +142,7 @@ def _published(run: FlowRun, asked: SuspendedRun) -> PipelineResult:
         stages=trained.stages,
         proof=trained.merged,
         decision=PublishedFacts.of(publication),
+        sections=trained.sections,
     )
     run.show_links(publication, report=True)
     run.announce(publication, champion)

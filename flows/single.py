@@ -15,3 +15,4 @@ merge_flow = locked_flow(name="grpo-merge", description="Merge an adapter into t
 train_flow = locked_flow(name="grpo-train", description="Train one stage of a config, from its base model or from an adapter.")(
     one_step.train
 )
+step_flow = locked_flow(name="grpo-step", description="Run any step, with the steps that it needs.")(one_step.step)

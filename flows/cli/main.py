@@ -43,6 +43,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
         run.train,
         run.evaluate,
         run.merge,
+        run.step,
     ),
     "Look things up": (
         lists.runs,

@@ -143,3 +143,21 @@ def merge(
         from flows.cli.show import show_merge
 
         show_merge(out, one_step("merge", settings, device=True)(adapter, settings, into))
+
+
+def step(
+    name: Annotated[str, typer.Argument(metavar="STEP", help="Name of a step, such as validate_data.")],
+    config: Config,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help=f"For a step that takes a model: {MODEL_HELP}")
+    ] = None,
+    override: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Run any step, with the steps that it needs: also one that you have added."""
+    with report_errors():
+        settings = checked_config(config, override)
+        first_line(settings, f"running {name}")
+        result = one_step("step", settings, device=True)(name, settings, model, fresh)
+        out.print(result.section() or result.headline() or f"{name} is finished", markup=False, highlight=False)
+        out.print(f"files: {result.directory}", soft_wrap=True, markup=False, highlight=False)

@@ -248,6 +248,9 @@ def show_trace(console: Console, trace: "Trace") -> None:
     for label, rows in trace.samples.items():
         _show_rows(console, f"evaluation {label}", rows, ("sample", "strict_format", "correct", "finish_reason", "completion"))
 
+    for table, rows in trace.further.items():
+        _show_rows(console, table, rows, [name for name in rows.columns if name != "prompt_id"])
+
 
 def _show_rows(console: Console, title: str, rows: "pl.DataFrame", columns: Sequence[str]) -> None:
     if rows.is_empty():

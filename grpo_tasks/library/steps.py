@@ -24,11 +24,13 @@ Left out: the reward lab (`grpo rewards`), the model registry, and the decision 
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_tasks.data.table import read_table
 from grpo_tasks.library.own_rewards import Reward, add_rewards
+from grpo_tasks.running.step import Inputs, Made, Step
 from grpo_tasks.stage.kept_prompts import choose_prompts, require_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
@@ -140,6 +142,19 @@ def _kept(config: RunConfig, stage: StageConfig, data: DataReport, difficulty: D
     choice = choose_prompts(data.train, read_table(difficulty.pass_rates), stage)
     require_prompts(choice.counts, stage, config.difficulty.min_prompts)
     return choice.write(StageDir(folder))
+
+
+def make(step: Step[Inputs, Made], directory: str | Path, config: RunConfig, *inputs: Any) -> Made:
+    """What any step of grpo_tasks/steps makes in a folder, such as one that you have added.
+
+    Args:
+        step: the step, for example `grpo_tasks.steps.validate_data.validate_data`.
+        directory: gets its files.
+        config: the settings; the step reads those that it declares.
+        inputs: its further inputs, in their order.
+    """
+    made: Callable[..., Made] = step.made_in
+    return made(_folder(directory), config.resources, config, *inputs)
 
 
 def merge(config: RunConfig, model: ModelRef, data: DataReport, directory: str | Path) -> MergeProof:

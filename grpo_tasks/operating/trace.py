@@ -15,6 +15,13 @@ from grpo_tasks.processes.entry import RESULT
 from grpo_tasks.stage.stage_dir import StageDir
 from schemas.errors import UserError
 
+KNOWN_STEPS = frozenset(
+    {
+        *("prepare_data", "validate_data", "check_guard", "probe_rewards", "measure_difficulty", "train_stage", "merge_adapter"),
+        *("evaluate_model", "publish_model", "write_report"),
+    }
+)
+"""Steps whose tables are shown in words of their own, or hold no prompts of the run."""
 ROW_NAMES = "FILE:LINE; in a JSON array or a Parquet file FILE:N is its record or row N"
 
 
@@ -37,6 +44,8 @@ class Trace:
     """By stage: its completions with rewards and advantages, from the updates whose tables were kept."""
     samples: dict[str, pl.DataFrame] = field(default_factory=dict)
     """By evaluation: its samples with their scores."""
+    further: dict[str, pl.DataFrame] = field(default_factory=dict)
+    """By STEP/FILE of any other step: the rows of this prompt in its tables."""
 
 
 def trace_row(folder: Path, name: str) -> Trace:
@@ -87,7 +96,15 @@ def _accepted(folder: Path, split: str, row: pl.DataFrame) -> Trace:
         left_out=_left_out(folder, same_prompt),
         completions=stages,
         samples=evaluations,
+        further=_further(folder, same_prompt),
     )
+
+
+def _further(folder: Path, condition: pl.Expr) -> dict[str, pl.DataFrame]:
+    others = [made for step in sorted(folder.iterdir()) if step.name not in KNOWN_STEPS for made in _newest(step).values()]
+    tables = {f"{made.parent.name}/{path.name}": read_table(path) for made in others for path in sorted(made.glob("*.parquet"))}
+    found = {name: table.filter(condition) for name, table in tables.items() if "prompt_id" in table.columns}
+    return {name: rows for name, rows in found.items() if not rows.is_empty()}
 
 
 def _left_out(folder: Path, condition: pl.Expr) -> dict[str, str]:

@@ -3,8 +3,8 @@
 It reads the results and the folders of the steps only. What this module does not do: upload the page (tracking/records.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class RunResults:
     decision: PublishedFacts
     difficulty: DifficultyReport | None = None
     """Pass rates from the start of the first stage; None where none were known."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """What steps that the report does not know have to say, by step (Markdown)."""
     baseline: Comparison | None = None
     """Rejection sampling on the same data first, this run second; None where there is none (baseline.py)."""
 
@@ -127,6 +129,7 @@ def write_html(run: RunResults, directory: Path) -> Path:
         costs=costs_of(run),
         baseline=run.baseline,
         has_grpo=has_grpo(run.config),
+        sections=run.sections,
     )
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -146,6 +149,7 @@ def markdown(run: RunResults) -> str:
         table(["model", *figures], models, right=figures),
         *filter(None, [guards_markdown(decision.guards).strip()]),
         f"{run.data.rows} rows read, {run.data.quarantined} rejected.",
+        *(f"{step}: {text.strip()}" for step, text in run.sections.items()),
         *(f"Stage {stage.stage}: {stage.kept.summary()}." for stage in run.stages if stage.kept is not None),
         table(["step", *costs], [_cost_row(cost) for cost in costs_of(run)], right=costs),
         f"Full report: `report/report.html` in the artifacts of the MLflow run {run.run_id}.",

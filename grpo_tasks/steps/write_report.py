@@ -1,7 +1,7 @@
 """Step: write the report of the run as one self-contained HTML page."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_tasks.reporting.baseline import against_rejection
 from grpo_tasks.reporting.report import RunResults, markdown, write_html
@@ -28,6 +28,7 @@ def write_report(
     stages: Sequence[StageResult],
     proof: MergeProof,
     decision: PublishedFacts,
+    sections: Mapping[str, str],
 ) -> ReportResult:
     """Report data, rewards, curves, answers before and after, evaluation, merge proof, costs and the decision."""
     began = time.perf_counter()
@@ -42,6 +43,7 @@ def write_report(
         proof=proof,
         decision=decision,
         difficulty=difficulty,
+        sections=sections,
         baseline=against_rejection(config, work.run.tracked.run_id, data.digest),
     )
     html = write_html(results, work.directory)

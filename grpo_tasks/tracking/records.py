@@ -3,7 +3,7 @@
     PreparedData, DataReport -> data/     LabReport -> lab/       StageResult -> the stage's child run
     DifficultyReport -> difficulty/LABEL/
     EvalReport -> LABEL/METRIC            MergeProof -> merge/    Publication -> publication/
-    ReportResult -> report/
+    ReportResult -> report/               any other -> STEP/
 
 Each function can be repeated (see handle.py). What this module does not do: decide whether to record; runs.py does.
 """
@@ -169,6 +169,20 @@ def _judged(samples: Path, data: DataReport | None) -> pl.DataFrame:
     rows = rows.rename({"completion": "model_answer"})
     first = [name for name in ("question", "ground_truth", "model_answer", "verdict") if name in rows.columns]
     return rows.select(*first, pl.exclude(*first, "token_ids") if "token_ids" in rows.columns else pl.exclude(*first))
+
+
+def record_step(run: RunHandle, result: StepResult) -> None:
+    """Any other result: its outputs, its report and its numbers, under the name of its step."""
+    folder = result.directory.parent.name
+    files = (REPORT, *result.OUTPUTS)
+    for name in files:
+        if (result.directory / name).is_dir():
+            run.files(result.directory / name, f"{folder}/{name}")
+    _upload(
+        run, result.directory, tuple(name for name in (REPORT, *result.OUTPUTS) if (result.directory / name).is_file()), folder
+    )
+    figures = {name: value for name, value in result.model_dump(exclude={"seconds"}).items() if isinstance(value, int | float)}
+    run.metrics({f"{folder}/{name}": value for name, value in figures.items()}, timestamp_ms=made_at(result, run))
 
 
 def record_log(run: RunHandle, result: StepResult, step: str) -> None:

@@ -160,7 +160,7 @@ class TrackedRun:
             case ReportResult():
                 step, work = "write_report", partial(records.record_report, run, result)
             case _:
-                raise AssertionError(f"no function records {type(result).__name__}")
+                step, work = result.directory.parent.name, partial(records.record_step, run, result)
 
         def work_and_log() -> None:
             work()

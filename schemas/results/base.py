@@ -75,6 +75,10 @@ class StepResult(Result):
     seal: str = ""
     """SHA-256 of all other fields. Empty until the step ends."""
 
+    def section(self) -> str:
+        """What the report of the run and the command line say about it, as Markdown; empty where they know the result."""
+        return ""
+
     def sealed(self, manifest: tuple[OutputFile, ...]) -> Self:
         """The result of a finished step, with its manifest and a seal that detects a change of the saved file."""
         unsealed = self.model_copy(update={"manifest": manifest, "seal": ""})

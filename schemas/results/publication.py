@@ -156,6 +156,8 @@ class Trained(Result):
     """None where an adapter from elsewhere was merged, which was not trained here."""
     difficulty: DifficultyReport | None = None
     stages: list[StageResult] = Field(default_factory=list)
+    sections: dict[str, str] = Field(default_factory=dict)
+    """What further steps have to say in the report, by step (Markdown)."""
 
     def results(self) -> list[StepResult]:
         """The results of all steps, in the order of the run."""
