@@ -386,10 +386,10 @@ def test_a_hang_on_a_text_of_the_configured_length_is_a_fault(run_config, own_mo
                 time.sleep(0.01)
             return [float(len(chat[0]["content"])) for chat in completions]
     """)
-    config = run_config(
-        {"s": ["patient"]}, rewards={"functions": {"patient": {"function": "my_rewards:patient", "time_limit_s": 0.5}}}, lab=SMALL
-    )
-    [fault] = [check for check in run_lab(config, rows, max_completion_length=100).checks if check.check == "contract"]
+    functions = {"patient": {"function": "my_rewards:patient", "time_limit_s": 0.5}}
+    rollout = {"max_completion_length": 100}
+    config = run_config({"s": ["patient"]}, rewards={"functions": functions}, lab=SMALL, rollout=rollout)
+    [fault] = [check for check in run_lab(config, rows).checks if check.check == "contract"]
     assert (fault.outcome, fault.probe) == ("failed", "as long as a completion may be")
 
 
@@ -492,10 +492,11 @@ def test_a_function_is_never_called_with_rows_of_a_task_that_does_not_list_it(ru
             return [float(len(chat[0]["content"])) for chat in completions]
     """)
     rows = [replace(make_row(line), task=task) for line, task in enumerate(["sums", "style", "sums", "style"], 1)]
-    config = run_config(
-        {"s": ["sums", "length"]}, rewards={"functions": {"sums": {"function": "my_rewards:sums"}}}, lab={"num_rows": 4}
-    )
-    findings = run_lab(config, rows, tasks={"sums": ["sums"], "style": ["length"]})
+    functions = {"sums": {"function": "my_rewards:sums"}}
+    tasks = {"sums": {"rewards": ["sums"]}, "style": {"rewards": ["length"]}}
+    data = {"train": [{"path": "train.jsonl"}], "task_column": "task", "tasks": tasks}
+    config = run_config({"s": ["sums", "length"]}, rewards={"functions": functions}, lab={"num_rows": 4}, data=data)
+    findings = run_lab(config, rows)
     assert failed(findings) == set()
     table = findings.probes
     assert table.filter(pl.col("line") % 2 == 0)["reward_sums"].null_count() == table.height // 2

@@ -88,6 +88,6 @@ def run_config() -> Callable[..., RunConfig]:
 
     def make(stages: dict[str, list[str]], **sections: Any) -> RunConfig:
         listed = [{"name": name, "rewards": rewards} for name, rewards in stages.items()]
-        return RunConfig.model_validate({"data": {"train": [{"path": "train.jsonl"}]}, "stages": listed, **sections})
+        return RunConfig.model_validate({"data": {"train": [{"path": "train.jsonl"}]}, "stages": listed} | sections)
 
     return make

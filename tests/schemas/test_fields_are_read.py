@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 THROUGH = {
     ("EvaluationConfig", "rewards"): ("RunConfig", "scoring"),
     ("EvaluationConfig", "evaluators"): ("RunConfig", "scoring"),
+    ("EvaluationConfig", "engine"): ("RunConfig", "evaluated"),
     ("RewardsConfig", "functions"): ("RewardsConfig", "resolve"),
     ("RewardsConfig", "module_dir"): ("RewardsConfig", "module_dirs"),
     ("DemonstrationsConfig", "module_dir"): ("DemonstrationsConfig", "module_dirs"),
