@@ -179,11 +179,6 @@ def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems
     return tokenizer.batch_decode(tokens[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent))
-
-
 def build_tokenizer() -> Qwen2Tokenizer:
     """Build the tokenizer; the result is the same at every call.
 
@@ -225,3 +220,8 @@ def corpus() -> Iterator[str]:
 def write_tokenizer(folder: Path) -> None:
     """Save the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives it back."""
     build_tokenizer().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent))

@@ -145,10 +145,6 @@ def _reply(descriptor: int, request: Mapping[str, Any], reply: Mapping[str, Any]
     write_frame(descriptor, _dumps({"request": request["request"], **reply}).encode())
 
 
-if __name__ == "__main__":
-    main()
-
-
 class Notes:
     """What a function passes to log_metric and log_extra during a call."""
 
@@ -365,3 +361,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {type(value[0]).__name__}" if value else "an empty list"
     return "None" if value is None else type(value).__name__
+
+
+if __name__ == "__main__":
+    main()
