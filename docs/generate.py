@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code: settings.md, metrics.md, rules.md, commands.md, and the tables of scale.md; models.md
+"""Writes reference.md (settings, commands, metrics, row rules) from the code, and the tables of scale.md; models.md
 from the table of the zoo (tests/zoo/table.json), and promises.md from the names of the tests. `make docs` runs it.
 
     python docs/generate.py [FOLDER]
@@ -43,6 +43,13 @@ def main(folder: Path) -> None:
     """Write every generated page into a folder."""
     for name, page in PAGES.items():
         (folder / name).write_text(page(), encoding="utf-8")
+
+
+def reference_page() -> str:
+    """Settings, commands, metrics and row rules: everything that has a name."""
+    parts = (settings_page(), commands_page(), metrics_page(), rules_page())
+    lower = [re.sub(r"^#", "##", part.replace(f"{NOTE}\n\n", ""), flags=re.MULTILINE) for part in parts]
+    return _page(["# Reference", NOTE, *(part.rstrip() for part in lower)])
 
 
 def settings_page() -> str:
@@ -338,10 +345,7 @@ def _marks(expression: ast.expr) -> set[str]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "settings.md": settings_page,
-    "metrics.md": metrics_page,
-    "rules.md": rules_page,
-    "commands.md": commands_page,
+    "reference.md": reference_page,
     "models.md": models_page,
     "scale.md": scale_page,
     "promises.md": promises_page,

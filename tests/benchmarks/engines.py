@@ -73,7 +73,7 @@ def engines() -> None:
 
 
 def staleness(folder: Path) -> None:
-    """Train the demo with each bound and print a line of the table in docs/vllm.md."""
+    """Train the demo with each bound and print a line of the table in docs/gpus.md."""
     print("| `max_staleness` | accuracy, base to merged | policy lag, median and highest | wait for a rollout, median |")
     print("|---:|---|---:|---:|")
     for bound in BOUNDS:

@@ -12,7 +12,7 @@ from tests.flows.test_ends import LONG, Running
 pytestmark = [pytest.mark.xdist_group("heavy"), pytest.mark.long, pytest.mark.timeout(1800)]
 
 LIMIT_S = 15.0
-"""What docs/cluster.md promises. It holds on a busy machine too: the run asks every three seconds whether it is cancelled."""
+"""What docs/gpus.md promises. It holds on a busy machine too: the run asks every three seconds whether it is cancelled."""
 
 
 def busy(nodes):

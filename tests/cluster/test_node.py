@@ -192,7 +192,7 @@ def test_what_a_trial_pass_measured_comes_back_and_goes_along_when_the_stage_res
 
 def test_the_page_names_the_limits_of_the_code_and_of_ray():
     config = pytest.importorskip("ray._raylet").Config
-    text = " ".join((DOCS / "cluster.md").read_text().split())
+    text = " ".join((DOCS / "gpus.md").read_text().split())
     failures, timeout_s = config.health_check_failure_threshold(), config.health_check_timeout_ms() / 1000
     period_s = config.health_check_period_ms() / 1000
     for figure in (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GENERATED = ("settings.md", "metrics.md", "rules.md", "commands.md", "models.md", "promises.md")
+GENERATED = ("reference.md", "models.md", "promises.md")
 TABLES = ("scale.md",)
 """Pages that a person wrote, with tables that are generated."""
 PROGRAMS = {
