@@ -40,7 +40,7 @@ def test_the_steps_are_the_files_of_their_folder():
 
 
 STARTED = {
-    "train_stage": {"grpo_tasks.grpo.__main__", "grpo_tasks.supervised.__main__", "grpo_tasks.trl_engine.__main__"},
+    "train_stage": {"grpo_tasks.grpo.__main__", "grpo_tasks.trl_engine.__main__"},
     "evaluate_model": {"grpo_tasks.rollout.__main__", "grpo_tasks.rewards.serve", "grpo_tasks.environments.serve"},
     "merge_adapter": {"grpo_tasks.policy.__main__"},
     "publish_model": {"grpo_tasks.tracking.log_model", "grpo_tasks.tracking.served.proof"},

@@ -32,8 +32,8 @@ from schemas.paths import resolve
 POLL_S, JOIN_POLL_S = 0.1, 1.0
 
 
-def start_ranks(directory: Path, num_processes: int, package: str = "grpo_tasks.grpo") -> None:
-    """Start every rank of a stage as `python -m MODULE directory` and wait for all of them.
+def start_ranks(directory: Path, num_processes: int) -> None:
+    """Start every rank of a stage as `python -m grpo_tasks.grpo directory` and wait for all of them.
 
     When one fails, the others are killed: they would wait for it forever.
 
@@ -42,7 +42,7 @@ def start_ranks(directory: Path, num_processes: int, package: str = "grpo_tasks.
         ChildDied: a rank ended badly without an error of its own.
     """
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
-    command = [sys.executable, "-P", "-m", package, str(directory)]
+    command = [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory)]
     ranks = [
         subprocess.Popen(
             command,

@@ -18,9 +18,6 @@ from schemas.results.model import StageResult
 ENGINES = {"native": "grpo_tasks.grpo", "trl": "grpo_tasks.trl_engine"}
 """Package of each `stages[].engine`. Named, not imported: torch is loaded only where the stage is trained."""
 
-SUPERVISED = "grpo_tasks.supervised"
-"""Package of the stages that train by cross entropy (kind sft and rejection)."""
-
 CLUSTER = "grpo_tasks.cluster"
 """Package that runs one of these on the nodes of a cluster."""
 
@@ -58,7 +55,7 @@ def run_stage(
 
 def package_of(stage: StageConfig) -> str:
     """Package that trains a stage, as `python -m MODULE STAGE_DIR`."""
-    return ENGINES[stage.engine] if stage.kind == "grpo" else SUPERVISED
+    return ENGINES[stage.engine if stage.kind == "grpo" else "native"]
 
 
 def _key_of(stage_dir: StageDir) -> str | None:

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_tasks.demo.arithmetic import Problem
 from grpo_tasks.demo.demonstrations import good_completion
+from grpo_tasks.grpo.supervised import DemonstrationTrainer, RejectionTrainer
 from grpo_tasks.stage.stage_dir import StageSpec
-from grpo_tasks.supervised.trainer import DemonstrationTrainer, RejectionTrainer
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture
 from tests.in_process import suite_of
 

@@ -22,7 +22,7 @@ KINDS = {
 def run(directory, *, until=None):
     """Train in a process of its own; with `until` it is killed as soon as the journal has that many lines."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "grpo_tasks.supervised", str(directory.root)],
+        [sys.executable, "-P", "-m", "grpo_tasks.grpo", str(directory.root)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(Path.cwd())},

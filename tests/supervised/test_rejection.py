@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_tasks.grpo.supervised import chosen_completions
 from grpo_tasks.policy.load import save_trained
 from grpo_tasks.stage.stage_dir import StageSpec
-from grpo_tasks.supervised.trainer import chosen_completions
 from schemas.config.stage import StageConfig
 from schemas.metrics import describe
 from tests.grpo.conftest import journal

@@ -3,8 +3,8 @@
 import pytest
 
 from grpo_tasks.environments.offered import open_environments
+from grpo_tasks.grpo.__main__ import main
 from grpo_tasks.stage.stage_dir import StageSpec
-from grpo_tasks.supervised.__main__ import main
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.results.model import ModelRef
 from tests.grpo.conftest import journal

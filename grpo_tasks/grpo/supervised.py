@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.data.table import PromptRow, read_prompts
 from grpo_tasks.grpo.advantages import Advantages
+from grpo_tasks.grpo.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import UpdateFigures
@@ -30,7 +31,6 @@ from grpo_tasks.rewards.totals import mean_total, solved
 from grpo_tasks.rollout.engine import Completion, EngineReport, Request, RolloutEngine, Sampling
 from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.watch import Watch
-from grpo_tasks.supervised.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
 from schemas.config.stage import StageConfig
 from schemas.metrics import KEPT_COMPLETIONS, KEPT_REWARD, MAX_LENGTH, MEAN_LENGTH, MIN_LENGTH
 
