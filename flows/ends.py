@@ -34,7 +34,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Crashed
 
 from grpo_tasks.kit.files import replacing
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from grpo_tasks.processes.signals import Handler, ended_by, handled
 from grpo_tasks.running.orchestrator import Wait, run_logger
 from schemas.errors import EndedByOthers

@@ -82,8 +82,7 @@ def metrics_server(
 def start_stack(prefect_port: int, mlflow_port: int, workers: int, postgres: str | None, *, supervised: bool = True) -> "Stack":
     """Start servers, workers and deployments, and print the addresses."""
     prepare_environment(servers=False)
-    from grpo_tasks.operating.commands import mlflow_environment
-    from grpo_tasks.operating.postgres import create_databases
+    from grpo_tasks.operating.commands import create_databases, mlflow_environment
     from grpo_tasks.operating.servers import Stack
     from grpo_tasks.tracking.store import prepare
     from schemas.paths import DEPLOY

@@ -8,7 +8,7 @@
   from all
 
 Also contains the scores by which the base model was judged when it was built. Rewards and the evaluation of real runs are in
-`grpo_tasks/rewards` and `grpo_tasks/evaluation`, the training texts of the base model in `demonstrations.py`.
+`grpo_tasks/rewards` and `grpo_tasks/evaluation`, the training texts of the base model in `build.py`.
 """
 
 import json

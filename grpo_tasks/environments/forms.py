@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from grpo_tasks.content.user_objects import import_object
+from grpo_tasks.content.modules import import_object
 from grpo_tasks.environments.texts import (
     MAX_INFO_CHARS,
     ShapeError,

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_tasks.content.user_objects import import_object
+from grpo_tasks.content.modules import import_object
 from schemas.errors import ConfigError, UserError
 
 PLACE = "interaction.settings"

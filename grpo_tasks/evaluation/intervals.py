@@ -18,6 +18,8 @@ RESAMPLES = 5_000
 _SEED = 20_211_031
 _BATCH = 500
 
+FloatArray = NDArray[np.float64]
+
 
 def mean_interval(values: NDArray[np.float64], *, confidence: float) -> Interval:
     """Mean over prompts of any quantity, such as a length, with its percentile bootstrap interval (Efron 1979).
@@ -74,3 +76,31 @@ def wilson_interval(rate: float, num_trials: int, confidence: float) -> tuple[fl
     centre = (rate + z2 / (2 * num_trials)) / (1 + z2 / num_trials)
     half = np.sqrt(z2 * rate * (1 - rate) / num_trials + z2**2 / (4 * num_trials**2)) / (1 + z2 / num_trials)
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+
+
+def pass_at_k(num_samples: int, num_right: NDArray[np.int64], k: int) -> FloatArray:
+    """pass@k of each prompt.
+
+    Unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1): drawing k of the n samples without replacement misses all c right ones
+    with probability C(n - c, k) / C(n, k).
+
+    Args:
+        num_samples: n, samples per prompt.
+        num_right: c, the number of right samples of each prompt, 0 <= c <= n.
+        k: number of attempts, 1 <= k <= n.
+
+    Returns:
+        One probability per prompt, in the shape of `num_right`.
+    """
+    assert 1 <= k <= num_samples, f"pass@{k} cannot be estimated from {num_samples} samples"
+    wrong = num_samples - np.asarray(num_right, dtype=np.int64)
+    # C(wrong, k) / C(n, k) = product over j < k of (wrong - j) / (n - j): factors in [0, 1], no factorials to overflow.
+    drawn = np.arange(k)
+    factors = np.clip(wrong[..., None] - drawn, 0, None) / (num_samples - drawn)
+    return 1.0 - factors.prod(axis=-1)
+
+
+def ladder(num_samples: int) -> list[int]:
+    """The reported values of k: powers of two up to num_samples, and num_samples itself."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    return powers if powers[-1] == num_samples else [*powers, num_samples]

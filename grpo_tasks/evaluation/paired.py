@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from grpo_tasks.evaluation.passk import pass_at_k
+from grpo_tasks.evaluation.intervals import pass_at_k
 from schemas.config.evaluation import PromotionConfig
 from schemas.errors import ConfigError, DataError
 from schemas.metrics import ACCURACY, PASS_AT_K, REWARD, column_of

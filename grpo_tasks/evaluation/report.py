@@ -18,8 +18,7 @@ from grpo_tasks.answers.equality import equals_any
 from grpo_tasks.answers.extract import extract
 from grpo_tasks.content.conversations import fault_of, turn_by_turn
 from grpo_tasks.content.markdown import table
-from grpo_tasks.evaluation.intervals import mean_interval, rate_interval
-from grpo_tasks.evaluation.passk import ladder, pass_at_k
+from grpo_tasks.evaluation.intervals import ladder, mean_interval, pass_at_k, rate_interval
 from grpo_tasks.kit.files import replacing
 from schemas.config.completion import CompletionConfig
 from schemas.config.evaluation import EvaluationConfig, PromotionConfig

@@ -19,9 +19,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import RefusedError, end_marker, rendered, turn_end
+from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import contains_special, special_tokens
-from grpo_tasks.content.user_objects import import_object
 from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from schemas.config.learning.kinds import DemonstrationsConfig

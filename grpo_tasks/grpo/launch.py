@@ -24,8 +24,8 @@ from grpo_tasks.rollout.engine import RolloutEngine
 from grpo_tasks.rollout.local import LocalEngine
 from grpo_tasks.rollout.vllm_engine import VllmEngine
 from grpo_tasks.rollout.vllm_server import ForeignServer, ServerModel, VllmServer, existing_servers, serving, swaps_merged_weights
+from grpo_tasks.stage.journal import JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
-from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.errors import ChildDied, UserError
 from schemas.paths import resolve
 

@@ -28,11 +28,10 @@ from grpo_tasks.rewards.totals import stage_weights
 from grpo_tasks.rollout.conversations.play import Player
 from grpo_tasks.rollout.engine import EngineReport, RolloutEngine, completion_seed
 from grpo_tasks.rollout.vllm_server import VllmServer
-from grpo_tasks.stage.checkpoint import TrainingState
+from grpo_tasks.stage.checkpoint import Checkpoints, Counters, TrainingState
 from grpo_tasks.stage.finish import Ending, best_step, finished, restore_best, save_best, save_final, write_completions
 from grpo_tasks.stage.guards import Guards, kl_guard_off
 from grpo_tasks.stage.journal import Events, Journal
-from grpo_tasks.stage.save_restore import Checkpoints, Counters
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
 from schemas.config.stage import StageConfig

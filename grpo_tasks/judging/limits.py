@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from grpo_tasks.judging.store import VerdictStore
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from schemas.config.learning.judge import JudgeConfig
 from schemas.errors import JudgeUnavailableError
 

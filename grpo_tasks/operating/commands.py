@@ -3,8 +3,8 @@
 import os
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
-from grpo_tasks.operating.postgres import database_url
 from schemas.errors import UserError
 
 HOST = "127.0.0.1"
@@ -15,6 +15,10 @@ QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """Settings without which the servers report to their vendors, and MLflow prints its addresses into the logs of runs."""
+
+DATABASES = ("prefect", "mlflow")
+VARIABLE = "GRPO_POSTGRES"
+"""Environment variable: postgresql://USER:PASSWORD@HOST:PORT keeps the tables of both servers in that PostgreSQL."""
 
 
 def prefect_command(port: int) -> list[str]:
@@ -82,3 +86,41 @@ def free_port(wanted: int) -> int:
                 continue
             return port
     raise UserError(f"no free port from {wanted} to {wanted + 99}", fix="name another with --prefect-port or --mlflow-port")
+
+
+def database_url(postgres: str, driver: str, database: str) -> str:
+    """The address of one database, for example postgresql+asyncpg://USER:PASSWORD@HOST:PORT/prefect.
+
+    Raises:
+        UserError: `postgres` is not the address of a PostgreSQL server.
+    """
+    parts = urlsplit(postgres)
+    if not parts.scheme.startswith("postgres") or not parts.hostname:
+        raise UserError(f"not the address of a PostgreSQL server: {postgres}", fix="postgresql://USER:PASSWORD@HOST:PORT")
+    return urlunsplit((driver, parts.netloc, f"/{database}", parts.query, ""))
+
+
+def create_databases(postgres: str) -> None:
+    """Create the databases that do not exist yet.
+
+    Raises:
+        UserError: psycopg2 is not installed, or the server does not answer.
+    """
+    try:
+        import psycopg2
+    except ImportError as error:
+        raise UserError("PostgreSQL needs psycopg2", fix="pip install '.[server]'") from error
+    try:
+        connection = psycopg2.connect(database_url(postgres, "postgresql", "postgres"))
+    except psycopg2.OperationalError as error:
+        raise UserError(
+            f"PostgreSQL does not answer: {error}", fix="check that it is running, and check user and password"
+        ) from error
+    connection.autocommit = True
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT datname FROM pg_database")
+        existing = {row[0] for row in cursor.fetchall()}
+        for name in DATABASES:
+            if name not in existing:
+                cursor.execute(f"CREATE DATABASE {name}")
+    connection.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tasks.sweeping.grid import make_grid
-from grpo_tasks.web.password import is_allowed
+from grpo_tasks.web.bearer_key import is_allowed
 from grpo_tasks.web.same_origin import App, Message, Receive, Send
 from schemas.config.load import PRESETS, form_faults, load_config
 from schemas.errors import ConfigError

@@ -17,9 +17,8 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS
+from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.stage.tail import JsonLinesTail
 from grpo_tasks.web.same_origin import App, SameOrigin, further_hosts
 from schemas.errors import TrainingError
 from schemas.metrics import describe

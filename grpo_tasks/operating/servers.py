@@ -31,6 +31,7 @@ from grpo_tasks.kit.lock import alone
 from grpo_tasks.operating.commands import (
     HOST,
     QUIET,
+    VARIABLE,
     deploy_commands,
     free_port,
     mlflow_command,
@@ -40,8 +41,7 @@ from grpo_tasks.operating.commands import (
     worker_command,
 )
 from grpo_tasks.operating.form_check import WORKDIR
-from grpo_tasks.operating.postgres import VARIABLE
-from grpo_tasks.processes.identity import TOLERANCE_S, ProcessIdentity
+from grpo_tasks.processes.lifetime import TOLERANCE_S, ProcessIdentity
 from grpo_tasks.processes.signals import undisturbed
 from schemas.errors import UserError
 

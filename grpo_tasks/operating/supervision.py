@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_tasks.operating.postgres import VARIABLE
+from grpo_tasks.operating.commands import VARIABLE
 from grpo_tasks.operating.servers import Stack
 
 POLL_S = 0.5

@@ -2,8 +2,7 @@
 
 child.py              run_module: `python -m MODULE DIRECTORY` for a step; forks from fork_server.py
 entry.py              run_child: the other end of it, with the file names in DIRECTORY
-lifetime.py           a child dies with its parent, however the parent ends
-identity.py           a pid with its start time, which together name one process for ever
+lifetime.py           a child dies with its parent, however the parent ends; a process by its pid and start time
 server_supervisor.py  a server (vLLM) with everything it starts, as one process group
 worker_process.py     a process that runs a user's functions, under worker_supervisor.py, which limits and cleans up
 framing.py, link.py   requests and replies between a trainer and such a process, every wait with a deadline

@@ -10,11 +10,18 @@ import ctypes
 import os
 import signal
 import sys
+from dataclasses import dataclass
+from typing import Self
+
+import psutil
 
 PARENT = "GRPO_PARENT_PID"
 """Environment variable with the pid of the process that a child must not outlive."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+
+TOLERANCE_S = 1.0
+"""Start times are computed from the time of the last boot, which moves a little when the clock is adjusted."""
 
 
 def die_with_parent() -> None:
@@ -32,3 +39,38 @@ def adopt_orphans() -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process of this machine, past or present.
+
+    The kernel reuses the pid of a process that has ended. No other process has both.
+    """
+
+    pid: int
+    born: float
+    """Start time in seconds since the epoch."""
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> Self:
+        """The identity of a running process, by default of this one.
+
+        Raises:
+            psutil.NoSuchProcess: there is none with this pid.
+        """
+        process = psutil.Process(pid)
+        return cls(process.pid, process.create_time())
+
+    def process(self) -> psutil.Process | None:
+        """The process; None when it has ended, even if another one has its pid now or its parent has not collected it yet."""
+        try:
+            found = psutil.Process(self.pid)
+            same = abs(found.create_time() - self.born) < TOLERANCE_S
+            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process() is not None

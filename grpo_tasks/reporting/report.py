@@ -14,13 +14,13 @@ import yaml
 from grpo_tasks.content.conversations import turn_by_turn
 from grpo_tasks.content.markdown import table
 from grpo_tasks.data.table import QUARANTINE
-from grpo_tasks.reporting.baseline import has_grpo
-from grpo_tasks.reporting.compare import Comparison
+from grpo_tasks.reporting.compare import Comparison, compare_runs
 from grpo_tasks.reporting.page import picture, render
 from grpo_tasks.stage.journal import Journal, read_events
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.description import describe_environment
-from grpo_tasks.tracking.shown.guards import guards_markdown
+from grpo_tasks.tracking.past_runs import find_rejection_run, load_past_run
+from grpo_tasks.tracking.shown.headline import guards_markdown
 from schemas.config.run import RunConfig
 from schemas.metrics import (
     ENERGY,
@@ -48,6 +48,8 @@ _MAX_REJECTED = 20
 _MAX_SAMPLES = 4
 _MAX_LEFT_OUT = 20
 
+_MEASURED = ("tokens", "gpu_hours", "energy_wh")
+
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
@@ -67,7 +69,7 @@ class RunResults:
     sections: Mapping[str, str] = field(default_factory=dict)
     """What steps that the report does not know have to say, by step (Markdown)."""
     baseline: Comparison | None = None
-    """Rejection sampling on the same data first, this run second; None where there is none (baseline.py)."""
+    """Rejection sampling on the same data first, this run second; None where there is none (report.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +182,6 @@ def figures_of(evaluations: Sequence[EvalReport]) -> list[str]:
     return [name for name in HEADLINES if name in measured] + [name for name in measured if name.startswith(_TASK_PREFIXES)]
 
 
-_MEASURED = ("tokens", "gpu_hours", "energy_wh")
-
-
 def costs_of(run: RunResults) -> list[Cost]:
     """Seconds of every step; tokens, GPU hours and energy of the stages; the total last."""
     steps = [
@@ -286,3 +285,26 @@ def _verdict(correct: bool | None, reward: float | None) -> str:
     if correct is None:
         return "not judged" if reward is None else f"reward {reward:.3g}"
     return "right" if correct else "wrong"
+
+
+def has_grpo(config: RunConfig) -> bool:
+    """Whether a stage of the run trains by GRPO."""
+    return any(stage.kind == "grpo" for stage in config.stages)
+
+
+def against_rejection(config: RunConfig, run_id: str, data_digest: str) -> Comparison | None:
+    """The run of rejection sampling first, this run second; None where the run has no GRPO, or MLflow no baseline.
+
+    The baseline is the newest such run that MLflow has.
+
+    Args:
+        config: of this run.
+        run_id: of this run; its merged model was evaluated.
+        data_digest: of the data that both trained on.
+    """
+    if not has_grpo(config):
+        return None
+    baseline = find_rejection_run(data_digest, config.tracking)
+    if baseline is None:
+        return None
+    return compare_runs(load_past_run(baseline, config.tracking), load_past_run(run_id, config.tracking))

@@ -9,7 +9,7 @@ A failure follows the function's `on_error`, as in training.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,9 @@ from schemas.metrics import REWARD, REWARD_MEAN, member
 CHUNK = 64
 """Completions in one call of a function, about as many as in an update. Chunks hold whole prompts where these are smaller."""
 _LOGGER = logging.getLogger(__name__)
+
+Draw = Callable[[Sequence[str] | None, range], pl.DataFrame]
+"""Samples completions: prompt ids (None: all prompts) and sample numbers -> columns prompt_id, sample, completion, token_ids."""
 
 
 def reward_columns(
@@ -111,3 +114,36 @@ def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row])
     rows = [by_id[prompt_id] for prompt_id in samples["prompt_id"]]
     played = [played_of(text) for text in samples["conversation"]] if "conversation" in samples.columns else []
     return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list(), played=played))
+
+
+def solved_samples(draw: Draw, rows: Sequence[Row], config: RunConfig, *, log: Path | None = None) -> pl.DataFrame:
+    """The completions, with a column for each stage as `solved_by_stage` returns them; those of a prompt follow each other.
+
+    With a screening, a prompt that no stage's rewards count as solved in its first `screen` completions gets no more. The
+    completions of a prompt that passes are those that it would have without a screening: sample numbers, and with them the seeds,
+    go on.
+
+    Args:
+        draw: samples completions.
+        rows: the row of every prompt.
+        config: how many completions, and what solved means.
+        log: file that receives what the reward functions print.
+
+    Raises:
+        RewardError: a function with on_error raise failed.
+        ConfigError: a function cannot be loaded.
+    """
+
+    def scored(prompts: Sequence[str] | None, numbers: range) -> pl.DataFrame:
+        samples = draw(prompts, numbers)
+        return samples.hstack(solved_by_stage(samples, rows, config, per_prompt=len(numbers), log=log))
+
+    if not config.difficulty.screen:
+        return scored(None, range(config.difficulty.samples))
+    first = scored(None, range(config.difficulty.screen))
+    once = pl.max_horizontal(stage.name for stage in config.stages) > 0
+    passed = first.filter(once)["prompt_id"].unique(maintain_order=True).to_list()
+    if not passed:
+        return first
+    rest = scored(passed, range(config.difficulty.screen, config.difficulty.samples))
+    return pl.concat([first, rest]).sort("prompt_id", "sample", maintain_order=True)

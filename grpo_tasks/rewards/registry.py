@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_tasks.content.user_objects import import_object
+from grpo_tasks.content.modules import import_object
 from grpo_tasks.judging.judge import Judge
 from grpo_tasks.rewards.builtin import BUILTIN, completion_text, judge
 from grpo_tasks.rewards.contract import ARGUMENTS, MAX_GOLD_CHARS, PLAYED, shorten
@@ -31,6 +31,10 @@ from schemas.errors import ConfigError
 _GIVEN = {"prompts", "completions", "completion_ids", "answer", "completion", "columns"} | PLAYED
 _SINGLE = {"completion", "response", "solution_str"}
 """Parameters of functions for a single completion: of rubrics (verifiers), of compute_score (verl)."""
+
+# One loop for all calls, as in TRL: a client that a function opened in one call still works in the next.
+_LOOP = asyncio.Runner()
+_NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +117,6 @@ def _bind(
     return call
 
 
-# One loop for all calls, as in TRL: a client that a function opened in one call still works in the next.
-_LOOP = asyncio.Runner()
-
-
 async def _finish(result: Any) -> Any:
     return await result
 
@@ -166,9 +166,6 @@ def _call_maker(maker: Callable[..., Any], what: str, params: Mapping[str, Any],
         message = f"{what} raised {type(error).__name__}: {error}"
         raise ConfigError(message, place=f"{place}; {last.filename}:{last.lineno}", fix="correct its params") from error
     return made
-
-
-_NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

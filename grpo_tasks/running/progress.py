@@ -20,9 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from grpo_tasks.content.markdown import table
 from grpo_tasks.running.orchestrator import artifact_key, run_logger, send_event, show_progress
-from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal
+from grpo_tasks.stage.journal import EVENT_KEYS, JOURNAL_KEYS, Journal, JsonLinesTail
 from grpo_tasks.stage.stage_dir import StageDir
-from grpo_tasks.stage.tail import JsonLinesTail
 from schemas.config.stage import StageConfig
 from schemas.metrics import EPOCH, PROGRESS, REWARD
 

@@ -36,7 +36,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.variables import Variable
 
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from grpo_tasks.running.orchestrator import show_running, show_waiting
 from grpo_tasks.running.slot_names import describe_slot
 

@@ -5,7 +5,7 @@
 
     prepare_data(run, config)           in a flow:
 
-    the settings that it reads, no others (schemas/config/view.py)
+    the settings that it reads, no others (schemas/config/section.py)
 
     content key of inputs and code (key.py)  ->  folder  ->  lock the folder  ->  finished?
                                                                                   yes: skip, shown as Cached in the Prefect UI
@@ -39,7 +39,7 @@ from grpo_tasks.running.orchestrator import Wait, artifact_key, in_flow, run_log
 from grpo_tasks.running.slot_names import slots_of
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.config.view import view
+from schemas.config.section import view
 from schemas.errors import ChildDied, DamagedError, Notice, UserError, hidden_errors
 from schemas.results.base import StepResult
 from schemas.results.sweep import Pruning

@@ -12,7 +12,7 @@ from grpo_tasks.rewards.held_out import reward_columns
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig, Scoring
-from schemas.config.view import UNMERGED
+from schemas.config.section import UNMERGED
 from schemas.results.data import DataReport
 from schemas.results.evaluation import EvalReport
 from schemas.results.model import ModelRef

@@ -20,11 +20,11 @@ import polars as pl
 from grpo_tasks.data.table import read_prompts
 from grpo_tasks.evaluation.pass_rates import column_rates, measured_rates, write_rates
 from grpo_tasks.evaluation.report import REPORT, SAMPLES
-from grpo_tasks.rewards.screening import solved_samples
+from grpo_tasks.rewards.held_out import solved_samples
 from grpo_tasks.rollout.spec import SampleSpec, chosen_rows, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
-from schemas.config.view import UNMERGED
+from schemas.config.section import UNMERGED
 from schemas.results.data import PromptTable
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef

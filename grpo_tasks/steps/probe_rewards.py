@@ -16,7 +16,7 @@ from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling
 from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
-from schemas.config.view import UNMERGED
+from schemas.config.section import UNMERGED
 from schemas.results.data import DataReport
 from schemas.results.lab import LabCheck, LabReport
 from schemas.results.model import ModelRef

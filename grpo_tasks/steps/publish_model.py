@@ -17,7 +17,7 @@ from grpo_tasks.tracking.publishing import Decision, publish
 from grpo_tasks.tracking.registry import publish_lock
 from grpo_tasks.tracking.served.libraries import prepare_publishing
 from grpo_tasks.tracking.served.proof import ServedSpec
-from grpo_tasks.tracking.shown.guards import guards_markdown
+from grpo_tasks.tracking.shown.headline import guards_markdown
 from schemas.config.evaluation import PromotionConfig
 from schemas.config.run import RunConfig
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression

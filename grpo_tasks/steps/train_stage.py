@@ -8,8 +8,8 @@ from grpo_tasks.stage.kept_prompts import choose_prompts
 from grpo_tasks.stage.run import run_stage
 from grpo_tasks.stage.stage_dir import StageDir, StageSpec
 from schemas.config.run import RunConfig
+from schemas.config.section import UNMERGED
 from schemas.config.stage import StageConfig
-from schemas.config.view import UNMERGED
 from schemas.results.data import DataReport
 from schemas.results.difficulty import DifficultyReport
 from schemas.results.model import ModelRef, StageResult

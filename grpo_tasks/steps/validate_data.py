@@ -9,7 +9,7 @@ from grpo_tasks.data.validation import validate_rows
 from grpo_tasks.running.orchestrator import run_logger
 from grpo_tasks.running.step import Work, step
 from schemas.config.run import RunConfig
-from schemas.config.view import UNMERGED
+from schemas.config.section import UNMERGED
 from schemas.results.data import DataReport, PreparedData
 
 

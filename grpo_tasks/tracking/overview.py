@@ -10,7 +10,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.entities.model_registry import ModelVersion
 
-from grpo_tasks.tracking.registry import DECISION_TAG, model_names
+from grpo_tasks.tracking.registry import model_names
+from grpo_tasks.tracking.shown.headline import DECISION_TAG
 from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError

@@ -38,7 +38,6 @@ from grpo_tasks.tracking.models import (
 from grpo_tasks.tracking.registry import (
     CHALLENGER,
     CHAMPION,
-    DECISION_TAG,
     OVERTAKEN,
     PREVIOUS,
     ROLLED_BACK_TAG,
@@ -51,8 +50,8 @@ from grpo_tasks.tracking.registry import (
 from grpo_tasks.tracking.runs import KEY_TAG, TrackedRun
 from grpo_tasks.tracking.served.card import decision_text, model_card, write_card
 from grpo_tasks.tracking.served.proof import ServedSpec
+from grpo_tasks.tracking.shown.headline import DECISION_TAG, decision_tags, tag_decision
 from grpo_tasks.tracking.shown.prompts import link_to_model
-from grpo_tasks.tracking.shown.version import decision_tags, tag_decision
 from grpo_tasks.tracking.store import Store
 from schemas.errors import ServedModelError, StoreAwayError, TrackingError
 from schemas.results.evaluation import EvalReport, GuardCheck, PairedTest, Regression

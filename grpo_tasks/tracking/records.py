@@ -23,8 +23,7 @@ from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.journal import FINAL, JournalShipper
 from grpo_tasks.tracking.models import ADAPTER
-from grpo_tasks.tracking.shown.guards import guards_markdown
-from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, merged_figures
+from grpo_tasks.tracking.shown.headline import data_tag, describe_decision, guards_markdown, merged_figures
 from schemas.config.run import RunConfig
 from schemas.metrics import GUARD_CHANGE, GUARD_PASSED, member
 from schemas.results.base import StepResult

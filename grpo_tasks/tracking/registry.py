@@ -23,6 +23,7 @@ from grpo_tasks.tracking.description import ENVIRONMENT, Environment
 from grpo_tasks.tracking.served import card
 from grpo_tasks.tracking.served.card import says_not_promoted
 from grpo_tasks.tracking.shown import headline
+from grpo_tasks.tracking.shown.headline import DECISION_TAG
 from grpo_tasks.tracking.store import Store, open_store, pages, run_or_none, versions_of
 from schemas.config.operations import TrackingConfig
 from schemas.errors import DamagedError, ModelError
@@ -38,7 +39,6 @@ ADAPTER_HASH = "grpo.adapter_sha256"
 """SHA-256 of the weights of a version's last stage: the name in an origin. In `HASHES_TAG` the names have no prefix."""
 _PREFIX_OF_HASHES = "grpo."
 ROLLED_BACK_TAG = "grpo.rolled_back"
-DECISION_TAG = "grpo.decision"
 OVERTAKEN = "became champion meanwhile and was not compared with; run again"
 """End of the decision about a version that was compared with an earlier champion."""
 APPROVAL_TAG = "grpo.approval"

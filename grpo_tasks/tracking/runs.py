@@ -29,9 +29,8 @@ from grpo_tasks.tracking.handle import EndStatus, RunHandle
 from grpo_tasks.tracking.journal import JournalShipper
 from grpo_tasks.tracking.registry import ADAPTER_HASH
 from grpo_tasks.tracking.shown.checkpoints import logged_models, record_checkpoints, record_stage_figures
-from grpo_tasks.tracking.shown.datasets import record_held_out
 from grpo_tasks.tracking.shown.headline import EXPERIMENT_TAGS, FLOW_RUN_URL, origin_tags, run_title
-from grpo_tasks.tracking.shown.prompts import link_to_model, record_system_prompt
+from grpo_tasks.tracking.shown.prompts import link_to_model, record_held_out, record_system_prompt
 from grpo_tasks.tracking.shown.traces import record_traces
 from grpo_tasks.tracking.store import Store, deleted_run, open_store
 from schemas.config.run import RunConfig

@@ -6,9 +6,11 @@ vLLM itself asks for its key on some paths only, and the paths that load weights
 used, so that a server in another environment can load this file.
 """
 
+import base64
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from secrets import compare_digest
 from typing import Any
 
 KEY = "VLLM_API_KEY"
@@ -46,3 +48,11 @@ class BearerKey:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         # In constant time: the time of an answer must not say how much of a guess is right.
         return self._wanted is not None and len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+
+
+def is_allowed(scope: Mapping[str, Any], password: str | None) -> bool:
+    """Whether an HTTP request carries the password (`user:password`), as Prefect's API demands it; without one, every request."""
+    if not password:
+        return True
+    wanted = b"Basic " + base64.b64encode(password.encode())
+    return any(name.lower() == b"authorization" and compare_digest(value, wanted) for name, value in scope["headers"])

@@ -18,8 +18,7 @@ from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import MAX_LINES, ConfigError, shorten
-from schemas.hints.gone import why_gone, without_gone
-from schemas.hints.search import hint_for, hint_for_value
+from schemas.hints.search import hint_for, hint_for_value, why_gone, without_gone
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120
@@ -27,6 +26,9 @@ _SHOWN = 120
 _MOST_FILES = 50
 """YAML files that are looked at for a suggestion."""
 PRESETS = DEPLOY / "presets"
+
+_MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
+"""Our messages for faults whose own message is unclear."""
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -284,10 +286,6 @@ def _assign(node: dict[str, Any] | list[Any], key: str, value: Any, dotted: str)
         node[_index(node, key, dotted)] = value
     else:
         node[key] = value
-
-
-_MESSAGES = {"finite_number": "must be a finite number, neither infinite nor nan"}
-"""Our messages for faults whose own message is unclear."""
 
 
 def _fault_lines(error: ValidationError) -> list[str]:

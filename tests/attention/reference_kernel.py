@@ -3,8 +3,7 @@
 import torch
 
 from grpo_tasks.attention import packed_attention
-from grpo_tasks.attention.masked import masked_attention
-from grpo_tasks.attention.packed_attention import PackedAttention
+from grpo_tasks.attention.packed_attention import PackedAttention, masked_attention
 from grpo_tasks.attention.varlen import Kernel
 
 

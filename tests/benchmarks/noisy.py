@@ -33,7 +33,7 @@ from grpo_tasks.grpo.trainer import Trainer
 from grpo_tasks.kit.lock import alone
 from grpo_tasks.library.steps import base_model, load_data, train_stage
 from grpo_tasks.policy.chat import prompt_ids
-from grpo_tasks.rewards.screening import solved_samples
+from grpo_tasks.rewards.held_out import solved_samples
 from grpo_tasks.rewards.suite import RewardSuite
 from grpo_tasks.rollout.engine import Request, Sampling, completion_seed
 from grpo_tasks.rollout.sample_table import sample_table

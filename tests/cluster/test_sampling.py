@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from grpo_tasks.cluster.parcel import BASE
-from grpo_tasks.cluster.sampling.shards import SampleParcel, joined, shards
-from grpo_tasks.cluster.sampling.supervisor import SampleNode
+from grpo_tasks.cluster.sampling.supervisor import SampleNode, SampleParcel, joined, shards
 from grpo_tasks.processes.entry import SPEC
 from grpo_tasks.rollout import spec as sampling
 from grpo_tasks.rollout.spec import SAMPLES, SampleSpec, run_sampling

@@ -33,7 +33,7 @@ def imported(kept, project, code):
     """What a process prints that imports `mine` from copies, in the folder of the project."""
     script = (
         "import sys; from pathlib import Path\n"
-        "from grpo_tasks.content.user_objects import import_object\n"
+        "from grpo_tasks.content.modules import import_object\n"
         f"sys.path.append({str(project)!r})\n"
         f"import_object('mine:deep.fails', [Path({str(project)!r}), Path({str(kept)!r})], place='here')\n"
         f"import mine\n{code}"
@@ -71,7 +71,7 @@ def test_copies_are_found_before_a_project_that_is_installed_for_editing(project
     (project / "helper.py").write_text("value = 'B'\n")
     script = f"import sys; sys.path.insert(0, {str(project)!r})\n"
     script += "from pathlib import Path\nfrom grpo_tasks.content.modules import own_sources\n"
-    script += f"from grpo_tasks.content.user_objects import import_object\nkept = Path({str(kept)!r})\n"
+    script += f"from grpo_tasks.content.modules import import_object\nkept = Path({str(kept)!r})\n"
     script += "import_object('mine:deep.fails', [kept], place='here'); import mine\n"
     script += "print(mine.value, own_sources(['mine:x'], [kept])['mine'].is_relative_to(kept))"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo_tasks.demo import arithmetic, build
 from grpo_tasks.demo import build as tokenizer_module
 from grpo_tasks.demo.arithmetic import PROBE, all_problems, chat, split_problems
-from grpo_tasks.demo.build import SPECIAL_TOKENS
-from grpo_tasks.demo.demonstrations import SolvedProblem, good_completion
+from grpo_tasks.demo.build import SPECIAL_TOKENS, SolvedProblem, good_completion
 
 BASE = Path(arithmetic.__file__).parent / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

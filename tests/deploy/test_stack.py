@@ -346,7 +346,7 @@ def test_a_restored_backup_contains_runs_and_models(tmp_path):
         pytest.skip("PostgreSQL is not installed on this machine")
     from mlflow import MlflowClient
 
-    from grpo_tasks.operating.postgres import create_databases, database_url
+    from grpo_tasks.operating.commands import create_databases, database_url
 
     with cluster() as address:
         create_databases(address)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_tasks.evaluation.passk import ladder, pass_at_k
+from grpo_tasks.evaluation.intervals import ladder, pass_at_k
 
 
 def brute_force(num_samples: int, num_right: int, k: int) -> float:

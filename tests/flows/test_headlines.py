@@ -9,7 +9,7 @@ import time
 import pytest
 
 from grpo_tasks.operating.servers import ADDRESSES, FOLDER, PREFECT, STATE
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from schemas.metrics import ACCURACY
 from schemas.results.evaluation import EvalReport, Interval, PairedTest, Regression
 from schemas.results.model import ModelRef

@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
 from flows.ends import Note, noted
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from tests.flows.place import prefect_server
 
 

@@ -17,9 +17,8 @@ from flows.deployments import deployments
 from flows.single import difficulty_flow
 from flows.sweeps.variant import variant_flow
 from grpo_tasks.operating.automations import FLOWS, PRUNED, automations
-from grpo_tasks.operating.commands import HOST, free_port, mlflow_environment, prefect_environment
+from grpo_tasks.operating.commands import HOST, database_url, free_port, mlflow_environment, prefect_environment
 from grpo_tasks.operating.doctor import _mlflow
-from grpo_tasks.operating.postgres import database_url
 from grpo_tasks.operating.servers import Stack
 from schemas.errors import UserError
 

@@ -73,7 +73,7 @@ def test_both_servers_keep_their_tables_in_postgresql(operated):
         pytest.skip("PostgreSQL is not installed on this machine")
     import psycopg2
 
-    from grpo_tasks.operating.postgres import database_url
+    from grpo_tasks.operating.commands import database_url
 
     for database, table in (("prefect", "deployment"), ("mlflow", "experiments")):
         with (

@@ -16,7 +16,7 @@ import pytest
 from grpo_tasks.operating import servers
 from grpo_tasks.operating.servers import MLFLOW, PREFECT, Addresses, Stack, StackProcess, _end_leftovers
 from grpo_tasks.operating.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, Restarts, rotate_logs, supervise
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 from schemas.errors import UserError
 
 

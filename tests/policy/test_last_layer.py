@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_tasks.attention import cpu_kernel
+from grpo_tasks.attention import packed_attention as cpu_kernel
 from grpo_tasks.policy.last_layer import PredictingTokens, predict_only
 from grpo_tasks.policy.lean_layers import use_lean_layers
 from grpo_tasks.policy.load import checkpoint_layers

@@ -7,7 +7,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from grpo_tasks.processes.identity import ProcessIdentity
+from grpo_tasks.processes.lifetime import ProcessIdentity
 
 
 def test_a_running_process_is_found_by_its_identity():

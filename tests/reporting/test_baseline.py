@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_tasks.reporting.baseline import against_rejection
-from grpo_tasks.reporting.report import write_html
+from grpo_tasks.reporting.report import against_rejection, write_html
 from grpo_tasks.stage.stage_dir import StageDir
 from grpo_tasks.tracking.runs import open_run
 from tests.reporting.conftest import append

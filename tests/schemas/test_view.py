@@ -10,7 +10,7 @@ from grpo_tasks.rollout.spec import SampleSpec
 from grpo_tasks.running.key import content_key
 from grpo_tasks.running.step import Step
 from schemas.config.load import load_config
-from schemas.config.view import view
+from schemas.config.section import view
 from schemas.results.model import ModelRef
 
 STEPS = [

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 from pydantic import ValidationError
 
-from grpo_tasks.stage.gate import pass_at_group, require_pass_at_group
+from grpo_tasks.stage.kept_prompts import pass_at_group, require_pass_at_group
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import DataError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_tasks.stage.tail import JsonLinesTail
+from grpo_tasks.stage.journal import JsonLinesTail
 from schemas.errors import TrainingError
 
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_tasks.demo.arithmetic import Problem
-from grpo_tasks.demo.demonstrations import good_completion
+from grpo_tasks.demo.build import good_completion
 from grpo_tasks.grpo.supervised import DemonstrationTrainer, RejectionTrainer
 from grpo_tasks.stage.stage_dir import StageSpec
 from tests.grpo.conftest import Stages, stages  # noqa: F401 - a fixture

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from grpo_tasks.tracking.registry import (
     APPROVAL_TAG,
-    DECISION_TAG,
     ROLLED_BACK_TAG,
     approval_of,
     decide_pending,
@@ -20,6 +19,7 @@ from grpo_tasks.tracking.registry import (
     rollback,
 )
 from grpo_tasks.tracking.served.card import write_card
+from grpo_tasks.tracking.shown.headline import DECISION_TAG
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 from schemas.errors import ModelError

@@ -9,7 +9,7 @@ from grpo_tasks.tracking.overview import parent_runs, recent_runs, registered_ve
 from grpo_tasks.tracking.past_runs import _find
 from grpo_tasks.tracking.runs import KEY_TAG, PARENT_TAG
 from grpo_tasks.tracking.shown.checkpoints import logged_models
-from grpo_tasks.tracking.shown.datasets import _versions
+from grpo_tasks.tracking.shown.prompts import _versions
 from grpo_tasks.tracking.store import open_store
 from schemas.config.operations import TrackingConfig
 

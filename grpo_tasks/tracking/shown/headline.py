@@ -7,21 +7,25 @@ Text that a person wrote over a description stays.
 
 import getpass
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
 
+from grpo_tasks.content.markdown import table
 from grpo_tasks.tracking.handle import RunHandle
 from grpo_tasks.tracking.store import run_or_none
 from schemas.config.run import RunConfig
-from schemas.metrics import ACCURACY, FORMAT_RATE, REWARD
-from schemas.results.evaluation import Interval
+from schemas.metrics import ACCURACY, FORMAT_RATE, GUARD_CHANGE, REWARD, member
+from schemas.results.evaluation import EvalReport, GuardCheck, Interval, PairedTest, Regression
 from schemas.results.publication import Publication
 from schemas.secret import hide
 
+DECISION_TAG = "grpo.decision"
+"""Tag of a version: the reason of the decision about it."""
 NOTE = "mlflow.note.content"
 """MLflow's tag for the description of a run or an experiment."""
 DECISION = "grpo.decision"
@@ -45,6 +49,9 @@ _DECISION_CHARS = 4_000
 _AFTER_DECISION = "\n\nModel: ["
 _WAY_BACK = "[Flow run in Prefect]("
 _SOURCE_CHARS = 500
+
+_AGAINST = "against_"
+"""Beginning of the tags that say what the version was compared with."""
 
 
 def run_title(name: str, form_name: str | None, now: datetime) -> str:
@@ -139,3 +146,67 @@ def _decision_tags(promoted: bool, reason: str) -> dict[str, str]:
 def data_tag(digest: str) -> str:
     """The beginning of the digest of the data: enough to tell two data sets apart in a list."""
     return digest[:_DIGEST_CHARS]
+
+
+def guards_markdown(guards: Sequence[GuardCheck]) -> str:
+    """A table of all guards, then the examples of those that failed; empty when there are no guards."""
+    if not guards:
+        return ""
+    rows = [
+        [
+            f"{guard.name} against {guard.against}",
+            guard.metric,
+            f"{guard.theirs:.4g}",
+            f"{guard.ours:.4g}",
+            guard.limit,
+            f"{guard.p_value:.2g}",
+            "yes" if guard.passed else "no",
+        ]
+        for guard in guards
+    ]
+    headings = ["guard", "metric", "before", "after", "limit", "p", "passed"]
+    sections = ["", table(headings, rows, right=["before", "after", "p"])]
+    for guard in guards:
+        if not guard.passed:
+            sections.append(f"## Worse: {guard.name} ({guard.metric})")
+        sections += [
+            f"Question:\n\n{_block(one.question)}\n\nBefore:\n\n{_block(one.before)}\n\n"
+            f"After ({one.change:+.4g}):\n\n{_block(one.after)}"
+            for one in guard.worse
+        ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _block(text: str) -> str:
+    # An indented block shows any text literally; a completion may itself contain fences, HTML or headings.
+    return "\n".join("    " + line for line in text.splitlines()) or "    (empty)"
+
+
+def decision_tags(
+    reason: str, tests: Sequence[PairedTest], evaluation: EvalReport, checks: Sequence[Regression | GuardCheck]
+) -> dict[str, str]:
+    """The decision, the tests and checks behind it, and the figures of the merged model."""
+    tags = {DECISION_TAG: reason}
+    for check in checks:
+        if isinstance(check, GuardCheck):
+            tags[member(GUARD_CHANGE, check.name)] = str(check)
+        else:
+            bound = f"limit {check.limit:.6g}" if check.p_value is None else f"p = {check.p_value:.3g}"
+            tags[f"{_AGAINST}{check.against}.{check.metric}"] = f"{check.theirs:.6g} ({bound})"
+    for test in tests:
+        tags[f"{_AGAINST}{test.against}.metric"] = test.metric
+        tags[f"{_AGAINST}{test.against}.difference"] = f"{test.difference:.6g}"
+        tags[f"{_AGAINST}{test.against}.p_value"] = f"{test.p_value:.6g}"
+    return tags | {metric: f"{interval.value:.6g}" for metric, interval in evaluation.metrics.items()}
+
+
+def tag_decision(client: MlflowClient, *, version: ModelVersion, tags: Mapping[str, str], keep: bool) -> None:
+    """Replace what an earlier decision said about a version. With `keep` it stays, and only what is missing is added."""
+    name, number, present = version.name, str(version.version), version.tags
+    for key, value in tags.items():
+        if key not in present or (present[key] != value and not keep):
+            client.set_model_version_tag(name, number, key, value)
+    for key in present:
+        if key.startswith(_AGAINST) and key not in tags and not keep:
+            # Of a champion that the version is not compared with any more.
+            client.delete_model_version_tag(name, number, key)

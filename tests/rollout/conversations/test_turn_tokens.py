@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from grpo_tasks.rollout.conversations.turn_tokens import TurnTokens
+from grpo_tasks.rollout.conversations.play import TurnTokens
 from schemas.errors import ModelError
 
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -2,8 +2,8 @@
 
 from mlflow import MlflowClient
 
+from grpo_tasks.tracking.journal import Machine
 from grpo_tasks.tracking.runs import open_run
-from grpo_tasks.tracking.shown.machine import Machine
 
 from ..conftest import history, write_journal
 
