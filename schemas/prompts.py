@@ -1,8 +1,51 @@
 """The two forms of a prompt, which are TRL's: chat messages (conversational), or one plain string (standard). And its samples."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 PLAIN = "plain"
 """Role of the only message of a prompt in the standard format. Its content is tokenised as it stands, without a chat template,
 and reward functions receive the prompt and the completions as strings."""
 
 GREEDY = -1
 """Number of the greedy completion among the samples of a held-out prompt; the others count from 0."""
+
+Message = Mapping[str, str]
+"""One chat message: role and content."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One accepted row (schemas/tables.py Prompts), from the table to the rewards."""
+
+    prompt_id: str
+    source: str
+    line: int
+    messages: tuple[Message, ...]
+    answer: str | None
+    """Ground truth, normalised; the first one of several; None for a row without ground truth."""
+    prompt_tokens: int
+    extra: Mapping[str, Any]
+    """Other columns of the row; reward functions get them as keyword arguments."""
+    answers: tuple[str, ...] | None = None
+    """Every ground truth where the data lists them; None where the answer is a single value or missing."""
+    task: str = ""
+    """Task of the row; empty when the data has a single task."""
+
+    pass_rate: float | None = None
+    """Share of completions that solve the prompt, measured before training; None where it is unknown."""
+    pass_rate_low: float | None = None
+    """Lower bound of its interval; None where the interval is unknown."""
+    pass_rate_high: float | None = None
+    """Upper bound of its interval."""
+
+    @property
+    def truths(self) -> tuple[str, ...]:
+        """The right answers; empty for a row without ground truth."""
+        return self.answers or (() if self.answer is None else (self.answer,))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the prompt is a string in TRL's standard format, and not chat messages."""
+        return self.messages[0]["role"] == PLAIN

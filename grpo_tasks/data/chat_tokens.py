@@ -21,12 +21,11 @@ from grpo_tasks.content.chat import RefusedError, rendered, rendered_all, surrou
 from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.serve_model import tokenizer_class
 from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
-from grpo_tasks.data.table import Message
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.paths import resolve
-from schemas.prompts import PLAIN
+from schemas.prompts import PLAIN, Message
 
 _BATCH = 2048
 _BOUND_SAMPLE = 512

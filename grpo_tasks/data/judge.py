@@ -28,9 +28,9 @@ from grpo_tasks.data.checks import (
 from grpo_tasks.data.leaks import NearDuplicates, broken_separation, near_duplicates
 from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt_format, prompt_id_column
 from grpo_tasks.data.rules import RULES, check_ignored
-from grpo_tasks.data.table import Message
 from schemas.config.data import PromptFormat
 from schemas.config.run import RunConfig
+from schemas.prompts import Message
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
 

@@ -8,7 +8,6 @@ The trainer needs no polars: it is imported where a DataFrame is asked for.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.errors import DamagedError
-from schemas.prompts import PLAIN
+from schemas.prompts import PromptRow
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,45 +24,6 @@ if TYPE_CHECKING:
 QUARANTINE = "quarantine.parquet"
 PASS_RATE_COLUMNS = ("pass_rate", "pass_rate_low", "pass_rate_high")
 """Columns of a stage's rows that validated rows do not have: the pass rate and its interval."""
-
-Message = Mapping[str, str]
-"""One chat message: role and content."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One accepted row (schemas/tables.py Prompts)."""
-
-    prompt_id: str
-    source: str
-    line: int
-    messages: tuple[Message, ...]
-    answer: str | None
-    """Ground truth, normalised; the first one of several; None for a row without ground truth."""
-    prompt_tokens: int
-    extra: Mapping[str, object]
-    """Other columns of the row; reward functions get them as keyword arguments."""
-    answers: tuple[str, ...] | None = None
-    """Every ground truth where the data lists them; None where the answer is a single value or missing."""
-    task: str = ""
-    """Task of the row; empty when the data has a single task."""
-
-    pass_rate: float | None = None
-    """Share of completions that solve the prompt, measured before training; None where it is unknown."""
-    pass_rate_low: float | None = None
-    """Lower bound of its interval; None where the interval is unknown."""
-    pass_rate_high: float | None = None
-    """Upper bound of its interval."""
-
-    @property
-    def truths(self) -> tuple[str, ...]:
-        """The right answers; empty for a row without ground truth."""
-        return self.answers or (() if self.answer is None else (self.answer,))
-
-    @property
-    def plain(self) -> bool:
-        """Whether the prompt is a string in TRL's standard format, and not chat messages."""
-        return self.messages[0]["role"] == PLAIN
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:

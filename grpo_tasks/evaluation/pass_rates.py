@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import polars as pl
 
@@ -21,6 +20,7 @@ from grpo_tasks.evaluation.intervals import rate_interval, wilson_interval
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
+from schemas.prompts import PromptRow
 from schemas.results.difficulty import BINS, DifficultyReport, StageDifficulty, histogram
 from schemas.tables import PassRates
 
@@ -41,40 +41,6 @@ _SCHEMA = pl.Schema(
         "frequent_share": pl.Float64,
     }
 )
-
-
-class QuestionRow(Protocol):
-    """What this module reads of a training row; rows of grpo_tasks/data have more fields."""
-
-    @property
-    def prompt_id(self) -> str:
-        """The row's identifier."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """File or hub id."""
-        ...
-
-    @property
-    def line(self) -> int:
-        """Line or row number in the source."""
-        ...
-
-    @property
-    def truths(self) -> Sequence[str]:
-        """The right answers."""
-        ...
-
-    @property
-    def messages(self) -> Sequence[Mapping[str, str]]:
-        """The prompt."""
-        ...
-
-    @property
-    def extra(self) -> Mapping[str, object]:
-        """Other columns of the row."""
-        ...
 
 
 def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
@@ -104,7 +70,7 @@ def measured_rates(samples: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
     return pl.concat(tables)
 
 
-def column_rates(rows: Iterable[QuestionRow], column: str, stages: Sequence[str]) -> pl.DataFrame:
+def column_rates(rows: Iterable[PromptRow], column: str, stages: Sequence[str]) -> pl.DataFrame:
     """The same table from a column of the data; rows without a value are left out.
 
     Raises:
@@ -192,7 +158,7 @@ def summarise_rates(table: pl.DataFrame) -> list[StageDifficulty]:
 
 
 def write_rates(
-    rates: pl.DataFrame, rows: Sequence[QuestionRow], config: RunConfig, directory: Path, *, key: str, label: str
+    rates: pl.DataFrame, rows: Sequence[PromptRow], config: RunConfig, directory: Path, *, key: str, label: str
 ) -> DifficultyReport:
     """Write pass_rates.parquet and report.md into `directory`; the pass rates in a few numbers.
 
@@ -221,7 +187,7 @@ def write_rates(
     return report
 
 
-def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[QuestionRow]) -> str:
+def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[PromptRow]) -> str:
     """The pass rates as Markdown: a histogram for each stage, then the prompts that are never solved."""
     if report.origin == "column":
         how = "The pass rates come from a column of the data."
@@ -248,7 +214,7 @@ def report_rates(report: DifficultyReport, rates: pl.DataFrame, rows: Sequence[Q
     return "\n\n".join(parts) + "\n"
 
 
-def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, QuestionRow]) -> list[str]:
+def _never_solved(stage: str, rates: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> list[str]:
     """The prompts most likely to have a wrong ground truth: never solved, although the model mostly gives one answer."""
     never = rates.filter((pl.col("stage") == stage) & (pl.col("pass_rate") == 0.0) & (pl.col("prompt_id").is_in(list(by_id))))
     if never.is_empty():

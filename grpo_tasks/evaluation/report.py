@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -43,7 +42,7 @@ from schemas.metrics import (
     figure_text,
     member,
 )
-from schemas.prompts import GREEDY
+from schemas.prompts import GREEDY, PromptRow
 from schemas.results.evaluation import EvalReport, Interval
 from schemas.results.model import ModelRef
 from schemas.tables import Samples
@@ -59,25 +58,6 @@ _EXAMPLES = 3
 _SHOWN_CHARS = 600
 
 
-class Prompt(Protocol):
-    """What the evaluation reads of a prompt; rows of grpo_tasks/data have more fields."""
-
-    @property
-    def prompt_id(self) -> str:
-        """The row's identifier: the first 16 hex digits of its hash."""
-        ...
-
-    @property
-    def truths(self) -> Sequence[str]:
-        """The right answers; empty for a row without ground truth."""
-        ...
-
-    @property
-    def task(self) -> str:
-        """Task of the row; empty when the data has a single task."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics:
     """The metrics of one evaluation, by their names in schemas/metrics.py EVALUATION, and pass@k by k."""
@@ -86,7 +66,7 @@ class EvaluationMetrics:
     pass_at_k: dict[int, Interval]
 
 
-def score_samples(samples: pl.DataFrame, prompts: Sequence[Prompt], completion: CompletionConfig) -> pl.DataFrame:
+def score_samples(samples: pl.DataFrame, prompts: Sequence[PromptRow], completion: CompletionConfig) -> pl.DataFrame:
     """Add the boolean columns of `SCORES` and the column `task` to a samples table, replacing existing ones.
 
     A sample is strictly correct if it has the required format and its answer equals a ground truth; lenient scoring takes the
@@ -218,7 +198,7 @@ def evaluate_samples(
     key: str,
     label: str,
     model: ModelRef,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptRow],
     completion: CompletionConfig,
     evaluation: EvaluationConfig,
     rewards: pl.DataFrame | None = None,
@@ -260,7 +240,7 @@ def evaluate_samples(
     return report
 
 
-def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[Prompt]) -> str:
+def write_report(report: EvalReport, scored: pl.DataFrame, prompts: Sequence[PromptRow]) -> str:
     """The evaluation as Markdown: metrics with intervals, then examples of right and wrong completions."""
     truth = {prompt.prompt_id: " or ".join(prompt.truths) for prompt in prompts}
     judged = scored.filter(pl.col("correct").is_not_null())["prompt_id"].n_unique()

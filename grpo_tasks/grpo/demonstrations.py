@@ -22,11 +22,10 @@ from grpo_tasks.content.chat import RefusedError, end_marker, rendered, turn_end
 from grpo_tasks.content.modules import import_object
 from grpo_tasks.content.places import row_place
 from grpo_tasks.content.tokenizer import contains_special, special_tokens
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from schemas.config.learning.kinds import DemonstrationsConfig
 from schemas.errors import ConfigError, DataError
-from schemas.prompts import PLAIN
+from schemas.prompts import PLAIN, PromptRow
 
 _SHOWN_TURNS = 80
 """Characters of a text that an error shows."""

@@ -27,7 +27,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages, Rewards, advantages
 from grpo_tasks.grpo.groups import (
     ScoredRollout,
@@ -48,6 +47,7 @@ from grpo_tasks.rollout.vllm_engine import VllmEngine, Weights
 from grpo_tasks.stage.stage_dir import StageSpec
 from schemas.errors import TrainingError
 from schemas.metrics import POLICY_LAG, SAMPLER_WAIT, TRAINER_WAIT
+from schemas.prompts import PromptRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_tasks.content.limited_model import limited_templates
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.demonstrations import REFUSED, Demonstrations, check_share, read_demonstrations
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout
@@ -33,6 +33,7 @@ from grpo_tasks.rollout.vllm_server import VllmServer
 from grpo_tasks.stage.watch import Watch
 from schemas.config.stage import StageConfig
 from schemas.metrics import KEPT_COMPLETIONS, KEPT_REWARD, MAX_LENGTH, MEAN_LENGTH, MIN_LENGTH
+from schemas.prompts import PromptRow
 
 
 class SupervisedTrainer(Trainer):

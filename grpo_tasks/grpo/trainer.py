@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.grpo.launch import rollout_engine
 from grpo_tasks.grpo.learner import Learner
 from grpo_tasks.grpo.measure import GpuMeter, Stopwatch, completions_table, held_out_metrics, rollout_metrics
@@ -37,6 +37,7 @@ from grpo_tasks.stage.watch import Fail, RollBack, Stop, Verdict, Watch
 from schemas.config.stage import StageConfig
 from schemas.errors import JudgeUnavailableError, NotFiniteError
 from schemas.metrics import DROPPED_GROUPS, EPOCH, KL, NUM_TOKENS, STEP_TIME, TOKENS_PER_S
+from schemas.prompts import PromptRow
 from schemas.results.model import StageResult
 
 

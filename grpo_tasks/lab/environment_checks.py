@@ -7,7 +7,6 @@ a leak between conversations are faults. Everything else is an opinion.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.environments.calls import call_format_of
 from grpo_tasks.environments.contract import Message
 from grpo_tasks.environments.pool import EnvironmentPool
@@ -16,6 +15,7 @@ from grpo_tasks.lab.probe_set import choose_rows
 from grpo_tasks.rollout.conversations.play import row_columns, too_long
 from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
+from schemas.prompts import PromptRow
 from schemas.results.lab import LabCheck
 
 TRIED_ROWS = 4

@@ -21,9 +21,10 @@ from grpo_tasks.content.modules import own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
 from grpo_tasks.lab.probes import PERFECT, long_texts, perfect_text
-from grpo_tasks.rewards.contract import FunctionScores, RewardFault, Row, ScoreBatch, shorten
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.rewards import RewardConfig
+from schemas.prompts import PromptRow
 from schemas.results.lab import LabCheck
 
 CHARS_PER_TOKEN = 4
@@ -242,7 +243,7 @@ def _gold(function: TriedFunction, probe_set: ProbeSet) -> LabCheck:
     return function.failed("gold", detail, pairs[missed[0]][0], probe=PERFECT, text=pairs[missed[0]][1])
 
 
-def _unreadable(rows: Sequence[Row], probe_set: ProbeSet) -> str:
+def _unreadable(rows: Sequence[PromptRow], probe_set: ProbeSet) -> str:
     if not rows:
         return ""
     first = f"the ground truth {shorten(rows[0].answer or '', 60)!r} does not get the full score for its own row"
@@ -264,6 +265,6 @@ def _fault_at_sample(function: TriedFunction, fault: RewardFault, probe_set: Pro
     return _fault_in(function, fault, probe_set.base_rows[fault.index or 0], "sample of the base model", probe_set.base)
 
 
-def _fault_in(function: TriedFunction, fault: RewardFault, row: Row, probe: str, batch: ScoreBatch) -> LabCheck:
+def _fault_in(function: TriedFunction, fault: RewardFault, row: PromptRow, probe: str, batch: ScoreBatch) -> LabCheck:
     check = function.failed("contract", fault.detail, row, probe=probe, text=batch.completions[fault.index or 0])
     return check.model_copy(update={"source": fault.source, "arguments": fault.arguments, "fix": fault.fix})

@@ -6,27 +6,25 @@ samples of the base model                                    -> another
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
-from grpo_tasks.rewards.contract import FunctionScores, RewardFault, Row, ScoreBatch, batch_of, shorten
+from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
 from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, JudgeUnavailableError
-from schemas.prompts import PLAIN
+from schemas.prompts import PLAIN, PromptRow
 from schemas.results.lab import LabCheck
 
 BYTES_PER_TOKEN = 4
 """Probes are not tokenised. One stand-in token id for this many bytes gives functions that count tokens a plausible length."""
 SHOWN_CHARS = 200
 """Characters of a completion kept in a check."""
-
-AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +34,9 @@ class ProbeSet:
     completion: CompletionConfig
     rewards: RewardsConfig
     limits: LabConfig
-    rows: Sequence[Row]
+    rows: Sequence[PromptRow]
     """All training rows."""
-    chosen: Sequence[Row]
+    chosen: Sequence[PromptRow]
     """The rows that probes are made from."""
     probes: Sequence[Probe]
     """The probes of all chosen rows, row by row."""
@@ -48,7 +46,7 @@ class ProbeSet:
     """The probes as a batch."""
     base: ScoreBatch | None
     """The samples of the base model, group by group; None without samples."""
-    base_rows: Sequence[Row]
+    base_rows: Sequence[PromptRow]
     """The row of each sample."""
     base_sizes: Sequence[int]
     """Number of samples of each group."""
@@ -63,7 +61,7 @@ class ProbeSet:
         """Number of probes of each chosen row."""
         return [len(group) for group in self.groups]
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> PromptRow:
         """The row of the probe with this index."""
         return next(row for row, group in zip(self.chosen, self.groups, strict=True) if index in group)
 
@@ -115,7 +113,7 @@ class TriedFunction:
         """A check of this function without a finding."""
         return passed(self.name, check, detail)
 
-    def failed(self, check: str, detail: str, row: Row, *, probe: str, text: str) -> LabCheck:
+    def failed(self, check: str, detail: str, row: PromptRow, *, probe: str, text: str) -> LabCheck:
         """A check of this function that found something in a completion."""
         return finding(self.name, check, detail, row, probe=probe, text=text)
 
@@ -125,7 +123,7 @@ def passed(function: str, check: str, detail: str = "") -> LabCheck:
     return LabCheck(function=function, check=check, outcome="passed", detail=detail)
 
 
-def finding(function: str, check: str, detail: str, row: Row, *, probe: str, text: str, warn: bool = False) -> LabCheck:
+def finding(function: str, check: str, detail: str, row: PromptRow, *, probe: str, text: str, warn: bool = False) -> LabCheck:
     """A check that found something, with the row and the completion as an example. It fails unless `warn` is set."""
     return LabCheck(
         function=function,
@@ -139,13 +137,13 @@ def finding(function: str, check: str, detail: str, row: Row, *, probe: str, tex
     )
 
 
-def choose_rows(rows: Sequence[AnyRow], num: int) -> list[AnyRow]:
+def choose_rows(rows: Sequence[PromptRow], num: int) -> list[PromptRow]:
     """The rows that probes are made from, by prompt_id. It is a hash, so the order of the rows does not matter."""
     assert rows, "no rows to make probes from"
     return sorted(rows, key=lambda row: row.prompt_id)[:num]
 
 
-def own_golds(gold: str | None, chosen: Sequence[Row], worker: RewardWorker) -> list[str | None]:
+def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorker) -> list[str | None]:
     """The user's own good completion of each row (`lab.gold`); None where there is none.
 
     Raises:
@@ -169,8 +167,8 @@ def own_golds(gold: str | None, chosen: Sequence[Row], worker: RewardWorker) -> 
 
 def make_probe_set(
     config: RunConfig,
-    rows: Sequence[Row],
-    chosen: Sequence[Row],
+    rows: Sequence[PromptRow],
+    chosen: Sequence[PromptRow],
     golds: Sequence[str | None],
     base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
@@ -207,20 +205,20 @@ def make_probe_set(
     )
 
 
-def probe_batch(rows: Sequence[Row], texts: Sequence[str], *, played: bool = False) -> ScoreBatch:
+def probe_batch(rows: Sequence[PromptRow], texts: Sequence[str], *, played: bool = False) -> ScoreBatch:
     """The batch of made-up completions, `texts[i]` for `rows[i]`; with `played` each is a conversation that nobody answered."""
     ids = list(map(_stand_in, texts))
     turns = [_unanswered(row, text, len(own)) for row, text, own in zip(rows, texts, ids, strict=True)] if played else []
     return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=turns)
 
 
-def _unanswered(row: Row, text: str, length: int) -> Played:
+def _unanswered(row: PromptRow, text: str, length: int) -> Played:
     turn = {"text": text, "start": 0, "end": length, "finish_reason": "stop"}
     turn |= {"reward": None, "calls": 0, "errors": 0, "info": {}}
     return Played(row.messages, [{"role": "assistant", "content": text}], [turn], None, answered=False)
 
 
-def _base_batch(rows: Sequence[Row], samples: Sequence[GroupSample]) -> ScoreBatch | None:
+def _base_batch(rows: Sequence[PromptRow], samples: Sequence[GroupSample]) -> ScoreBatch | None:
     if not samples:
         return None
     texts = [text for sample in samples for text in sample.completions]
@@ -233,11 +231,11 @@ def _stand_in(text: str) -> list[int]:
     return list(text.encode(errors="surrogatepass")[::BYTES_PER_TOKEN])
 
 
-def _prompt_stand_in(row: Row) -> list[int]:
+def _prompt_stand_in(row: PromptRow) -> list[int]:
     return _stand_in("".join(message.get("content", "") for message in row.messages))
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: PromptRow) -> dict[str, Any]:
     messages = [dict(message) for message in row.messages]
     plain = bool(messages) and messages[0].get("role") == PLAIN
     return {

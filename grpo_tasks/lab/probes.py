@@ -17,8 +17,8 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.answers.perfect import perfect_completion
 from grpo_tasks.answers.tags import Tags
-from grpo_tasks.rewards.contract import Row
 from schemas.config.completion import CompletionConfig, Equality
+from schemas.prompts import PromptRow
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
 
@@ -43,7 +43,7 @@ class Probe:
     text: str
 
 
-def make_probes(row: Row, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
+def make_probes(row: PromptRow, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
     """All probes of one row. The perfect one comes first; there is none when it cannot be made.
 
     Args:
@@ -65,7 +65,7 @@ def make_probes(row: Row, completion: CompletionConfig, gold: str | None = None)
     ]
 
 
-def perfect_text(row: Row, completion: CompletionConfig) -> str | None:
+def perfect_text(row: PromptRow, completion: CompletionConfig) -> str | None:
     """The completion that deserves the full score for a row; None when it cannot be made."""
     if not _has_blocks(completion):
         return perfect_completion(row.answer, completion)
@@ -82,7 +82,7 @@ _EMPTY = {"json": "{}", "boxed": "\\boxed{}"}
 """A completion of a format with nothing in it."""
 
 
-def _general(row: Row, completion: CompletionConfig, gold: str | None) -> list[Probe]:
+def _general(row: PromptRow, completion: CompletionConfig, gold: str | None) -> list[Probe]:
     """Probes of a row without ground truth, with a completion of the user's own, or in a format without tags."""
     perfect = gold if gold is not None else perfect_text(row, completion)
     text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
@@ -146,14 +146,14 @@ def long_texts(tags: Tags, length: int | None = None) -> dict[str, str]:
     }
 
 
-def _working(row: Row, tags: Tags) -> str:
+def _working(row: PromptRow, tags: Tags) -> str:
     question = _question(row)
     for tag in tags.in_order:
         question = question.replace(tag, "")
     return f"The question is: {question[:200].strip()} Working it out step by step gives {row.answer}."
 
 
-def _question(row: Row) -> str:
+def _question(row: PromptRow) -> str:
     return row.messages[-1].get("content", "") if row.messages else ""
 
 

@@ -24,7 +24,7 @@ from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, finding, make_probe_set, own_golds, passed
 from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
 from grpo_tasks.lab.report import FIXES
-from grpo_tasks.rewards.contract import RESERVED, Row, shorten
+from grpo_tasks.rewards.contract import RESERVED, shorten
 from grpo_tasks.rewards.suite import full_score
 from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from grpo_tasks.rewards.worker import RewardWorker
@@ -32,6 +32,7 @@ from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import LabError
+from schemas.prompts import PromptRow
 from schemas.results.lab import LabCheck, LabReport, SignalForecast
 
 FAULTS = frozenset({"contract", "begins", "faults", "leak"})
@@ -58,7 +59,7 @@ class LabFindings:
 
 def run_lab(
     config: RunConfig,
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     base_samples: Sequence[GroupSample] | None = None,
     *,
     log: Path | None = None,
@@ -118,7 +119,7 @@ def lab_error(report: LabReport) -> LabError:
     )
 
 
-def _columns(rows: Sequence[Row]) -> list[LabCheck]:
+def _columns(rows: Sequence[PromptRow]) -> list[LabCheck]:
     """A warning for each column that no function receives, because its name is reserved."""
     hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
     return [

@@ -6,7 +6,7 @@ question -> system prompt of the config -> chat template, which shows the tools 
 
 from collections.abc import Sequence
 
-from grpo_tasks.data.table import PromptRow, prompt_id
+from grpo_tasks.data.table import prompt_id
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import load_policy, load_tokenizer, pick_device
 from grpo_tasks.rollout.conversations.play import Start
@@ -14,6 +14,7 @@ from grpo_tasks.rollout.conversations.player import player
 from grpo_tasks.rollout.engine import Completion, Request, Sampling, completion_seed
 from grpo_tasks.rollout.local import LocalEngine
 from schemas.config.run import RunConfig
+from schemas.prompts import PromptRow
 from schemas.results.model import ModelRef
 
 

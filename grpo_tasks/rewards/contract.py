@@ -33,11 +33,12 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from grpo_tasks.content.conversations import Played
 from grpo_tasks.content.places import row_place
 from schemas.errors import RewardError
+from schemas.prompts import PromptRow
 
 SHOWN_CHARS = 200
 """Characters of a completion shown in an error."""
@@ -69,50 +70,6 @@ TaskRewards = Mapping[str, Collection[str] | None]
 """Names of the functions that apply to each task. None, or a task that is missing: every function of the stage."""
 
 ONE_EACH = "return a list with one score per completion"
-
-
-class Row(Protocol):
-    """What rewards need of a row of the data. `grpo_tasks.data.table.PromptRow` has more."""
-
-    @property
-    def prompt_id(self) -> str:
-        """First 16 hex digits of the row's hash."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """File or hub id of the data set."""
-        ...
-
-    @property
-    def line(self) -> int:
-        """Line in that file."""
-        ...
-
-    @property
-    def messages(self) -> Sequence[Mapping[str, str]]:
-        """Chat messages of the prompt."""
-        ...
-
-    @property
-    def answer(self) -> str | None:
-        """Ground truth; the first one of several; None for a row without ground truth."""
-        ...
-
-    @property
-    def answers(self) -> Sequence[str] | None:
-        """Every ground truth where the data lists them; None otherwise."""
-        ...
-
-    @property
-    def task(self) -> str:
-        """Task of the row; empty when the data has a single task."""
-        ...
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        """Other columns of the data."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +117,7 @@ class ScoreBatch:
 
 
 def batch_of(
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     *,
@@ -198,7 +155,7 @@ def batch_of(
     )
 
 
-def origin_of(row: Row) -> str:
+def origin_of(row: PromptRow) -> str:
     """Where a row comes from, for a person: file, line and prompt_id."""
     return f"{row_place(row.source, row.line)} (prompt_id {row.prompt_id})"
 

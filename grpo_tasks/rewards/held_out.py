@@ -17,12 +17,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of, played_of
-from grpo_tasks.rewards.contract import Row, batch_of
+from grpo_tasks.rewards.contract import batch_of
 from grpo_tasks.rewards.suite import RewardSuite, Scores, full_score
 from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from schemas.config.completion import CompletionConfig
 from schemas.config.run import RunConfig, Scoring
 from schemas.metrics import REWARD, REWARD_MEAN, member
+from schemas.prompts import PromptRow
 
 CHUNK = 64
 """Completions in one call of a function, about as many as in an update. Chunks hold whole prompts where these are smaller."""
@@ -34,7 +35,7 @@ Draw = Callable[[Sequence[str] | None, range], pl.DataFrame]
 
 def reward_columns(
     samples: pl.DataFrame,
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     scoring: Scoring,
     *,
     completion: CompletionConfig,
@@ -73,7 +74,7 @@ def reward_columns(
 
 
 def solved_by_stage(
-    samples: pl.DataFrame, rows: Sequence[Row], config: RunConfig, *, per_prompt: int, log: Path | None = None
+    samples: pl.DataFrame, rows: Sequence[PromptRow], config: RunConfig, *, per_prompt: int, log: Path | None = None
 ) -> pl.DataFrame:
     """A column for each stage, named as it is: 1 for a sample that its rewards count as solved, else 0; null where none applies.
 
@@ -110,13 +111,13 @@ def _failed(samples: pl.DataFrame) -> NDArray[np.bool_]:
     return np.array([fault_of(text) is not None for text in samples["conversation"]], dtype=bool)
 
 
-def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, Row]) -> Scores:
+def _scored(suite: RewardSuite, samples: pl.DataFrame, by_id: Mapping[str, PromptRow]) -> Scores:
     rows = [by_id[prompt_id] for prompt_id in samples["prompt_id"]]
     played = [played_of(text) for text in samples["conversation"]] if "conversation" in samples.columns else []
     return suite.score(batch_of(rows, samples["completion"].to_list(), samples["token_ids"].to_list(), played=played))
 
 
-def solved_samples(draw: Draw, rows: Sequence[Row], config: RunConfig, *, log: Path | None = None) -> pl.DataFrame:
+def solved_samples(draw: Draw, rows: Sequence[PromptRow], config: RunConfig, *, log: Path | None = None) -> pl.DataFrame:
     """The completions, with a column for each stage as `solved_by_stage` returns them; those of a prompt follow each other.
 
     With a screening, a prompt that no stage's rewards count as solved in its first `screen` completions gets no more. The

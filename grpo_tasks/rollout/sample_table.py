@@ -10,7 +10,6 @@ import polars as pl
 from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import generation_eos
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.policy.chat import prompt_ids
 from grpo_tasks.policy.load import adds_tokens, load_policy, load_tokenizer, loading_dtype, pick_device, save_plain
 from grpo_tasks.rollout.conversations.play import Player, Start
@@ -21,7 +20,7 @@ from grpo_tasks.rollout.spec import SampleSpec, chosen_rows
 from grpo_tasks.rollout.vllm_engine import VllmSampler
 from grpo_tasks.rollout.vllm_server import ServerModel, VllmServer, existing_servers, serving
 from schemas.paths import resolve
-from schemas.prompts import GREEDY
+from schemas.prompts import GREEDY, PromptRow
 from schemas.results.model import ModelRef
 
 

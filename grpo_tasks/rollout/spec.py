@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.processes.child import run_module
 from grpo_tasks.processes.entry import SPEC
 from schemas.config.completion import CompletionConfig
@@ -17,6 +17,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.run import RunConfig
+from schemas.prompts import PromptRow
 from schemas.results.base import Result
 from schemas.results.model import ModelRef
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.report import report_markdown
 from grpo_tasks.lab.run import LabFindings, lab_error, run_lab, weighed
@@ -17,6 +17,7 @@ from grpo_tasks.running.step import Work, step
 from schemas.config.rollout import TEMPLATE_DATE, RolloutConfig
 from schemas.config.run import RunConfig
 from schemas.config.section import UNMERGED
+from schemas.prompts import PromptRow
 from schemas.results.data import DataReport
 from schemas.results.lab import LabCheck, LabReport
 from schemas.results.model import ModelRef

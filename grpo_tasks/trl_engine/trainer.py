@@ -18,7 +18,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_tasks.content.chat import text_ids
-from grpo_tasks.data.table import PromptRow, pass_rate_columns, read_prompts
+from grpo_tasks.data.table import pass_rate_columns, read_prompts
 from grpo_tasks.policy.adapter_targets import uncovered
 from grpo_tasks.policy.folded_adapter import causal_model
 from grpo_tasks.policy.load import generation_of, load_tokenizer, pick_device, trainable_policy
@@ -33,6 +33,7 @@ from grpo_tasks.stage.watch import fail_of, target_reached
 from schemas.config.stage import StageConfig
 from schemas.errors import ConfigError
 from schemas.metrics import REWARD, describe
+from schemas.prompts import PromptRow
 from schemas.results.model import Sampling, StageResult
 
 NATIVE_ONLY = {

@@ -4,7 +4,6 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import LossInputs, policy_loss
@@ -17,6 +16,7 @@ from grpo_tasks.policy.logprobs import completion_logprobs
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.model import ModelConfig
 from schemas.config.stage import StageConfig
+from schemas.prompts import PromptRow
 
 PROMPTS, GROUP = 2, 4
 STAGE = StageConfig(name="s", rewards=["format"], num_generations=GROUP, per_device_train_batch_size=GROUP)

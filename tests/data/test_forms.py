@@ -16,11 +16,11 @@ from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.records import Columns, Record, read_row
 from grpo_tasks.data.report import Origin, render_report
 from grpo_tasks.data.sources import load_sources
-from grpo_tasks.data.table import PromptRow, read_prompts
+from grpo_tasks.data.table import read_prompts
 from grpo_tasks.data.validation import validate_rows
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
-from schemas.prompts import PLAIN
+from schemas.prompts import PLAIN, PromptRow
 
 Judge = Callable[..., RowVerdict]
 Write = Callable[..., str]

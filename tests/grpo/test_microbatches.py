@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Advantages
 from grpo_tasks.grpo.groups import Rollout
 from grpo_tasks.grpo.losses import token_weights
@@ -13,6 +12,7 @@ from grpo_tasks.grpo.microbatches import make_microbatches
 from grpo_tasks.grpo.ranks import Ranks
 from grpo_tasks.rollout.engine import Completion
 from schemas.config.stage import StageConfig
+from schemas.prompts import PromptRow
 
 ROW = PromptRow("0" * 16, "rows.jsonl", 1, ({"role": "user", "content": "1+1?"},), "2", 1, {})
 

@@ -5,13 +5,13 @@ import textwrap
 import pytest
 
 from grpo_tasks.data.chat_tokens import load_counter
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.lab.environment_checks import check_interaction
 from grpo_tasks.lab.run import weighed
 from schemas.config.completion import CompletionConfig
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.config.model import ModelConfig
 from schemas.config.rewards import LabConfig
+from schemas.prompts import PromptRow
 
 TEMPLATE = '{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
 GUESS = """

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.grpo.advantages import Rewards, advantages
 from grpo_tasks.grpo.groups import Rollout, ScoredRollout, score_groups
 from grpo_tasks.grpo.measure import completions_table, held_out_metrics, rollout_metrics
@@ -21,6 +20,7 @@ from grpo_tasks.rollout.engine import Completion
 from schemas.config.rewards import RewardsConfig
 from schemas.config.stage import StageConfig
 from schemas.metrics import EVAL_TASK_REWARD, TASK_REWARD, describe, member
+from schemas.prompts import PromptRow
 
 scores_of_functions = arrays(np.float64, (8, 3), elements=st.sampled_from([np.nan, -1.0, 0.0, 0.5, 2.0]))
 REWARDS = RewardsConfig.model_validate(

@@ -1,10 +1,10 @@
 """An environment in this process that answers every turn with its number, and what a test wants said besides."""
 
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.environments.contract import Observation, Opening
 from grpo_tasks.rollout.conversations.play import Start
 from grpo_tasks.rollout.engine import completion_seed
 from schemas.config.learning.interaction import InteractionConfig
+from schemas.prompts import PromptRow
 
 QUESTIONS = ["What is 15 + 27?", "What is 99 - 13?", "Hi"]
 ACTIVE = {"environment": "tests.rollout.counting:Counting"}

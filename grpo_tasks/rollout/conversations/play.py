@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_tasks.content.chat import PLACEHOLDER, RefusedError, rendered, turn_end
 from grpo_tasks.content.tokenizer import special_tokens
-from grpo_tasks.data.table import PromptRow
 from grpo_tasks.environments.calls import END_MARKS
 from grpo_tasks.environments.contract import Environments, Observation, Opening
 from grpo_tasks.policy.chat import completion_text
@@ -26,6 +25,7 @@ from grpo_tasks.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from grpo_tasks.rollout.stop import StopRule
 from schemas.config.learning.interaction import InteractionConfig
 from schemas.errors import ConfigError, ModelError
+from schemas.prompts import PromptRow
 
 OTHER_BEGINNING = "the environment begins otherwise than for another conversation of the same row and seed"
 
