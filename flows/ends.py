@@ -1,13 +1,8 @@
 """What Prefect shows for a run that did not come to its ordinary end, and what the run does when others have ended it.
 
-watched         a thread polls the state of the run. One that others have cancelled, ended, suspended or deleted stops as by
-                Ctrl-C, and the state that they gave it stays
-require_wanted  the same question once more, right before something is published
-noted           a run whose process was killed becomes Crashed when the next run starts in the same folder; without this it would
-                be Running for ever. Runs on other machines and in other containers are left alone: nobody here sees whether they
-                live
-
-A run that is only Paused goes on to its publication and waits there until it is resumed.
+watched         a run that others have cancelled, ended, suspended or deleted stops as by Ctrl-C; their state stays
+require_wanted  asks the same once more, right before something is published; a paused run waits there
+noted           a run whose process was killed becomes Crashed when the next run starts in the same folder on the same machine
 """
 
 import json

@@ -1,14 +1,9 @@
-"""The server that Prefect starts for a flow when none is configured.
+"""The server that Prefect starts for a flow when none is configured, made safe for one machine.
 
-closed      Prefect leaves that server open: any web page in a browser on this machine could write to its database, and a worker
-            would later execute what it finds there. A random password, which only this process tree knows, prevents that.
-its port    Prefect looks for a free port, and its server binds it seconds later. Meanwhile the server of another run may have
-            taken it, and Prefect would take that one for its own. So the port is bound here, and the server inherits it.
-outlasting  Ctrl-C in a terminal reaches every process of the command. If the server ended first, the run could not record its own
-            end: it would ask again and again, and fail with an error. So the server has a session of its own, and ends last. It
-            also ends when the command is killed.
-one by one  Two servers that start at once in a new folder both find a database without tables, and one of them fails. So each
-            waits until the other answers.
+closed      a random password that only this process tree knows: else any web page could write to the database of a worker
+its port    bound here and inherited: Prefect looks for a free port, and binds it seconds later
+outlasting  a session of its own, so that Ctrl-C ends it last and the run can record its own end; a kill ends it too
+one by one  two servers that start at once in a new folder both find a database without tables, so each waits for the other
 """
 
 import functools

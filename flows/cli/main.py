@@ -1,11 +1,5 @@
 """The command line, `grpo`: every command and the panel of `grpo --help` that lists it.
 
-    init.py        a config for a data file                 inspection.py  presets, fields, trace, plan, doctor
-    run.py         the pipeline and its single steps        ../sweeps/command.py  many runs of it
-    lists.py       runs, models, completions
-    models.py      registered models                        operate.py     servers, workers, deployments
-    environment.py what a command prepares                  errors.py      how it fails        show.py  what it prints
-
 A command loads a config and calls a flow; it computes nothing itself. Help, a dry run and a refused config answer at once, so
 each command imports what is heavy inside its function.
 """

@@ -1,16 +1,11 @@
-"""Read an answer that is one number, as an exact fraction. Text around the number is never skipped: `42 apples` is no number.
+r"""Read an answer that is one number, as an exact fraction. Text around the number is never skipped: `42 apples` is no number.
 
-Accepted: a sign (the Unicode minus signs too), digits with a comma every three, decimals, an exponent of up to three digits
-(1e3), a fraction (3/4), one currency sign before or after, a percent sign after, one full stop at the end, and LaTeX or Markdown
-around it ($42$, \\boxed{42}, **42**).
+Accepted: a sign, digits with a comma every three, decimals, an exponent of up to three digits (1e3), a fraction (3/4), one
+currency or percent sign, one full stop at the end, and LaTeX or Markdown around it ($42$, \boxed{42}, **42**). Percent and
+currency do not change the value: 42% = 42. A decimal comma is not guessed. Digits of one script count by their value (٤٢ = 42).
 
-Percent and currency are units and do not change the value: 42% = 42, not 0.42. A decimal comma is not guessed: 1,23 is no
-number. Digits of any one script count by their value (٤٢ = 42); digits of mixed scripts, superscripts, ½ and Roman numerals do
-not count.
-
-A long decimal may stand for a value that it cannot write. The one rule for that, which only `math` uses (expressions.py): a
-decimal with at least six decimals and six significant digits equals every value that rounds to it. 0.333333 = 1/3; 0.333 is not
-1/3, and 0.50000001 is not 1/2.
+Only `math` rounds (expressions.py): a decimal with at least six decimals and six significant digits equals every value that
+rounds to it. 0.333333 = 1/3; 0.333 is not 1/3, and 0.50000001 is not 1/2.
 """
 
 import re

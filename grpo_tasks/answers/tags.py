@@ -1,19 +1,11 @@
-"""Format `tags`: an answer block, after a reasoning block where the config names one.
+"""Format `tags`: an answer block, after a reasoning block where the config names one. Tags are literal: `<answer>`.
 
-Tags are literal and case-sensitive: `<answer>`, without attributes or spaces inside. Every scan is linear in the text.
-
-Strict format. The completion is exactly one reasoning block followed by exactly one answer block. Each of the four tags occurs
-once, only whitespace stands around and between the blocks, and neither block is blank. Without a reasoning tag, any text may
-stand before the answer block. It is the reasoning, and may be missing.
-
-Answer (used by rewards and by strict accuracy). The trimmed text of the answer block. The completion must have exactly one
-opening and one closing answer tag, in this order, outside the reasoning. The block holds no other tag and is not blank. With
-several answer blocks, nested blocks or a block inside the reasoning there is no answer. No block wins, so repeating or stuffing
-tags gains nothing. A reasoning block that is never closed reaches to the end.
-
-Lenient answer (used by lenient accuracy). It forgives the format: the last answer block, wherever it stands. A block that is not
-closed ends at the next tag or at the end of the text. Without any answer tag it is the last number in the last 2,000 characters
-after the reasoning, or of the whole text when no reasoning block is closed. When the last block is blank there is none.
+strict    exactly one reasoning block, then exactly one answer block, neither blank, only whitespace around them. Without a
+          reasoning tag any text before the answer block is the reasoning
+answer    the trimmed text of the only answer block outside of the reasoning. Several, nested or stuffed blocks give none: no
+          block wins, so repeating tags gains nothing
+lenient   the last answer block wherever it stands, closed or not; without any, the last number in the last 2,000 characters
+          after the reasoning
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,8 @@
-"""Which completions of a prompt begin alike, so that their common start is computed once.
+"""Which completions of a prompt begin alike, so that their common start is computed once. Knows token ids only.
 
-Conversations of a group often agree in their first turns and branch late. Completions that begin with the same tokens continue
-one stem, the prompt with that common start:
-
-    completion 1   a b c x          stem  [prompt | a b]    own parts  c x | c y | d
-    completion 2   a b c y    -->
-    completion 3   a b d            (two stems where repeating the prompt costs less than repeating a longer common start)
-
-Knows token ids only. policy/batch.py places them in a row.
+completion 1   a b c x          stem  [prompt | a b]    own parts  c x | c y | d
+completion 2   a b c y    -->
+completion 3   a b d            (two stems where repeating the prompt costs less than repeating a longer common start)
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,10 @@
 """Attention in which the completions of a group read one copy of their prompt's keys and values.
 
-A key-value cache that is repeated for every completion is read and copied G times. Here the queries of a group are placed side by
-side and attend to the prompt's keys once:
-
     queries of a group  --fold-->  [P, K, M, D] x prompt keys [P, K, S, D]  --unfold-->  [N, H, T, D]
 
-It is registered with transformers as an attention implementation. Without the argument `shared_prompt` it is ordinary scaled
-dot-product attention, so a model can keep it. Soft caps and attention sinks raise `UnsupportedError`.
-
-PackedAttention serves training, rollout/decoding_cache.py decoding. In this file S counts the tokens of the encoded context,
-which ends before the prompt's last token (batch.py).
+A cache repeated for every completion is read and copied G times. Registered with transformers; without the argument
+`shared_prompt` it is ordinary scaled dot-product attention. Soft caps and attention sinks raise `UnsupportedError`. S counts the
+tokens of the encoded context, which ends before the prompt's last token (policy/batch.py).
 """
 
 from functools import cache

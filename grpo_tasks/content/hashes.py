@@ -1,13 +1,8 @@
 """SHA-256 of files and folders.
 
-    file_sha256(path)                     the file is read
-    file_sha256(path, remembered=True)    large file: read unless (path, size, mtime, ctime, inode) is known
-    folder_sha256(folder)                 names and contents of all its files, sorted by name
-
-What is published, proved or compared with a recorded hash is read. `remembered` is for what a run only refers to, such as the
-base model in the key of a step: it would be read a dozen times per run. Those hashes are cached in a small database in the user's
-cache folder, which all processes share. An ordinary write changes a file's ctime even if somebody restores its mtime; a write
-through a memory map may change neither. If the cache cannot be written, every file is read each time.
+What is published, proved or compared with a recorded hash is read. With `remembered=True` a large file is read only if its path,
+size, mtime, ctime and inode are not known from an earlier time: for what a run refers to, such as the base model in every key.
+Those hashes are in a small database in the user's cache folder; a write through a memory map may escape it.
 """
 
 import hashlib

@@ -1,13 +1,4 @@
-"""Markdown tables whose cells may hold any text, untrusted text included.
-
-    table(["source", "rows"], [[code("a|b.jsonl"), "1,200"]], right=["rows"])
-
-    | source | rows |
-    |---|---:|
-    | `a\\|b.jsonl` | 1,200 |
-
-Callers format numbers. What this module does not do: headings, lists, or tables for the terminal (rich draws those).
-"""
+"""Markdown tables whose cells may hold any text, untrusted text included: `table(["source"], [[code("a|b.jsonl")]])`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -1,14 +1,9 @@
 """Chat messages -> text by the tokenizer's chat template -> number of tokens; and which stop strings a tokenizer can produce.
 
-    messages --ChatTemplate.render_column--> text --tokenizer, or an upper bound--> prompt_tokens
+Most data sets have one shape of chat, and most templates insert the content unchanged. Where a template provably does, the text
+around it is rendered once and joined to the whole column; all other chats are rendered one by one, to the same text.
 
 No torch: AutoTokenizer imports it, so the tokenizer's class is taken from its own config, as AutoTokenizer would.
-Most data sets have one shape of chat (a system message that all rows share, then a user message), and most templates insert the
-content unchanged. Where a template provably does, the text before and after it is rendered once and joined to the whole column;
-all other chats are rendered one by one. Both ways give the same text.
-
-A prompt in TRL's standard format (schemas/prompts.py PLAIN) has no template: the tokenizer encodes it as it stands
-(content/chat.py text_ids).
 """
 
 from collections.abc import Sequence

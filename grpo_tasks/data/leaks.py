@@ -1,13 +1,10 @@
-r"""Training questions that are also held out, however they are disguised.
+"""Training questions that are also held out, however they are disguised.
 
     question --normalise_question--> the same key: a leak, its row is quarantined
              --its parts, counted--> much of the same text and the same numbers: reported with both rows and a share
 
-Normalised by Unicode: compatibility forms (full-width letters, ligatures), case, marks and format characters are no difference.
-Numbers count by their value: 1,500 = 1500 = 1 500 = 1500.0. Punctuation, brackets around words, markup and emphasis are no
-difference. Operators are one: 3 - 4 is not 3 / 4, (2 + 3) * 4 is not 2 + 3 * 4, and 5! is not 5.
-
-What this module does not do: translate, or look for the same question in other words and with other numbers.
+Compatibility forms, case, marks, punctuation, markup and the spelling of a number (1,500 = 1500.0) are no difference. Operators
+are one: 3 - 4 is not 3 / 4, and (2 + 3) * 4 is not 2 + 3 * 4.
 """
 
 import itertools

@@ -4,9 +4,7 @@
     answer column --answer_pattern, last match--> --normalise_column--> answer     $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7
     prompt + answer --SHA-256--> prompt_id
 
-Normalisation exists twice, for one text and for a column, made from the same replacements; a test proves them equal. It leaves
-everything that is not a number as it is, and does not handle units, fractions or scientific notation. Whether two answers are
-equal is decided in grpo_tasks/answers.
+For one text and for a column, from the same replacements; a test proves them equal. What is no number stays as it is.
 """
 
 import re

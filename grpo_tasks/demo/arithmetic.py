@@ -1,14 +1,8 @@
-"""The demo's task: two-digit sums and differences, "What is 15 + 27?".
+"""The demo's task: two-digit sums and differences, "What is 15 + 27?", every problem once (a + b and b + a are one).
 
-    every problem once (a + b and b + a are one)
-        |  seeded shuffle
-    eval 512 | train 2,048 | rest 5,630
-        |         |             |
-  held out    GRPO prompts    supervised training of the base model, together with train
-  from all
+    shuffled by seed:  eval 512, held out from all | train 2,048, the GRPO prompts | rest 5,630, which teach the base with train
 
-Also contains the scores by which the base model was judged when it was built. Rewards and the evaluation of real runs are in
-`grpo_tasks/rewards` and `grpo_tasks/evaluation`, the training texts of the base model in `build.py`.
+Also the scores by which the base model was judged when it was built.
 """
 
 import json

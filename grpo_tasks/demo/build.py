@@ -1,12 +1,10 @@
-"""Rebuild the demo from scratch: data files, tokenizer and base model.
+"""Rebuild the demo from scratch: data files, tokenizer and base model; where the demo run starts.
 
     python -m grpo_tasks.demo.build [OUT_DIR]        writes to this folder by default; takes minutes on two cores
 
-The base model is trained for 1,800 steps on 64 demonstrations of mixed quality each, with learning rate 3e-3 (one cycle) and a
-loss on the completion only. On the held-out problems, sampled at temperature 1 from the saved bfloat16 weights, it reaches strict
-format 23 % and accuracy 29 %. Greedy decoding never has the strict format, because the most frequent shape has no answer tags.
-
-GRPO is not part of this: the base model is where the demo run starts.
+The base model is trained for 1,800 steps on 64 demonstrations of mixed quality each, with learning rate 3e-3 (one cycle). On the
+held-out problems, sampled at temperature 1, it reaches strict format 23 % and accuracy 29 %; greedy decoding never has the strict
+format, because the most frequent shape has no answer tags.
 """
 
 import json

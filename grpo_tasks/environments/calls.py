@@ -4,11 +4,9 @@
     llama   nothing but {"name": ..., "parameters": {...}}, several after `;`, with or without <|python_tag|> before it
     json    as hermes where the tag occurs; otherwise nothing but the object, or a list of such objects
 
-An answer may be a JSON object too. Without a tag an object is a call only with arguments, with parameters or with the name of a
-tool.
-Calls inside a reasoning block do not count. A block that opens another of its name ends with the outer one, and one that is never
-closed reaches to the end. Markers inside the JSON of a call are text. A call that cannot be read is a call with an error: the
-policy is told, and it counts.
+Without a tag an object is a call only with arguments, with parameters or with the name of a tool: an answer may be JSON too.
+Calls inside a reasoning block do not count, open or closed. A call that cannot be read is a call with an error: the policy is
+told, and it counts.
 """
 
 import json

@@ -4,14 +4,8 @@
       environment: grpo_tasks.environments.verifiers_adapter:VerifiersEnvironment
       settings: {id: wordle, arguments: {num_train_examples: 100}}
 
-    rollout of verifiers --asks its model--> a client that waits --messages--> the pipeline's policy
-                         <--its turn--------                     <------------
-
-Its own rollout runs, from the first prompt to the stop condition; only the model behind its client is ours. So nothing of an
-environment is imitated, and any environment that appends messages to a chat works. `write_rows` writes its data set as rows.
-
-Needs verifiers 0.1.9, which resolves beside all our pins. 0.1.14 and 0.2 exclude our version of datasets and ask their model in
-another way; 0.4 has no `load_environment`.
+Its own rollout runs, from the first prompt to the stop condition; only the model behind its client is ours, a client that waits
+for the pipeline's policy. `write_rows` writes its data set as rows. Needs verifiers 0.1.9, which resolves beside all our pins.
 """
 
 import asyncio

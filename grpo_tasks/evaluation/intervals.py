@@ -2,11 +2,9 @@
 
     mean of each prompt -> resample prompts -> percentiles -> at least as wide as an exact binomial interval
 
-The samples of one prompt are not independent, so whole prompts are resampled, never single samples (the cluster bootstrap;
-Davison and Hinkley 1997, section 3.8). When all prompts agree, such as 256 right of 256, every resample is the same and the
-percentile interval has no width. Rates are therefore widened to the exact interval of Clopper and Pearson (1934,
-doi:10.1093/biomet/26.4.404). If all prompts have the same share strictly between 0 and 1, Wilson's score interval (1927,
-doi:10.1080/01621459.1927.10502953) is used. The comparison of two models is in paired.py.
+Samples of one prompt are not independent, so whole prompts are resampled (the cluster bootstrap; Davison and Hinkley 1997,
+section 3.8). When all prompts agree the percentile interval has no width, so rates are widened to the exact interval of Clopper
+and Pearson (1934, doi:10.1093/biomet/26.4.404), or to Wilson's (1927, doi:10.1080/01621459.1927.10502953) between 0 and 1.
 """
 
 import numpy as np

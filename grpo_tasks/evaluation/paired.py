@@ -2,12 +2,10 @@
 
     scored samples of both -> one value per prompt -> difference per prompt -> sign flips -> PairedTest
 
-This is the paired permutation test (Fisher 1935; for language models see Dror et al. 2018, aclanthology.org/P18-1128). If neither
-model were better, each prompt's difference would be as likely with the opposite sign. The p-value is the share of all 2^n sign
-assignments whose sum is at least the observed one. They are counted exactly: rates are multiples of 1 / num_samples, so the sum
-is distributed as a convolution of binomials. With one sample per prompt this is the exact McNemar test (1947,
-doi:10.1007/BF02295996). For most rewards and for tens of thousands of prompts 9,999 random sign assignments replace the exact
-count. Both keep their significance level without assuming a distribution. Whether a better model is promoted is not decided here.
+The paired permutation test (Fisher 1935; Dror et al. 2018, aclanthology.org/P18-1128): the p-value is the share of all 2^n sign
+assignments whose sum is at least the observed one. Rates are multiples of 1 / num_samples, so it is counted exactly, as a
+convolution of binomials; with one sample per prompt it is the exact McNemar test (1947, doi:10.1007/BF02295996). For most rewards
+and for tens of thousands of prompts 9,999 random assignments replace the count. Both keep their level for any distribution.
 """
 
 from collections.abc import Sequence

@@ -2,18 +2,13 @@
 
     prompts -> rollout -> score -> (all ranks) -> advantages -> replace dead groups, if configured -> Round
 
-`Collector` samples one; `Rounds` decides when each is sampled: when it is needed, or ahead, by a policy of bounded age.
-
     max_staleness 0     sample 1 | train 1 | sample 2 | train 2 | ...
     max_staleness 1     train 1 | train 2 | train 3 | ...                  round n + 1 is sampled by the policy that enters
                         sample 2 | sample 3 | sample 4 | ...               the training on round n
 
-With a bound of K the round that is K updates ahead is started, from weights that are saved before the policy is trained on. A
-thread loads those weights into the servers and samples, one round after the other. So which policy samples a round depends on
-the round's number and on the barriers below, and never on how fast anything is: a stage that is run again ends in the same bytes.
-
-Checkpoints hold no round in flight. Where one is due, and where held-out prompts are evaluated, nothing is started beyond that
-update (the barrier), so nothing is in flight there. A resumed stage starts again from it as the first one did.
+Which policy samples a round depends on the round's number and on the barriers only, never on how fast anything is: a stage that
+is run again ends in the same bytes. A barrier is an update with a checkpoint or a held-out evaluation: nothing is started beyond
+it, so no round is in flight there.
 """
 
 import time

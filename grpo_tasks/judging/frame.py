@@ -2,17 +2,12 @@
 
     system   instructions, rubric, the marker of this question
     user     [MARKER question]  "one JSON string"
-             [MARKER completion]  "one JSON string"
+             [MARKER completion]  "one JSON string"         in a conversation a line for each message: [MARKER completion, 2 tool]
              [MARKER end]
 
-    A conversation has a line for each message:
-             [MARKER completion, 1 policy]  "one JSON string"
-             [MARKER completion, 2 tool]  "one JSON string"
-
-Three things keep a text inside its frame. It is one JSON string, so it has no line break of its own. Every character outside
-ASCII and each of `< [ ] |` is escaped, so no server takes a part of it for a special token such as <|im_end|> or [/INST]. The
-marker is a hash over the texts themselves, so no text can contain its own: a completion cannot claim that a tool has answered it.
-The verdict has to repeat the marker, and it says whether a text tried to talk to the judge.
+One JSON string has no line break of its own. Every character outside ASCII and each of `< [ ] |` is escaped, so no server takes a
+part of it for a special token. The marker is a hash over the texts, so no text can contain its own. The verdict has to repeat the
+marker, and it says whether a text tried to talk to the judge.
 """
 
 import hashlib

@@ -1,13 +1,10 @@
 """Servers and workers of one folder, on the loopback address only, started and stopped together.
 
     Stack(folder).start()  ->  Prefect server, MLflow server  ->  pool, queues, deployments  ->  workers
-    Stack(folder).start()  a second time: starts only the processes that have ended
-                           after a start that was killed: completes it
+                           a second time, or after a kill: starts only what is not running
     Stack(folder).stop()   ->  stops exactly the processes that `start` started (pid and start time), nothing else
-    supervise(stack)       ->  supervision.py: starts again what has ended, in the background a process of the stack itself
 
-FOLDER/.grpo/stack.json records what was started; the logs are next to it. Both servers use SQLite by default; the address of a
-PostgreSQL server puts both databases there.
+FOLDER/.grpo/stack.json records what was started; the logs are next to it. Both servers use SQLite, or one PostgreSQL server.
 """
 
 import json

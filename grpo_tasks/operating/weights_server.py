@@ -1,17 +1,12 @@
 """`grpo weights-server`: takes the policy over HTTP for a vLLM server that does not see the trainer's files.
 
-    python -m grpo_tasks.operating.weights_server FOLDER HOST PORT     the same for a parent process, with which it ends
-
-It runs next to the vLLM server and writes into a folder that both see. The engine (grpo_tasks/rollout/vllm_engine.py) sends the
-files of each policy before it tells vLLM to load them, and deletes them when vLLM has unloaded them.
-
     PUT     /weights/NAME/FILE    one file; its SHA-256 is in the header X-SHA256
     POST    /weights/NAME         {"files": {FILE: SHA-256}}: all files are there, so the folder gets its name -> {"path": ...}
     DELETE  /weights/NAME
     GET     /weights              names of the complete folders
 
-Files arrive in a folder that begins with a dot, so nothing loads a transfer that was cut off. A folder that nobody has deleted
-for a week is deleted when the next one arrives: the trainer that sent it was killed.
+It writes into a folder that both see. Files arrive in a folder that begins with a dot, so nothing loads a transfer that was cut
+off; one that nobody has deleted for a week is deleted when the next arrives: its trainer was killed.
 """
 
 import hashlib

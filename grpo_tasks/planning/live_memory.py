@@ -1,12 +1,9 @@
 """Counts the bytes of tensors while code runs on torch's meta device: shapes without numbers, and without memory.
 
-    with LiveMemory() as memory:
-        loss = ...                  # memory.now: bytes that live, those kept for the backward pass among them
-        loss.backward()
-    memory.peak                     # the most that lived at once
-
-The meta device runs a model of any size in a second on any machine. It makes no numbers, so code that waits for one raises an
-error there. Tensors that existed before are not counted.
+with LiveMemory() as memory:
+    loss = ...                  # memory.now: bytes that live, those kept for the backward pass among them
+    loss.backward()
+memory.peak                     # the most that lived at once; tensors that existed before are not counted
 """
 
 import weakref

@@ -3,16 +3,12 @@
     base ---- what training changed ----> policy        distance = sqrt(mean KL(policy || other)) over the positions of its texts
                          form --- lost --->             kept = 1 - distance(form) / distance(base)
 
-A fixed tolerance cannot tell: a careful training moves a token's log-probability by less than rounding a large model does, so a
-form that lost all of it would pass. Relative to the change, it does not pass. The KL divergence sees both ways to lose: a change
-that rounding removed, and noise that rounding added. For small differences it is the square of a length (the Fisher metric; see
-Amari 1998, doi:10.1162/089976698300017746), hence the root: a form that has 90 % of the change and nothing else keeps 0.9, and
-so does one that has all of it and noise of a tenth of its size. A form that is further from the policy than the base is keeps
-less than 0.
+A fixed tolerance cannot tell: a careful training moves a log-probability by less than rounding a large model does. The KL
+divergence sees both ways to lose, a change that rounding removed and noise that it added. For small differences it is the square
+of a length (the Fisher metric; Amari 1998, doi:10.1162/089976698300017746), hence the root.
 
-The distance is measured where a user will be: after held-out prompts, at every token of a likeliest and of a sampled completion
-of the policy, by the model's own forward pass, one unpadded row at a time. `weight_shares` asks the same of each weight, also of
-those that the prompts did not reach.
+The distance is measured after held-out prompts, at every token of a likeliest and of a sampled completion, by the model's own
+forward pass. `weight_shares` asks the same of each weight, also of those that the prompts did not reach.
 """
 
 import inspect

@@ -1,17 +1,11 @@
-"""A copy of the policy for sampling.
-
-Decoding through an unmerged adapter takes 1.3 to 1.5 times as long. Merging the adapter in place and unmerging it again would
-leave a rounding error in the base weights each time. So the copy has layers of its own where the policy is adapted:
+"""A copy of the policy for sampling: decoding through an adapter takes 1.3 to 1.5 times as long.
 
     float32 base    one weight W + scale B A, computed afresh from the untouched base at each `sync`
     16-bit base     W as it is, beside it A and scale B, two small products more per layer
 
-A 16-bit weight keeps 8 (bfloat16) or 11 bits, and an early update is smaller than half of the last one: folded in, 95 % of a
-first update with a learning rate of 1e-5 would be rounded away, and the sampler would not follow the trainer. Only a copy for
-others to load (`fold=True`) is folded whatever its precision.
-
-Layers with trained rows of added tokens (token_rows.py) have weights of their own too. All other weights are shared with the
-trained model, and no base weight ever changes.
+A 16-bit weight keeps 8 (bfloat16) or 11 bits: folded in, 95 % of a first update with a learning rate of 1e-5 would be rounded
+away. Only a copy for others to load (`fold=True`) is folded whatever its precision. All weights that are not adapted are shared
+with the trained model, and no base weight ever changes.
 """
 
 import copy

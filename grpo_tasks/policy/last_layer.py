@@ -4,12 +4,8 @@
     predicts a token         everything                 everything
     any other, of a prompt   everything                 its key and its value
 
-What the last layer makes of a token reaches the head alone, and the head reads the tokens that predict something
-(batch.py). The others, most tokens of a prompt, take part as keys and values only. Their queries, their output projection and
-their MLP would cost a pass forward, and one backward with gradients of zero.
-
-A linear layer and a gated MLP work token by token, so they may leave tokens out. What they leave out is 0, and nothing reads it.
-Norms and residual sums are left as they are: they cost little.
+The others' queries, output projection and MLP would cost a pass forward, and one backward with gradients of zero. What a linear
+layer or gated MLP leaves out is 0, and nothing reads it. Norms and residual sums are left as they are.
 """
 
 from typing import Any

@@ -4,14 +4,10 @@
     LeanNorm       an RMS norm, in one kernel on CUDA; keeps its input and 1 / rms
     LeanMlp        a gated MLP that keeps its two inner projections, and makes their product again in the backward pass
 
-peft casts the input of every LoRA layer to float32 and keeps the copy; a norm of transformers keeps three. In bfloat16 the
-three layers here save 60 % of what a pass keeps for each token. They also run fewer kernels, which makes a pass on a CPU
-faster. An instance changes its class and nothing else, so weights, names and hooks stay. A norm or an MLP is replaced only if
-its class gives the same numbers on a small example. Where torch.compile reads a layer, it gets the original one: the compiler
-fuses operations and chooses what to keep by itself.
-
-In this file L counts tokens, I and O the inputs and outputs of a linear layer, r the rank of the adapter. Shapes stand in
-comments, because torch.compile cannot read the checks that annotations of shapes become in the tests.
+In bfloat16 they save 60 % of what a pass keeps for each token. An instance changes its class and nothing else, so weights, names
+and hooks stay; a norm or an MLP is replaced only if its class gives the same numbers on a small example. torch.compile gets the
+original layer. L counts tokens, I and O inputs and outputs of a layer, r the rank. Shapes stand in comments, because
+torch.compile cannot read the checks that annotations become in the tests.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,18 +1,11 @@
-"""Log-probabilities and entropies of completion tokens under the policy.
-
-Two layouts give the same numbers and gradients:
+"""Log-probabilities and entropies of completion tokens under the policy. Two layouts give the same numbers and gradients:
 
     packed    one row [all stems | all own parts] (batch.py), without padding; own parts attend to their stem (attention/)
     plain     prompt and completion as one sequence, once per completion, padded on the right
 
-The G completions of a group share their prompt, and often their first tokens. The plain layout computes them G times. The packed
-one computes them once, which dominates an update with long prompts, and it computes no padding. The plain one is what every
-architecture can do.
-
-The language-model head works on chunks of tokens, so that the logits [tokens, vocabulary] of a whole batch never exist at once. A
-frozen head gives its gradient at once; one that is trained is recomputed in the backward pass (gradient checkpointing,
-arXiv:1604.06174). This file knows nothing of old
-policies, references or losses.
+The packed one computes what the completions of a group share once; the plain one is what every architecture can do. The head
+works on chunks of tokens, so that the logits [tokens, vocabulary] of a batch never exist at once. A frozen head gives its
+gradient at once; one that is trained is recomputed in the backward pass (gradient checkpointing, arXiv:1604.06174).
 """
 
 from dataclasses import dataclass

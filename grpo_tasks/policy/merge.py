@@ -6,10 +6,8 @@
           +---- the base: how much did training change?                                       |
                                                                                          keeps 95 %: done
 
-The proof compares at every position of the policy's completions of held-out prompts (change.py): first the merged model in
-float32, then the model reloaded from its files. So errors of the arithmetic, of tied embeddings or of the files are found before
-anybody downloads the model, and so is a change that is too small for the precision. bfloat16 keeps 8 bits of a weight, float16
-11, float32 24: a short or careful training changes weights by less than the last bit of the first two.
+The proof compares at every position of the policy's completions of held-out prompts (change.py): the merged model in float32,
+then the one reloaded from its files. bfloat16 keeps 8 bits of a weight, float16 11: a careful training changes less than that.
 """
 
 import gc

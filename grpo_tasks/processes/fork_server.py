@@ -1,19 +1,11 @@
 """`python -m grpo_tasks.processes.fork_server FD`: forks the child processes of steps; started by child.py.
 
-The libraries that every child needs take seconds to import, longer than many steps run. This process imports them once. It does
-so only with a CPU build of torch: a process that may have opened the driver of a GPU must not be forked, so with any other build
-each child imports for itself. The server forks one child at a time. Server and child end with the process that started the
-server, however it ends. It also imports what `prepare_child` announces, once for all children that come after.
+It imports once what every child needs, which takes longer than many steps run: only with a CPU build of torch, because a process
+that may have opened the driver of a GPU must not be forked. It ends with the process that started it, however that ends.
 
-The `forkserver` context of multiprocessing would do the same with less code, and was tried (Python 3.11, median of 5 starts after
-the first). It breaks these promises:
-
-    a child starts at once       it imports the caller's __main__ again in every child: 3.5 s under `grpo` against 0.12 s here
-                                 (0.33 s against 0.10 s under a main module that imports nothing)
-    scripts need no guard        a script without `if __name__ == "__main__"` fails, because every child runs it again
-    no shadowed libraries        its server starts without -P: a `datasets.py` in the working directory replaces the library
-    a killed server is a kill    the child's exit code is then 255, and the child lives on
-    the log has every line       what its server prints while it imports goes to the terminal, not to the step's log
+The `forkserver` context of multiprocessing was tried (Python 3.11) and breaks promises: it imports the caller's __main__ again in
+every child (3.5 s under `grpo` against 0.12 s), fails for a script without a main guard, starts without -P, so a `datasets.py` in
+the working directory replaces the library, lets the child of a killed server live on, and prints imports to the terminal.
 """
 
 import gc

@@ -6,10 +6,9 @@ and cleans up everything it starts.
                                    v
                                   log (stderr), the first lines of each call
 
-DATA and CONTROL are file descriptors, MEMORY is a limit in bytes. Whatever a function leaves running becomes a child of
-the supervisor, however it detaches itself (Linux). The supervisor kills all of it when the worker ends, when the parent closes
-the control socket or ends, or when the memory of all of them together exceeds the limit. A second process does the same if the
-supervisor itself is killed. This module imports little because a stage waits for its start.
+DATA and CONTROL are file descriptors, MEMORY a limit in bytes. Whatever a function leaves running becomes a child of the
+supervisor (Linux), which kills all of it when the worker or the parent ends or the memory of all exceeds the limit; a second
+process does the same if the supervisor is killed.
 """
 
 import json

@@ -4,12 +4,9 @@
                   ^                |
                   +--given back----+ fails or lags: taken out -> restarted -> admitted (loads the policy, probe) -> serving
 
-A request carries its seed, so its answer is the same on whichever replica it is sampled: a replica that fails changes the time
-that a batch takes, and not its content. New weights are a new admission: `refresh` admits every replica again, and one that fails
-it serves nothing until it passes.
-
-Threads: one for each request in flight and one for each replica that is being restarted. They only change state under the
-condition `_changed`. They are daemons: a server that hangs must not keep the process alive.
+A request carries its seed, so a replica that fails changes the time that a batch takes, and not its content. New weights are a
+new admission. Threads, one for each request in flight and for each replica that restarts, only change state under the condition
+`_changed`; they are daemons, because a server that hangs must not keep the process alive.
 """
 
 import logging

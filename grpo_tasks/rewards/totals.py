@@ -2,12 +2,9 @@
 
     total = sum of weight x score over the functions that apply to the completion; none where no function applies
 
-This is TRL's definition (1.16: `nansum` of the weighted scores, NaN where every function returned None). The mean reward is the
-mean over the completions that have a total. It is not the weighted sum of the functions' means: a function that applies to half
-of the completions counts half.
-
-No function is called for a conversation that a fault of its environment ended. A policy may learn to cause such faults, so they
-must not pay: `charge_faults` gives them the lowest scores.
+This is TRL's definition (1.16: `nansum` of the weighted scores). The mean reward is the mean over the completions that have a
+total. A conversation that a fault of its environment ended is scored by no function: a policy may learn to cause such faults, so
+`charge_faults` gives them the lowest scores.
 """
 
 from typing import Any, TypeVar

@@ -4,10 +4,8 @@
     step      forward pass -> sampled tokens -> the next step's input; reads and writes tensors that stay where they are
     check     every few steps one copy of the sampled tokens to the host, which looks for ends and drops rows
 
-The host waits for the device at checks only. Rows that end between two checks are decoded on until the next one, and their
-surplus tokens are cut off: a completion does not depend on the buckets or on the other rows. The device does not look for ends
-itself. It would decode the ended rows all the same, because the shapes of a bucket stay; and stop strings are found in text,
-which only the host has.
+The host waits for the device at checks only. Rows that end between two are decoded on, and their surplus tokens cut off: a
+completion does not depend on the buckets or on the other rows. Stop strings are found in text, which only the host has.
 """
 
 import math

@@ -2,12 +2,9 @@
 
     shift = probe under the policy - probe under the base       the trainer has one, and so has the sampler
 
-Compared are the shifts, not the log-probabilities: a sampler that ignores the policy has none. Its shift is 0 whatever the last
-version was, so it is found out as soon as the trainer's own exceeds the noise, however small each update is.
-
-The noise is the rounding of two forward passes, measured on the base, where both sides must agree. It has no direction: over T
-tokens it moves the slope (the part of the trainer's shift that the sampler shows, 1 when it serves the policy) by noise / (size
-sqrt(T)) only. So the slope sees shifts that no single token shows.
+A sampler that ignores the policy has a shift of 0 whatever the last version was, so it is found as soon as the trainer's own
+exceeds the noise: the rounding of two forward passes, measured on the base. Noise has no direction: over T tokens it moves the
+slope (1 when the sampler serves the policy) by noise / (size sqrt(T)) only, so the slope sees shifts that no single token shows.
 """
 
 import math

@@ -5,10 +5,8 @@
                   prepare(): save the weights      load(): each server wakes up -> loads them -> its log-probabilities are
                                                            compared -> it unloads the previous ones; then those are deleted
 
-If a server kept old weights or ignored new ones, training would continue on completions of the wrong policy without any error.
-So each server shows first that it takes weights over (calibration.py), and after each load what they change in the
-log-probabilities of a few tokens is compared with what they change in the trainer's (probe.py). Which server gets which request,
-and what happens to one that fails, is the business of the pool (grpo_tasks/replicas).
+A server that kept old weights would train on completions of the wrong policy without any error. So each shows first that it takes
+weights over (calibration.py), and after each load the probe is compared (probe.py). The pool hands out requests.
 """
 
 import gc

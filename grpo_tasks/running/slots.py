@@ -3,17 +3,9 @@
     hold(slot)  ->  the slot is free: acquire it with a lease, renew the lease while the block runs, release it
                     the slot is held: log who holds it, try again every two seconds; free it when its holder is dead
 
-The limit, the lease and the count that the UI shows under Concurrency are Prefect's. The waiting, the renewal and the record of
-the holder (a Prefect variable) are ours, because `prefect.concurrency.sync.concurrency` of Prefect 3.8 would lose these promises:
-
-    a waiting run says who holds the slot   Prefect's API tells nobody the holder of a global limit
-    a dead holder loses its slot at once    Prefect waits for the lease to expire: measured 54 s, and the waiting run sleeps up to
-                                            30 s between two attempts; without a server of its own, where each command starts a
-                                            temporary one, nobody expires the lease and the slot is lost
-    a restarted server frees the slot       leases are kept in the server's memory, the count in its database: after a restart
-                                            the release of an unknown lease changes nothing
-    a server that is away costs nothing     Prefect stops renewing after three failed attempts, and fails the run whose release
-                                            does not reach the server
+The limit, the lease and the count in the UI are Prefect's. Waiting, renewal and the record of the holder (a variable) are ours:
+with `prefect.concurrency.sync.concurrency` of 3.8 nobody learns the holder, a dead one keeps the slot for a minute or for ever, a
+restarted server forgets leases and keeps the count, and a server that is away fails the run.
 """
 
 import json

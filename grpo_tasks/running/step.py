@@ -3,18 +3,13 @@
     @step(reads="data")
     def prepare_data(work: Work, config: RunConfig) -> PreparedData: ...
 
-    prepare_data(run, config)           in a flow:
+    prepare_data(run, config):  the settings that it reads, no others (schemas/config/section.py)
+                                content key of inputs and code (key.py)  ->  folder  ->  lock the folder  ->  finished?
+                                    yes: skip, shown as Cached in the Prefect UI
+                                    no: clear the folder, run, seal the result
+                                record the result in MLflow and log it
 
-    the settings that it reads, no others (schemas/config/section.py)
-
-    content key of inputs and code (key.py)  ->  folder  ->  lock the folder  ->  finished?
-                                                                                  yes: skip, shown as Cached in the Prefect UI
-                                                                                  no: clear the folder, run, seal the result
-                                                         ->  in both cases: record the result in MLflow and log it
-
-The same inputs and the same code have the same key and therefore the same folder. Only the folder decides whether a step is
-finished: its result.json must have a seal and a manifest that agrees with every file. Prefect's own caching is off.
-
+Only the folder decides whether a step is finished: its result.json must have a seal and a manifest that agrees with every file.
 Outside of a flow the same function runs without Prefect: same key, same folder, same record in MLflow.
 """
 

@@ -3,10 +3,8 @@
     held-out evaluation -> curve in the folder of the run -> the other runs read it
     own best so far  <  median of their best at the same update  ->  pruned, with a checkpoint
 
-The rule is that of Google Vizier (Golovin et al. 2017, section 3.2.2), on the best value so far. Runs with the same seed are
-compared, because they see the same prompts in the same order: early in a stage two seeds differ more than two settings do. All
-runs are compared only in a sweep with too few combinations. The best of them is never below the median, so it is never pruned.
-What this module does not do: stop the training. The watch does (watch.py).
+Google Vizier's rule (Golovin et al. 2017, section 3.2.2), on the best value so far. Runs with the same seed are compared, because
+they see the same prompts in the same order; all runs only in a sweep with too few combinations. The best is never pruned.
 """
 
 from collections.abc import Iterable

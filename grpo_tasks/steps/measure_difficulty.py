@@ -4,12 +4,9 @@ sample (child process) -> samples.parquet -> rewards, in their own process -> so
       ^------------- the rest, of prompts that `difficulty.screen` completions solved ------+
 
 A completion is solved when its reward, by the functions and configured weights of a stage, reaches the share `difficulty.success`
-of the full reward: what a completion earns that has the full score of every function that applies. With functions that return 0
-or 1, the default of 0.8 means that what carries the weight must succeed; graded functions may miss a part of their score.
-
-The key holds the model's content, the prompts, the rewards and the sampling. It holds neither the seed of the run nor what only
-training uses, so sweeps over those, other seeds, retraining and later stages use the same measurement. With
-`difficulty.pass_rate_column` nothing is sampled. What this step does not do: choose prompts. A stage does, by `keep_pass_rate`.
+of the full reward: what a completion earns that has the full score of every function that applies. The key holds neither the seed
+of the run nor what only training uses, so sweeps, other seeds and retraining use the same measurement. With
+`difficulty.pass_rate_column` nothing is sampled. A stage chooses the prompts, by `keep_pass_rate`.
 """
 
 import time

@@ -4,10 +4,8 @@
     an older schema        ->  a copy is migrated, then renamed; the old file is kept under another name
     a partial migration    ->  the same. If the copy cannot be migrated: a file without runs is replaced, one with runs is refused
 
-MLflow migrates a database in place, and SQLite commits in between. A kill leaves tables `_alembic_tmp_*` that stop every later
-start, and two processes that open a new database at once disturb each other. So all of it happens here to a file with another
-name, under a lock. All uses of mlflow's private migration functions are in this module. What it does not do: other databases,
-whose migrations are transactions.
+MLflow migrates in place, and SQLite commits in between: a kill leaves tables that stop every later start. All uses of mlflow's
+private migration functions are in this module.
 """
 
 import logging

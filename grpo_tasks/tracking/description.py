@@ -2,10 +2,8 @@
 
     stages: [{learning_rate: 1e-3, rewards: [a, b]}]   ->   stages.0.learning_rate = 0.001, stages.0.rewards = ["a", "b"]
 
-Values are JSON, except that strings are bare; a list of plain values is one parameter. No field is dropped and no value is cut:
-MLflow takes 6,000 characters, so a longer text is split over `KEY.part1`, `KEY.part2` ..., and `KEY` holds its length and
-SHA-256. Only keys chosen by a user (params of a reward) can contain characters that MLflow refuses; `?` becomes `_x3F_`. Imports
-no mlflow.
+No field is dropped and no value is cut: MLflow takes 6,000 characters, so a longer text is split over `KEY.part1`, `KEY.part2`
+..., and `KEY` holds its length and SHA-256. A `?` in a key that a user chose becomes `_x3F_`. Imports no mlflow.
 """
 
 import hashlib

@@ -4,11 +4,8 @@
     events.jsonl   {"step": 12, "event": "kl_blow_up", ...}                            ->   tag grpo.event.kl_blow_up, the latest
     the machine    CPU, memory, disk, network, GPU every ten seconds                   ->   metrics system/...
 
-The position is read from the store, not kept on disk: it is the last step that any metric of the run has. All metrics of a step
-travel in one call, which the store commits or refuses. So the position is right even after a kill between a call and its reply,
-and when a stage is trained again and its lines carry new timestamps. An unreachable store only causes delay: `ship` returns False
-and the next call sends the lines that have accumulated. What this module does not do: read incomplete lines, or write to the
-journal.
+The position is the last step that any metric of the run has in the store. All metrics of a step travel in one call, so it is
+right even after a kill between a call and its reply. An unreachable store only causes delay: `ship` returns False.
 """
 
 import logging

@@ -2,12 +2,10 @@
 
     merged folder --log as files--> logged model --ask it--> --register--> version --paired tests--> alias champion moves | stays
 
-The folder is logged as files. A process of its own loads the logged model and asks it; one that answers otherwise than the merged
-model is deleted. A model with the same bytes (by SHA-256) that this run logged or
-registered before is reused. The alias moves only if the new model beats the base and the champion it was compared with, if that
-champion is still the champion, and if nobody rolled these bytes back. The old champion becomes `previous`; a candidate that is
-not promoted becomes `challenger`.
-What this module does not do: evaluate (the tests come from the evaluation room).
+A process of its own loads the logged model and asks it; one that answers otherwise than the merged model is deleted. A model with
+the same bytes (by SHA-256) is reused. The alias moves only if the new model beats the base and the champion it was compared with,
+if that is still the champion, and if nobody rolled these bytes back. The old champion becomes `previous`, a candidate that is not
+promoted `challenger`.
 """
 
 import json

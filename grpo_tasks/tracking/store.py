@@ -3,9 +3,7 @@
     TrackingConfig | MLFLOW_TRACKING_URI | sqlite:///mlflow.db  ->  Store  ->  ask(one repeatable call)
                                                                          ->  lock("publish-NAME"): one process of this machine
 
-Every call made here can be repeated without harm, so retries are safe, even after two processes wrote the same row at once and
-the store refused the second. Importing this module imports mlflow, which takes seconds; flows import the tracking room only when
-they need it. What this module does not do: decide what is recorded.
+Every call can be repeated without harm. Importing this module imports mlflow, which takes seconds.
 """
 
 import os

@@ -1,13 +1,7 @@
 """`python -m grpo_tasks.operating.deploying.apply FILE`: the work pool and all deployments of a prefect.yaml.
 
-`prefect deploy --all` makes every deployment what the file says: a schedule that a user switched on or added is off or gone, a
-trigger that was switched off is on again. So what users change in the Prefect UI goes into a copy of the file first:
-
-    schedules, paused             those of the server; the file's only for a new deployment
-    parameters                    those of the server, except `config`: the preset in it may be a newer one
-    triggers                      those of the file, switched on or off as on the server
-    the work pool                 that of the server
-    everything else               that of the file
+`prefect deploy --all` makes every deployment what the file says. What users change in the Prefect UI goes into a copy of the file
+first: schedules, paused or not, parameters (except `config`, whose preset may be newer), triggers switched on or off, the pool.
 """
 
 import subprocess

@@ -2,13 +2,10 @@
 
     {"messages": [...]} or {"prompt": "..."}  ->  chat template  ->  generate  ->  {"choices": [{"message": {...}}], ...}
 
-log_model.py copies this file into the artifact, next to the folder `model`; MLflow runs it when the model is loaded by pyfunc. It
-therefore imports nothing of this project. MLflow's own wrapper for transformers is not used: it adds BOS twice where the template
-writes it, removes spaces from answers, searches for stop strings with a tokenizer that only the training machine has, and replies
-with a list that no OpenAI client reads.
-
-`tools` go to the chat template. A call is text of the answer, as the model writes it: nothing makes `tool_calls` of it. Left out:
-streaming.
+log_model.py copies this file into the artifact, so it imports nothing of this project. MLflow's own wrapper for transformers adds
+BOS twice where the template writes it, removes spaces from answers, searches for stop strings with a tokenizer that only the
+training machine has, and replies with a list that no OpenAI client reads. `tools` go to the chat template; a call is text of the
+answer. Left out: streaming.
 """
 
 import math

@@ -6,9 +6,7 @@
 
     mlflow.search_logged_models(order_by=[{"field_name": "metrics.accuracy", "ascending": False}])
 
-Checkpoints and stages point to files on disk (tag `path`) and hold none: the adapter is an artifact of the stage's run, and only
-a merged model is published. publishing.py logs that one, and MLflow itself links the metrics of its run to it. Each function can
-be repeated.
+Checkpoints and stages point to files on disk (tag `path`) and hold none.
 """
 
 from collections.abc import Mapping
