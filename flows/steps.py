@@ -1,4 +1,4 @@
-"""Each step of the pipeline with the sections of the config that it depends on: if one of them changes, the step runs again."""
+"""What the pipeline does around its steps: the settings that a use of a step gets, and what must hold before the run goes on."""
 
 from collections.abc import Sequence
 
