@@ -1,6 +1,7 @@
 """What validation says about a tokenizer or template that is not as most are."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ FIXED = {"chat_template_kwargs": {"strftime_now": "2031-03-09"}}
 
 
 @pytest.fixture
-def notes(write: Callable[..., str], tmp_path: Path) -> Validate:
-    """The warnings of a validation with a variant of the embedded model."""
+def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Validate:
+    """The warnings of a validation with a variant of the embedded model.
+
+    Its files are read in this process: the one with limits, which tests/content/test_limited_model.py is about, takes three seconds
+    to start.
+    """
+    monkeypatch.setattr("grpo_tasks.data.validation.limited_templates", nullcontext)
+    monkeypatch.setattr("grpo_tasks.data.chat_tokens.check_model_files", lambda *_: None)
 
     def validate(rows: list[dict[str, Any]], rollout: dict[str, Any] | None = None, **model: Any) -> list[str]:
         data = {"train": [{"path": write(*rows)}], "eval_fraction": 0.2} | model.pop("data", {})
