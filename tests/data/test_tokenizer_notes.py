@@ -27,7 +27,7 @@ FIXED = {"chat_template_kwargs": {"strftime_now": "2031-03-09"}}
 def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Validate:
     """The warnings of a validation with a variant of the embedded model.
 
-    Its files are read in this process: the one with limits, which tests/content/test_limited_model.py is about, takes three seconds
+    Its files are read in this process: the one with limits (tests/content/test_limited_model.py) takes three seconds
     to start.
     """
     monkeypatch.setattr("grpo_tasks.data.validation.limited_templates", nullcontext)
