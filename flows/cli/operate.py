@@ -60,7 +60,7 @@ def weights_server(
 ) -> None:
     """Receive the policy for a vLLM server that does not see the files of the trainer (rollout.vllm.weights_urls)."""
     with report_errors():
-        from grpo_tasks.operating.weights_server import serve_weights
+        from grpo_tasks.web.weights_server import serve_weights
 
         out.print(f"receives weights at http://{host}:{port} into {folder}; Ctrl-C stops it", highlight=False)
         serve_weights(folder, host, port, os.environ.get("VLLM_API_KEY") or None)

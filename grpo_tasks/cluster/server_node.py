@@ -118,7 +118,7 @@ class ServerNode(Node):
     def _receive_weights(self) -> None:
         self._receives_since = time.monotonic()
         host, _, port = self._receives_at.removeprefix("http://").rpartition(":")
-        module = "grpo_tasks.operating.weights_server"
+        module = "grpo_tasks.web.weights_server"
         with self._receiver_log.open("ab") as output:
             self._receiver = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(self._root / "weights"), host, port],

@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo_tasks.policy.libraries import import_libraries
+from grpo_tasks.processes.libraries import import_libraries
 
 import_libraries()
 

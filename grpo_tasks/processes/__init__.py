@@ -7,6 +7,7 @@ server_supervisor.py  a server (vLLM) with everything it starts, as one process 
 worker_process.py     a process that runs a user's functions, under worker_supervisor.py, which limits and cleans up
 framing.py, link.py   requests and replies between a trainer and such a process, every wait with a deadline
 ports.py              free ports
+libraries.py          imports transformers and peft fast
 
-What the processes compute is not here. Only fork_server.py imports torch; the others start at once.
+What the processes compute is not here. Only fork_server.py and libraries.py import torch; the others start at once.
 """

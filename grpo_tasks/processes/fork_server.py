@@ -41,8 +41,9 @@ def main() -> None:
 
     is_safe = sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None
     if is_safe:
-        # By name: this room is a layer below the policy room, so it cannot import it.
-        import_module("grpo_tasks.policy.libraries").import_libraries()
+        from grpo_tasks.processes.libraries import import_libraries
+
+        import_libraries()
     gc.freeze()
     gc.enable()
     with Connection(descriptor) as connection, suppress(EOFError, OSError):

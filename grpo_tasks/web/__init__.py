@@ -1,1 +1,1 @@
-"""The check in front of every server: it answers its own pages and programs on this machine, and no other web page."""
+"""The check in front of every server, which refuses web pages of others, and the receiver of weights for a vLLM server."""
