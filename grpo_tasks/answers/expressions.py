@@ -30,6 +30,7 @@ from functools import cache, lru_cache
 from types import FrameType
 from typing import Any
 
+from grpo_tasks.answers.extraction import nesting
 from grpo_tasks.answers.numerals import rounding, unwrap
 
 MAX_EXPRESSION_CHARS = 200
@@ -110,7 +111,7 @@ def is_harmless(expression: str) -> bool:
         and not any(sign in letters for sign in "!$\n\r;&#~" if sign != "&" or "begin" not in commands)
         and _NUMBERS_SIDE_BY_SIDE.search(letters) is None
         and letters.count("=") <= 1
-        and _depth(letters) <= MAX_DEPTH
+        and nesting(letters, "([{", ")]}") <= MAX_DEPTH
         and _powers_are_small(expression)
     )
 
@@ -176,14 +177,6 @@ def _powers_are_small(expression: str) -> bool:
     # A caret that the pattern cannot read, or one inside or right after an exponent, may be a tower of powers.
     readable = len(exponents) == expression.count("^") and not any("^" in exponent for exponent in exponents)
     return readable and digits <= MAX_EXPONENT_DIGITS and _STACKED.search(expression) is None
-
-
-def _depth(expression: str) -> int:
-    depth = deepest = 0
-    for letter in expression:
-        depth += (letter in "([{") - (letter in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _compare(ours: Sequence[str], theirs: Sequence[str]) -> bool:

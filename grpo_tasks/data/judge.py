@@ -151,16 +151,11 @@ def _needs_answer(rows: pl.DataFrame, config: RunConfig) -> pl.Expr:
         return pl.lit(value=False)
     optional = [name for name, task in config.data.tasks.items() if task.answers == "optional"]
     needed = ~pl.col("task").fill_null("").is_in(optional) if optional else pl.lit(value=True)
-    if completions_have_no_answer(config):
+    if config.completion.is_free_text:
         # In a source that has answers a missing one is a mistake.
         with_answers = rows.filter(pl.col("answer").is_not_null())["source"].unique().to_list()
         needed &= pl.col("source").is_in(with_answers)
     return needed
-
-
-def completions_have_no_answer(config: RunConfig) -> bool:
-    """Whether completions are free text, in which nothing is compared with a ground truth."""
-    return config.completion.format == "none"
 
 
 def _compare_rows(

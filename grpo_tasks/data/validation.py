@@ -17,7 +17,7 @@ import polars as pl
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
-from grpo_tasks.data.judge import RowVerdict, completions_have_no_answer, judge
+from grpo_tasks.data.judge import RowVerdict, judge
 from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
 from schemas.config.completion import Equality
@@ -96,7 +96,7 @@ def check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> No
     configured = [*config.data.train, *config.data.eval]
     optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
     by_row = config.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
-    if column is None or by_row or completions_have_no_answer(config):
+    if column is None or by_row or config.completion.is_free_text:
         return
     for source in sources:
         if not source.with_answer and source.path not in optional:

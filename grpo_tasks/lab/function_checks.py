@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_tasks.answers.tags import Tags
 from grpo_tasks.content.modules import own_modules
 from grpo_tasks.lab.judge_checks import JUDGED_ROWS
 from grpo_tasks.lab.probe_set import ProbeSet, TriedFunction, probe_batch
@@ -118,7 +117,7 @@ def _opinions(
 
 
 def _longest(probe_set: ProbeSet, max_completion_length: int) -> ScoreBatch:
-    texts = long_texts(Tags.of(probe_set.completion.tags), CHARS_PER_TOKEN * max_completion_length)
+    texts = long_texts(probe_set.completion.tags, CHARS_PER_TOKEN * max_completion_length)
     return probe_batch([probe_set.chosen[0]] * len(texts), list(texts.values()), played=probe_set.played)
 
 
@@ -134,8 +133,7 @@ def _same_score(function: TriedFunction, config: RewardConfig, probe_set: ProbeS
     detail = f"gives every completion the same score, {known.pop():g}"
     others = _other_tags(config, probe_set)
     if others:
-        tags = Tags.of(probe_set.completion.tags)
-        names = [tag.strip("</>") for tag in tags.in_order[1::2]]
+        names = [tag.strip("</>") for tag in probe_set.completion.tags.in_order[1::2]]
         detail += f": its module looks for the tags {', '.join(others)}, and completion.tags are {' and '.join(names)}"
     return _at_probe(function, "same_score", detail, probe_set, 0)
 
@@ -145,7 +143,7 @@ def _other_tags(config: RewardConfig, probe_set: ProbeSet) -> list[str]:
     module = (config.function or "").partition(":")[0]
     file = own_modules(module, probe_set.rewards.module_dirs()).get(module)
     text = file.read_text(encoding="utf-8", errors="replace") if file is not None and file.suffix == ".py" else ""
-    ours = set(Tags.of(probe_set.completion.tags).in_order)
+    ours = set(probe_set.completion.tags.in_order)
     found = dict.fromkeys(name for name in _TAG.findall(text) if f"</{name}>" not in ours)
     return list(found)[:MAX_NAMED_TAGS]
 
@@ -188,7 +186,7 @@ def _timed(
     """What is timed: a name, the batch, the factor on the limit, and the outcome."""
     yield "ordinary length", probe_set.batch, 1, first
     allowed = probe_set.limits.max_seconds_per_completion * LONG_TEXT_FACTOR
-    for kind, text in long_texts(Tags.of(probe_set.completion.tags)).items():
+    for kind, text in long_texts(probe_set.completion.tags).items():
         batch = probe_batch([probe_set.chosen[0]], [text], played=probe_set.played)
         yield kind, batch, LONG_TEXT_FACTOR, _fastest(function, batch, [1], allowed_s=allowed, limit_s=allowed * LONG_TEXT_WAIT)
 
