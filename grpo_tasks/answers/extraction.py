@@ -67,9 +67,8 @@ def nesting(text: str, opening: str, closing: str) -> int:
 
 
 def _shows_something(text: str) -> bool:
-    return any(letter.isprintable() and letter != " " and letter not in _FILLERS and not _is_mark(letter) for letter in set(text))
-
-
-def _is_mark(letter: str) -> bool:
-    # Accents, variation selectors, enclosing marks: they change the letter before them, and are nothing without one.
-    return unicodedata.category(letter).startswith("M")
+    # Marks (accents, variation selectors, enclosing marks) change the letter before them, and are nothing without one.
+    return any(
+        letter.isprintable() and letter != " " and letter not in _FILLERS and not unicodedata.category(letter).startswith("M")
+        for letter in set(text)
+    )
