@@ -42,7 +42,6 @@ _USER_TEXT = (
     .list.eval(pl.element().filter(pl.element().struct.field("role").is_in(["user", PLAIN])).struct.field("content"))
     .list.join("\n")
 )
-_KEYS = ("prompt_key", "question_key", "normalised_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +104,12 @@ def relation_keys(rows: pl.DataFrame) -> pl.DataFrame:
     match among them is about 3 in 10^8. `rows` has the column prompt and those of `add_views`.
     """
     texts = rows.select(chat=pl.struct("roles", "text"), question=asked_text(), has_prompt=pl.col("prompt").is_not_null())
-    keys = texts.select(
-        "has_prompt",
-        prompt_key=pl.col("chat").hash(),
-        question_key=pl.col("question").hash(),
-        normalised_key=normalise_question(pl.col("question")).hash(),
-    )
-    return keys.select(pl.when("has_prompt").then(pl.col(key)).alias(key) for key in _KEYS)
+    keys = {
+        "prompt_key": pl.col("chat"),
+        "question_key": pl.col("question"),
+        "normalised_key": normalise_question(pl.col("question")),
+    }
+    return texts.select(pl.when("has_prompt").then(text.hash()).alias(key) for key, text in keys.items())
 
 
 def find_duplicates(keys: pl.DataFrame) -> pl.DataFrame:

@@ -70,12 +70,9 @@ class RowVerdict:
     @property
     def tasks(self) -> list[TaskRows]:
         """Accepted rows of each task, in the order of the alphabet; empty when the data has a single task."""
-        names = sorted(set(self.accepted["task"].unique()) - {""})
-        counts = {(task, split): rows for task, split, rows in self.accepted.group_by("task", "split").len().iter_rows()}
-        return [
-            TaskRows(task=name, train_rows=counts.get((name, "train"), 0), eval_rows=counts.get((name, "eval"), 0))
-            for name in names
-        ]
+        is_train = pl.col("split") == "train"
+        counts = self.accepted.group_by("task").agg(train_rows=is_train.sum(), eval_rows=(~is_train).sum()).sort("task")
+        return [TaskRows.model_validate(row) for row in counts.filter(pl.col("task") != "").iter_rows(named=True)]
 
     def split(self, name: str) -> pl.DataFrame:
         """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""

@@ -42,13 +42,11 @@ class Columns(NamedTuple):
     answer: str | None
     """None: the source has no ground truth."""
     task: str | None = None
-    """Column with the task."""
     only_task: str = ""
     """Task of all rows of the source, unless `task` names a column."""
     template: str | None = None
-    """Template of the question."""
+    """Of the question."""
     rename: Mapping[str, str] | None = None
-    """{old: new}."""
 
     def original(self, name: str | None) -> str:
         """Name of a column in the file."""

@@ -84,7 +84,7 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
         raise DataError(
             f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are quarantined ({share:.1%}); "
             f"validation.max_invalid_fraction allows {validation.max_invalid_fraction:.1%}\n{_most_broken(verdict)}",
-            place=_first_row(verdict),
+            place=row_place(*verdict.quarantine.select("source", "line").row(0)),
             fix=f"correct the rows ({QUARANTINE} and {REPORT} list all of them), or raise validation.max_invalid_fraction",
         )
     for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
@@ -99,12 +99,9 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
 
 def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
     """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
-    found = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
-    return [
-        f"{count:,} prompts contain the stop string {stop!r}; a completion that repeats its prompt ends there"
-        for stop, count in found
-        if count
-    ]
+    effect = "a completion that repeats its prompt ends there"
+    counts = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
+    return [f"{count:,} prompts contain the stop string {stop!r}; {effect}" for stop, count in counts if count]
 
 
 def render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
@@ -203,11 +200,6 @@ def _most_broken(verdict: RowVerdict, rules: int = 3, rows: int = 3) -> str:
         if count.rows:
             lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
             first = verdict.quarantine.filter(rule=count.rule).head(rows)
-            rows_shown = ((row_place(row["source"], row["line"]), row["value"][:160]) for row in first.iter_rows(named=True))
-            lines.extend(f"    {place}  {value!r}" for place, value in rows_shown)
+            shown = first.select("source", "line", "value").iter_rows()
+            lines += [f"    {row_place(source, line)}  {value[:160]!r}" for source, line, value in shown]
     return "\n".join(lines)
-
-
-def _first_row(verdict: RowVerdict) -> str:
-    first = verdict.quarantine.row(0, named=True)
-    return row_place(first["source"], first["line"])

@@ -59,11 +59,10 @@ _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The sources that were read, and the table of their rows."""
+    """The sources that were read, and the table of their rows, rows.parquet."""
 
     sources: list[SourceFile]
     path: Path
-    """rows.parquet"""
 
     @property
     def rows(self) -> int:
@@ -202,8 +201,7 @@ def _hashed(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Reco
 
 
 def _check_file(path: Path, source: DataSource) -> None:
-    reason = why_not_a_file(path)
-    if reason:
+    if reason := why_not_a_file(path):
         names = [file.name for file in path.parent.iterdir()] if reason == "no such file" and path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"

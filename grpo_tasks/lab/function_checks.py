@@ -63,9 +63,6 @@ class FunctionTrial:
         """All checks. When the function breaks its contract the other checks mean nothing and are left out.
 
         A judge scores the probes of a few rows and the samples; judge_checks.py checks its opinions.
-
-        Args:
-            max_completion_length: tokens of the longest completion in training.
         """
         probe_set, is_judge = self.probe_set, self.config.judge is not None
         groups = probe_set.groups[:JUDGED_ROWS] if is_judge else probe_set.groups
@@ -98,13 +95,7 @@ class FunctionTrial:
         return FunctionFindings([passed(self.name, "contract", detail), *opinions], scores, base_scores)
 
     def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | RewardFault:
-        """Score a batch in calls of these sizes, each under a time limit. A fault names its completion.
-
-        Args:
-            batch: the completions.
-            sizes: number of completions of each call; they add up to the batch.
-            limit_s: time limit of a call. None: the one of the function.
-        """
+        """Score a batch in calls of these sizes, each under a time limit (None: the function's). A fault names its completion."""
         limit_s = limit_s or self.config.call_limit_s
         scores: list[float | None] = []
         seconds = 0.0

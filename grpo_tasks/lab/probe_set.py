@@ -127,8 +127,8 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
             fix=f"one of {', '.join(columns) or 'none: there are no further columns'}, or package.module:function",
         )
     # Texts, or chat messages of which the last one counts.
-    chats = [isinstance(value, list) and bool(value) and isinstance(value[-1], Mapping) for value in values]
-    texts = [value[-1].get("content") if chat else value for value, chat in zip(values, chats, strict=True)]
+    chats = [value if isinstance(value, list) and value and isinstance(value[-1], Mapping) else None for value in values]
+    texts = [value if chat is None else chat[-1].get("content") for value, chat in zip(values, chats, strict=True)]
     return [None if text is None else str(text) for text in texts]
 
 

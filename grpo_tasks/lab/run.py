@@ -100,11 +100,7 @@ def run_lab(
 
 
 def lab_error(report: LabReport) -> LabError:
-    """The error that stops the run: function, row and completion of the first failure, and the names of the others.
-
-    Args:
-        report: a report with at least one failure.
-    """
+    """The error that stops the run: function, row and completion of the first failure, and the names of the others."""
     first, *others = report.failures
     message = f"{first.function} fails the check {first.check}: {first.detail}"
     if others:
@@ -202,13 +198,7 @@ class _RowTotals:
 
 
 def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
-    """[N] totals of a stage with its configured weights; NaN where none of its functions applies.
-
-    Args:
-        stage: names its functions.
-        rewards: holds their weights.
-        scores: N scores of each function by name; None where it does not apply.
-    """
+    """[N] totals of a stage from N scores of each function (None: does not apply); NaN where none of them applies."""
     return total_scores(_matrix(stage, scores), stage_weights(stage, rewards))
 
 
