@@ -22,13 +22,7 @@ MAX_ANSWER_CHARS = 10_000
 
 
 def answers_equal(prediction: str, truth: str, how: Equality) -> bool:
-    """Whether a prediction equals the ground truth. Never raises, whatever the text.
-
-    Args:
-        prediction: the text of an answer, not of a whole completion.
-        truth: the ground truth as it stands in the data.
-        how: the kind of comparison; see the module docstring.
-    """
+    """Whether an answer equals the ground truth as it stands in the data. Never raises, whatever the text."""
     prediction, truth = prediction.strip(), truth.strip()
     if len(prediction) > MAX_ANSWER_CHARS or is_blank(prediction) or is_blank(truth):
         return False

@@ -30,6 +30,7 @@ from functools import cache, lru_cache
 from types import FrameType
 from typing import Any
 
+from grpo_tasks.answers.extraction import nesting
 from grpo_tasks.answers.numerals import rounding, unwrap
 
 MAX_EXPRESSION_CHARS = 200
@@ -92,8 +93,13 @@ def expressions_equal(prediction: str, truth: str) -> bool:
     solutions, wanted = _solutions(ours), _solutions(theirs)
     named = "=" in ours + theirs
     if min(len(solutions), len(wanted)) > 1 and (_is_unordered(ours) or _is_unordered(theirs) or not named):
-        return _same_solutions(solutions, wanted)
-    if _JOIN.search(ours) or _JOIN.search(theirs) or _is_one_of_a_list(ours, theirs):
+        # Each solution of one side equals exactly one of the other's.
+        all_harmless = all(one and is_harmless(one) for one in [*solutions, *wanted])
+        return len(solutions) == len(wanted) <= MAX_SOLUTIONS and all_harmless and _compare(solutions, wanted)
+    lists = [_LISTS.search(one) is not None for one in (ours, theirs)]
+    # A list is no single value. An interval may be written as a relation: [1,2) and 1 <= x < 2.
+    is_one_of_a_list = lists[0] != lists[1] and _RELATION.search(theirs if lists[0] else ours) is None
+    if _JOIN.search(ours) or _JOIN.search(theirs) or is_one_of_a_list:
         return False
     if not (is_harmless(ours) and is_harmless(theirs)) or ("=" in ours and "=" not in theirs and not _names_result(ours)):
         return False
@@ -110,7 +116,7 @@ def is_harmless(expression: str) -> bool:
         and not any(sign in letters for sign in "!$\n\r;&#~" if sign != "&" or "begin" not in commands)
         and _NUMBERS_SIDE_BY_SIDE.search(letters) is None
         and letters.count("=") <= 1
-        and _depth(letters) <= MAX_DEPTH
+        and nesting(letters, "([{", ")]}") <= MAX_DEPTH
         and _powers_are_small(expression)
     )
 
@@ -128,12 +134,6 @@ def _without_unit(text: str) -> str:
     words = (found["words"] or "").strip("\\ \t~")
     is_unit = _UNIT_WORDS.fullmatch(words) and not _NO_UNIT.search(words)
     return text[: found.start()] if is_unit else text
-
-
-def _is_one_of_a_list(ours: str, theirs: str) -> bool:
-    """Whether one side lists and the other is a single value. An interval may be written as a relation: [1,2) and 1 <= x < 2."""
-    lists = [_LISTS.search(one) is not None for one in (ours, theirs)]
-    return lists[0] != lists[1] and _RELATION.search(theirs if lists[0] else ours) is None
 
 
 def _is_unordered(expression: str) -> bool:
@@ -158,13 +158,6 @@ def _result(solution: str) -> str:
     return solution.partition("=")[2].strip() if solution.count("=") == 1 and _names_result(solution) else solution
 
 
-def _same_solutions(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Whether each solution of one side equals exactly one of the other's."""
-    if len(ours) != len(theirs) or len(ours) > MAX_SOLUTIONS or not all(map(is_harmless, [*ours, *theirs])):
-        return False
-    return all([*ours, *theirs]) and _compare(ours, theirs)
-
-
 def _names_result(expression: str) -> bool:
     # "x = 42" states the result 42. "43 = 42" states none.
     return _SIDE.fullmatch(expression.partition("=")[0]) is not None
@@ -176,14 +169,6 @@ def _powers_are_small(expression: str) -> bool:
     # A caret that the pattern cannot read, or one inside or right after an exponent, may be a tower of powers.
     readable = len(exponents) == expression.count("^") and not any("^" in exponent for exponent in exponents)
     return readable and digits <= MAX_EXPONENT_DIGITS and _STACKED.search(expression) is None
-
-
-def _depth(expression: str) -> int:
-    depth = deepest = 0
-    for letter in expression:
-        depth += (letter in "([{") - (letter in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _compare(ours: Sequence[str], theirs: Sequence[str]) -> bool:
@@ -292,8 +277,6 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def _is_in_destructor(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
+    while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
-    return False
+    return frame is not None

@@ -54,10 +54,21 @@ def last_number(text: str) -> str | None:
     return numbers[-1].rstrip(",") if numbers else None
 
 
+def nesting(text: str, opening: str, closing: str) -> int:
+    """The deepest nesting of these brackets, those inside strings included: an upper bound without a parser."""
+    depth = deepest = 0
+    for letter in text:
+        if letter in opening:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in closing:
+            depth -= 1
+    return deepest
+
+
 def _shows_something(text: str) -> bool:
-    return any(letter.isprintable() and letter != " " and letter not in _FILLERS and not _is_mark(letter) for letter in set(text))
-
-
-def _is_mark(letter: str) -> bool:
-    # Accents, variation selectors, enclosing marks: they change the letter before them, and are nothing without one.
-    return unicodedata.category(letter).startswith("M")
+    # Marks (accents, variation selectors, enclosing marks) change the letter before them, and are nothing without one.
+    return any(
+        letter.isprintable() and letter != " " and letter not in _FILLERS and not unicodedata.category(letter).startswith("M")
+        for letter in set(text)
+    )

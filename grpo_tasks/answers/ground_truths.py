@@ -6,7 +6,6 @@ A ground truth that does not equal itself equals nothing: text under `numeric`, 
 letter by letter, so it only causes a warning.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import polars as pl
@@ -15,7 +14,7 @@ from grpo_tasks.answers.equality import answers_equal
 from grpo_tasks.answers.expressions import expressions_equal
 from grpo_tasks.answers.numerals import parse_number
 from grpo_tasks.content.places import row_place
-from schemas.config.completion import CompletionConfig, Equality
+from schemas.config.completion import Equality
 from schemas.errors import DataError
 
 MAX_DISTINCT: dict[Equality, int] = {"numeric": 20_000, "choice": 20_000, "math": 200}
@@ -65,10 +64,7 @@ class UnusableTruths:
 def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     """Check the ground truths of accepted rows, each distinct one once. Of several right answers of a row one usable is enough.
 
-    Args:
-        rows: a table with the columns answer (null for a row without ground truth), source and line; and answers, where
-            rows list several.
-        how: the equality that rewards and evaluation use.
+    `rows` has the columns answer (null for a row without ground truth), source and line, and answers where rows list several.
     """
     rows = rows.filter(pl.col("answer").is_not_null())
     if how == "exact":
@@ -84,30 +80,17 @@ def find_unusable_truths(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
     # A row whose truths were not all sampled may have a usable one: it does not count.
     by_row = known.group_by("row", maintain_order=True).agg(pl.col("bad").all(), pl.col("checked").all())
     found = rows.filter(by_row["bad"])
-    return UnusableTruths(how, found.height, int(by_row["checked"].sum()), _shown(found))
-
-
-def truths_check(completion: CompletionConfig) -> Callable[[pl.DataFrame, Equality], UnusableTruths]:
-    """What validation checks ground truths with: nothing where completions have no answer to compare with them."""
-    return find_unusable_truths if completion.has_answer else _all_usable
-
-
-def _all_usable(rows: pl.DataFrame, how: Equality) -> UnusableTruths:
-    return UnusableTruths(how, 0, rows.height, "")
+    first = ""
+    for answer, source, line in found.select("answer", "source", "line").head(1).iter_rows():
+        shown = answer if len(answer) <= _SHOWN_CHARS else answer[: _SHOWN_CHARS - 1] + "…"
+        first = f"first {shown!r} in {row_place(source, line)}"
+    return UnusableTruths(how, found.height, int(by_row["checked"].sum()), first)
 
 
 def _usable(truth: str, how: Equality) -> bool:
     if how == "math":
         return parse_number(truth) is not None or expressions_equal(truth, truth)
     return answers_equal(truth, truth, how)
-
-
-def _shown(found: pl.DataFrame) -> str:
-    if found.is_empty():
-        return ""
-    row = found.row(0, named=True)
-    answer = row["answer"] if len(row["answer"]) <= _SHOWN_CHARS else row["answer"][: _SHOWN_CHARS - 1] + "…"
-    return f"first {answer!r} in {row_place(row['source'], row['line'])}"
 
 
 def _fix(how: Equality) -> str:

@@ -45,24 +45,22 @@ def rounding(*texts: str) -> Fraction:
 
     Zero unless one of them is a long decimal. Two decimals are equal only when they are the same number.
     """
-    return min(filter(None, map(_half_unit, texts)), default=Fraction(0))
-
-
-def _half_unit(text: str) -> Fraction | None:
-    match = _match(text)
-    if match is None or match["below"]:
-        return None
-    whole, _, decimals = match["number"].replace(",", "").partition(".")
-    if not decimals.isdecimal() or min(len(decimals), len((whole + decimals).lstrip("0"))) < ROUNDED_DECIMALS:
-        return None
-    return Fraction(1, 2 * 10 ** len(decimals))
+    allowed = []
+    for match in map(_match, texts):
+        whole, _, decimals = (match["number"] if match and not match["below"] else "").replace(",", "").partition(".")
+        if decimals.isdecimal() and min(len(decimals), len((whole + decimals).lstrip("0"))) >= ROUNDED_DECIMALS:
+            allowed.append(Fraction(1, 2 * 10 ** len(decimals)))
+    return min(allowed, default=Fraction(0))
 
 
 def _match(text: str) -> re.Match[str] | None:
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    plain = _ascii_digits(unwrap(text).translate(_MINUS))
-    return _NUMBER.fullmatch(plain) if plain else None
+    plain = unwrap(text).translate(_MINUS)
+    # Every script keeps its ten digits in a row, so the position of its zero identifies it. A number has one script.
+    if len({ord(letter) - unicodedata.decimal(letter) for letter in plain if letter.isdecimal()}) > 1:
+        return None
+    return _NUMBER.fullmatch("".join(str(unicodedata.decimal(one)) if one.isdecimal() else one for one in plain))
 
 
 def unwrap(text: str) -> str:
@@ -86,12 +84,3 @@ def _trim(text: str) -> str:
 
 def _invisible(letter: str) -> bool:
     return letter.isspace() or unicodedata.category(letter) == "Cf"
-
-
-def _ascii_digits(text: str) -> str | None:
-    """The text with the digits of its one script as 0-9; None when scripts are mixed."""
-    # Every script keeps its ten digits in a row, so the position of its zero identifies it.
-    zeros = {ord(letter) - unicodedata.decimal(letter) for letter in text if letter.isdecimal()}
-    if len(zeros) > 1:
-        return None
-    return "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in text)

@@ -8,75 +8,53 @@ lenient   the last answer block wherever it stands, closed or not; without any, 
           after the reasoning
 """
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator
 
 from grpo_tasks.answers.extraction import Extraction, is_blank, last_number
-from schemas.config.completion import TagsConfig
+from schemas.config.completion import CompletionConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """Names of the two blocks."""
-
-    reasoning: str | None = "reasoning"
-    """None: there is no reasoning tag."""
-    answer: str = "answer"
-
-    @classmethod
-    def of(cls, config: TagsConfig) -> Self:
-        """The tags that a configuration names."""
-        return cls(reasoning=config.reasoning, answer=config.answer)
-
-    @property
-    def in_order(self) -> list[str]:
-        """The four tags, or the two of the answer, in the order of the strict format."""
-        return [tag for name in (self.reasoning, self.answer) if name is not None for tag in (f"<{name}>", f"</{name}>")]
-
-    def block(self, reasoning: str, answer: str) -> str:
-        """A completion in the strict format."""
-        before = reasoning if self.reasoning is None else f"<{self.reasoning}>{reasoning}</{self.reasoning}>"
-        return f"{before}<{self.answer}>{answer}</{self.answer}>"
+def write_tags(answer: str, reasoning: str, completion: CompletionConfig) -> Iterator[str]:
+    """The answer in its block, behind the reasoning."""
+    yield completion.tags.block(reasoning, answer)
 
 
-def read_tags(text: str, tags: Tags) -> Extraction:
+def read_tags(text: str, completion: CompletionConfig) -> Extraction:
     """Read one completion by the rules of this module, in time linear in its length."""
-    order = tags.in_order
+    order = completion.tags.in_order
     counts = [text.count(tag) for tag in order]
     first = [text.find(tag) for tag in order]
-    reasoning = _reasoning(text, order, counts)
-    block = _last_block(text, order)
+    if len(order) == 4:
+        reasoning = _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
+    else:
+        reasoning = text[: first[0]] if counts == [1, 1] else None
+    block, untagged = _last_block(text, order), text
+    for tag in order if block is None else ():
+        untagged = untagged.replace(tag, "")
     # Each text is tested for blankness once: for a long text it is the most expensive test here.
     blank_reasoning = len(order) == 4 and reasoning is not None and is_blank(reasoning)
-    blank_answer = is_blank(_without_tags(text, order) if block is None else block)
+    blank_answer = is_blank(untagged if block is None else block)
+    # A missing tag has position -1 and so precedes every other one.
+    ordered = sum(
+        count == 1 and all(before < start for before in first[:index])
+        for index, (count, start) in enumerate(zip(counts, first, strict=True))
+    )
     return Extraction(
         answer=None if blank_answer else _answer(text, order, counts),
         reasoning=reasoning,
         strict_format=not (blank_reasoning or blank_answer) and _strict(text, order, counts, first),
         lenient_answer=None if blank_answer else _lenient(text, order, block),
-        ordered_tags=_ordered(counts, first) - (2 if blank_reasoning else 0),
+        ordered_tags=ordered - (2 if blank_reasoning else 0),
         trailing_chars=len(text[text.rfind(order[-1]) + len(order[-1]) :].strip()) if counts[-1] else 0,
         stuffed=max(counts) > 1,
         empty_answer=blank_answer,
     )
 
 
-def _reasoning(text: str, order: list[str], counts: list[int]) -> str | None:
-    if len(order) == 2:
-        return text[: text.find(order[0])] if counts == [1, 1] else None
-    return _between(text, order[0], order[1]) if counts[:2] == [1, 1] else None
-
-
 def _between(text: str, opening: str, closing: str) -> str | None:
     start = text.find(opening)
     end = text.find(closing, start)
     return text[start + len(opening) : end] if start >= 0 and end >= 0 else None
-
-
-def _without_tags(text: str, order: list[str]) -> str:
-    for tag in order:
-        text = text.replace(tag, "")
-    return text
 
 
 def _strict(text: str, order: list[str], counts: list[int], first: list[int]) -> bool:
@@ -102,14 +80,6 @@ def _inside_reasoning(text: str, order: list[str]) -> bool:
     # The next reasoning tag after the answer closes a block: the answer stands inside it, even if the opening tag is missing.
     next_closing, next_opening = text.find(closing, start), text.find(opening, start)
     return next_closing >= 0 and not 0 <= next_opening < next_closing
-
-
-def _ordered(counts: list[int], first: list[int]) -> int:
-    # A missing tag has position -1 and so precedes every other one.
-    return sum(
-        count == 1 and all(before < start for before in first[:index])
-        for index, (count, start) in enumerate(zip(counts, first, strict=True))
-    )
 
 
 def _last_block(text: str, order: list[str]) -> str | None:

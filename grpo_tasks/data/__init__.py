@@ -1,7 +1,7 @@
 """Data: files and hub data sets in, validated prompts with ground truth out. A row passes through these files in order.
 
     sources      which files and in which format
-    jsonl, tabular                               lines, cells, Parquet values -> Record
+    jsonl, sources                               lines, cells, Parquet values -> Record
     records      Record -> Row                   structure checked, faults noted
     chunks       Row -> rows.parquet             big files in parallel
     normalise    Row -> prompt, answer, prompt_id

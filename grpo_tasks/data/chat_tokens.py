@@ -7,12 +7,12 @@ No torch: AutoTokenizer imports it, so the tokenizer's class is taken from its o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 
 import polars as pl
 from transformers import PreTrainedTokenizerBase
 
-from grpo_tasks.content.chat import RefusedError, rendered, rendered_all, surroundings, text_ids
+from grpo_tasks.content.chat import RefusedError, rendered_all, surroundings, text_ids
 from grpo_tasks.content.limited_model import check_model_files
 from grpo_tasks.content.serve_model import tokenizer_class
 from grpo_tasks.content.tokenizer import contains_special, special_tokens, stop_token_ids
@@ -31,72 +31,48 @@ _CONTENT = "\ue000QUESTION\ue001"
 _PROBES = (_CONTENT, f" \n{_CONTENT}\t \n", f"</think>{_CONTENT}<tool_call>\n{{}}", "a", f'"{_CONTENT}\\n\u00e9')
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What a template writes before and after the user's text."""
-
-    head: str
-    tail: str
-
-
 class ChatTemplate:
     """A tokenizer's chat template, up to and including the opening of the assistant's turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Sequence[Message]) -> str | None:
-        """The text of one chat; None when the template refuses it (an unknown role, a turn out of order)."""
-        try:
-            return rendered(self._tokenizer, messages, opened=True)
-        except RefusedError:
-            return None
-
     def refusal(self, messages: Sequence[Message]) -> str:
         """The template's own message about a chat that it refuses; empty where it does not."""
-        try:
-            rendered(self._tokenizer, messages, opened=True)
-        except RefusedError as error:
-            return str(error)
-        return ""
+        [made] = rendered_all(self._tokenizer, [messages], opened=True)
+        return str(made) if isinstance(made, RefusedError) else ""
+
+    def render_all(self, chats: Sequence[Sequence[Message]]) -> list[str | None]:
+        """The texts of chats; None when the template refuses one (an unknown role, a turn out of order)."""
+        made = rendered_all(self._tokenizer, chats, opened=True)
+        return [None if isinstance(text, RefusedError) else text for text in made]
 
     def render_column(self, messages: pl.Series) -> pl.Series:
         """Texts of a column of chats (schemas/tables.py MESSAGES); null where the template refuses or the chat is null."""
         shapes = _shapes(messages)
-        texts = pl.Series("text", [None], dtype=pl.String).new_from_index(0, len(messages)).to_frame().with_row_index("index")
-        rendered = []
+        made = [shapes.select("index", text="user").clear()]
         for (plain, system), rows in shapes.partition_by("plain", "system", as_dict=True).items():
+            chats = messages.gather(rows["index"])
             frame = self.frame(system) if plain else None
-            if frame and self._fits(frame, messages.gather(rows["index"].head(_TEMPLATE_SAMPLE)).to_list()):
-                text = rows.select("index", text=pl.concat_str(pl.lit(frame.head), "user", pl.lit(frame.tail)))
-            else:
-                chats = messages.gather(rows["index"]).to_list()
-                given = [index for index, chat in enumerate(chats) if chat is not None]
-                one_by_one: list[str | None] = [None] * len(chats)
-                for index, made in zip(given, self.render_all([chats[index] for index in given]), strict=True):
-                    one_by_one[index] = made
-                text = rows.select("index").with_columns(pl.Series("text", one_by_one, dtype=pl.String))
-            rendered.append(text)
-        return (pl.concat(rendered).sort("index") if rendered else texts)["text"]
+            text = pl.concat_str(pl.lit(frame[0]), "user", pl.lit(frame[1])) if frame else pl.lit(None, pl.String)
+            found = rows.select("index", text=text)
+            # A template may react to a word that no probe contains, so rows of the data are compared as well.
+            sample = chats.head(_TEMPLATE_SAMPLE).to_list()
+            if frame is None or self.render_all(sample) != found["text"].head(_TEMPLATE_SAMPLE).to_list():
+                found = found.with_columns(pl.Series("text", self.render_all(chats.to_list()), dtype=pl.String))
+            made.append(found)
+        index = messages.to_frame().select(index=pl.int_range(pl.len(), dtype=pl.UInt32))
+        return index.join(pl.concat(made), on="index", how="left", maintain_order="left")["text"]
 
-    def _fits(self, frame: Frame, chats: Sequence[Sequence[Message]]) -> bool:
-        # A template may react to a word that no probe contains, so rows of the data are compared as well.
-        wanted = [frame.head + chat[-1]["content"] + frame.tail for chat in chats]
-        return self.render_all(chats) == wanted
-
-    def render_all(self, chats: Sequence[Sequence[Message]]) -> list[str | None]:
-        """As `render`, for many chats."""
-        made = rendered_all(self._tokenizer, chats, opened=True)
-        return [None if isinstance(text, RefusedError) else text for text in made]
-
-    def frame(self, system: str | None) -> Frame | None:
-        """Head and tail around a single user message; None when the template does not insert its text unchanged."""
-        rendered = self.render_all([_chat(system, probe) for probe in _PROBES])
+    def frame(self, system: str | None) -> tuple[str, str] | None:
+        """What stands before and after a single user message; None when the template does not insert its text unchanged."""
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        rendered = self.render_all([[*opening, {"role": "user", "content": probe}] for probe in _PROBES])
         head, content, tail = (rendered[0] or "").partition(_CONTENT)
         if not content or _CONTENT in tail:
             return None
         unchanged = all(text == head + probe + tail for text, probe in zip(rendered, _PROBES, strict=True))
-        return Frame(head, tail) if unchanged else None
+        return (head, tail) if unchanged else None
 
 
 class TokenCounter:
@@ -121,7 +97,7 @@ class TokenCounter:
 
         A plain prompt has those of its text, and what the tokenizer writes before any text.
         """
-        if chats and all(_is_plain(chat) for chat in chats):
+        if chats and all(len(chat) == 1 and chat[0]["role"] == PLAIN for chat in chats):
             return self._count_texts([chat[0]["content"] for chat in chats], plain=True)
         texts = self.template.render_all(chats)
         if None in texts:
@@ -171,27 +147,22 @@ class TokenCounter:
                     place="rollout.stop",
                     fix="choose a string of characters that the tokenizer knows",
                 )
-        self._check_special_tokens(rollout.stop)
-        for token_id in sorted(stop_token_ids(self.tokenizer, rollout.stop_token_ids)):
-            if token_id >= self.vocab_size:
-                raise ConfigError(
-                    f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
-                    place="rollout.stop_token_ids",
-                    fix=f"choose an id from 0 to {self.vocab_size - 1}",
-                )
-
-    def _check_special_tokens(self, stops: Sequence[str]) -> None:
-        """Once a stop string contains a special token, special tokens are searched, and other strings could match inside them."""
         special = self.special_tokens
-        if not any(contains_special(stop, special) for stop in stops):
-            return
-        for stop in stops:
+        # Once a stop string contains a special token, special tokens are searched, and other strings could match inside them.
+        for stop in rollout.stop if any(contains_special(one, special) for one in rollout.stop) else ():
             longer = next((token for token in special if stop in token and stop != token), None)
             if longer is not None:
                 raise ConfigError(
                     f"{stop!r} is part of the special token {longer!r} and would end completions there",
                     place="rollout.stop",
                     fix="remove it, or remove the stop strings that contain special tokens",
+                )
+        for token_id in sorted(stop_token_ids(self.tokenizer, rollout.stop_token_ids)):
+            if token_id >= self.vocab_size:
+                raise ConfigError(
+                    f"there is no token {token_id}; the vocabulary has {self.vocab_size}",
+                    place="rollout.stop_token_ids",
+                    fix=f"choose an id from 0 to {self.vocab_size - 1}",
                 )
 
     def _count_texts(self, texts: Sequence[str], *, plain: bool = False) -> list[int]:
@@ -211,22 +182,21 @@ class TokenCounter:
         # half of the bytes that are not ASCII, hence the factor 20.
         # The prefix that all texts share is tokenised once, up to a special token: tokenizers never merge across one.
         num_bytes = texts.str.len_bytes().cast(pl.Int64)
-        extra = len(surroundings(self.tokenizer)[0]) if plain else -self._prefix_saving(texts)
+        extra = 0
+        if plain:
+            extra = len(surroundings(self.tokenizer)[0])
+        elif texts.count():
+            # The common prefix of the smallest and the largest text in sort order is common to all texts between them.
+            pairs = zip(str(texts.min()), str(texts.max()), strict=False)
+            common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            end = max((common.rfind(token) + len(token) for token in self.special_tokens if token in common), default=0)
+            extra = self._count_texts([common[:end]])[0] - len(common[:end].encode())
         bounds = num_bytes + 20 * (num_bytes - texts.str.len_chars()) + extra
         # The bound is used only if it holds for a sample: the tokenizer may be of another kind.
         sample = texts.is_not_null().arg_true().head(_BOUND_SAMPLE)
         counted = pl.Series(self._count_texts(texts.gather(sample).to_list(), plain=plain), dtype=pl.Int64)
         holds = bool((counted <= bounds.gather(sample)).all())
         return bounds if holds else bounds.new_from_index(0, 0).extend_constant(None, len(bounds))
-
-    def _prefix_saving(self, texts: pl.Series) -> int:
-        """Bytes minus tokens of the longest common prefix that ends with a special token."""
-        if not texts.count():
-            return 0
-        # The common prefix of the smallest and the largest text in sort order is common to all texts between them.
-        common = _common_prefix(str(texts.min()), str(texts.max()))
-        end = max((common.rfind(token) + len(token) for token in self.special_tokens if token in common), default=0)
-        return len(common[:end].encode()) - self._count_texts([common[:end]])[0]
 
 
 def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
@@ -255,33 +225,19 @@ def load_counter(model: ModelConfig, *, chats: bool = True) -> TokenCounter:
     return TokenCounter(tokenizer)
 
 
-def _is_plain(chat: Sequence[Message]) -> bool:
-    return len(chat) == 1 and chat[0]["role"] == PLAIN
-
-
-def _chat(system: str | None, user: str) -> list[Message]:
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, {"role": "user", "content": user}]
-
-
 def _shapes(messages: pl.Series) -> pl.DataFrame:
-    """Columns index, plain (one user message, perhaps after one of few system messages), system, user."""
+    """Columns index, plain (one user message, perhaps after one of few system messages), system, user. Null chats are out."""
     chat = pl.col("messages")
     first, last = chat.list.first().struct, chat.list.last().struct
     user_only = (chat.list.len() == 1) & (last.field("role") == "user")
     with_system = (chat.list.len() == 2) & (first.field("role") == "system") & (last.field("role") == "user")
-    shapes = messages.alias("messages").to_frame().with_row_index("index")
+    shapes = messages.alias("messages").to_frame().with_row_index("index").drop_nulls("messages")
     shapes = shapes.select(
         "index",
-        plain=(user_only | with_system).fill_null(value=False),
+        plain=user_only | with_system,
         system=pl.when(with_system).then(first.field("content")),
         user=last.field("content"),
     )
     if shapes["system"].n_unique() > _MAX_SYSTEM_MESSAGES:
         shapes = shapes.with_columns(plain=pl.lit(value=False), system=pl.lit(None, pl.String))
     return shapes
-
-
-def _common_prefix(one: str, other: str) -> str:
-    differs = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:differs]

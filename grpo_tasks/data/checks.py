@@ -23,28 +23,10 @@ from schemas.prompts import PLAIN
 
 ROLES = ["system", "user", "assistant"]
 GENERIC_MARKERS = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<|end_of_turn|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "[INST]",
-    "[/INST]",
-    "<<SYS>>",
-    "<</SYS>>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-)
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|eot_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|end_of_turn|>", "<start_of_turn>",
+    "<end_of_turn>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "<｜User｜>", "<｜Assistant｜>",
+)  # fmt: skip
 """Template markers of well-known chat models; a prompt must contain none of them, whichever model is trained."""
 _CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u0080-\u0084\u0086-\u009f]"
 _TASK_NAME = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
@@ -60,7 +42,6 @@ _USER_TEXT = (
     .list.eval(pl.element().filter(pl.element().struct.field("role").is_in(["user", PLAIN])).struct.field("content"))
     .list.join("\n")
 )
-_KEYS = ("prompt_key", "question_key", "normalised_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +61,7 @@ def row_rules(tags: TagsConfig, markers: Sequence[str], form: PromptFormat = "co
     `markers` are the tokenizer's own special tokens; they are forbidden in addition to GENERIC_MARKERS. A prompt in the standard
     format has no turns, and may contain markers: no template adds any.
     """
-    own_tags = [f"<{slash}{tag}>" for tag in (tags.reasoning, tags.answer) if tag for slash in ("", "/")]
+    own_tags = tags.in_order
     forbidden = [marker for marker in dict.fromkeys((*GENERIC_MARKERS, *markers)) if marker and marker not in own_tags]
     mixed = RowRule("mixed_forms", ~pl.col("other_form"), pl.lit("chat messages" if form == "standard" else "a string"))
     task = pl.col("task")
@@ -123,13 +104,12 @@ def relation_keys(rows: pl.DataFrame) -> pl.DataFrame:
     match among them is about 3 in 10^8. `rows` has the column prompt and those of `add_views`.
     """
     texts = rows.select(chat=pl.struct("roles", "text"), question=asked_text(), has_prompt=pl.col("prompt").is_not_null())
-    keys = texts.select(
-        "has_prompt",
-        prompt_key=pl.col("chat").hash(),
-        question_key=pl.col("question").hash(),
-        normalised_key=normalise_question(pl.col("question")).hash(),
-    )
-    return keys.select(pl.when("has_prompt").then(pl.col(key)).alias(key) for key in _KEYS)
+    keys = {
+        "prompt_key": pl.col("chat"),
+        "question_key": pl.col("question"),
+        "normalised_key": normalise_question(pl.col("question")),
+    }
+    return texts.select(pl.when("has_prompt").then(text.hash()).alias(key) for key, text in keys.items())
 
 
 def find_duplicates(keys: pl.DataFrame) -> pl.DataFrame:
@@ -200,9 +180,11 @@ def _content_rules(answer_tag: str, markers: list[str], form: PromptFormat) -> l
     # Few prompts contain an answer block; the search for the literal tag keeps the regex from all the others.
     has_block = text.str.contains(f"<{answer_tag}>", literal=True)
     tells = given.list.set_intersection(pl.coalesce("answers", pl.concat_list("answer"))).list.len() > 0
+    around = both.str.extract(f"(?s)(.{{0,20}}{_CONTROL}.{{0,20}})", 1)
     return [
         RowRule("content_empty", filled, pl.col("roles")),
-        RowRule("control_characters", ~both.str.contains(_CONTROL), _surroundings(both, _CONTROL)),
+        # As JSON, which escapes invisible characters.
+        RowRule("control_characters", ~both.str.contains(_CONTROL), pl.struct(found=around).struct.json_encode()),
         RowRule(
             "template_markers",
             ~marked.str.contains_any(markers),
@@ -221,11 +203,6 @@ def _answer_rules(own_tags: list[str]) -> list[RowRule]:
         RowRule("answer_pattern", already_reported | pattern_found, pl.col("raw_answer")),
         RowRule("answer_has_tags", ~pl.col("truths").str.contains_any(own_tags), pl.col("truths")),
     ]
-
-
-def _surroundings(text: pl.Expr, pattern: str) -> pl.Expr:
-    # as JSON, which escapes invisible characters
-    return pl.struct(found=text.str.extract(f"(?s)(.{{0,20}}{pattern}.{{0,20}})", 1)).struct.json_encode()
 
 
 def _with_shared(keys: pl.DataFrame, key: str) -> pl.DataFrame:

@@ -36,29 +36,30 @@ PARALLEL_FROM_BYTES = 32 * 2**20
 _MAX_WORKERS = 8
 _CHUNK_ROWS = 20_000
 
-_MESSAGE = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
-_FAULT = pa.struct([("rule", pa.large_string()), ("value", pa.large_string())])
+_TEXT = pa.large_string()
+_MESSAGE = pa.struct([("role", _TEXT), ("content", _TEXT)])
+_FAULT = pa.struct([("rule", _TEXT), ("value", _TEXT)])
 RAW_ARROW = pa.schema(
-    [
-        ("split", pa.large_string()),
-        ("source", pa.large_string()),
-        ("line", pa.int64()),
-        ("question", pa.large_string()),
-        ("messages", pa.large_list(_MESSAGE)),
-        ("answer", pa.large_string()),
-        ("extra", pa.large_string()),
-        ("faults", pa.large_list(_FAULT)),
-        ("text", pa.large_string()),
-        ("answers", pa.large_list(pa.large_string())),
-        ("task", pa.large_string()),
-    ]
+    {
+        "split": _TEXT,
+        "source": _TEXT,
+        "line": pa.int64(),
+        "question": _TEXT,
+        "messages": pa.large_list(_MESSAGE),
+        "answer": _TEXT,
+        "extra": _TEXT,
+        "faults": pa.large_list(_FAULT),
+        "text": _TEXT,
+        "answers": pa.large_list(_TEXT),
+        "task": _TEXT,
+    }
 )
 """schemas/tables.py Raw as an Arrow schema."""
 
 
 @dataclass(slots=True)
 class ScanSummary:
-    """Counts over the rows of a source, or of one chunk of it, and the columns that were found."""
+    """Counts over the rows of a source or of a chunk, and the columns that were found."""
 
     rows: int = 0
     readable: int = 0
@@ -95,12 +96,8 @@ class ScanSummary:
     def add(self, later: "ScanSummary") -> None:
         """Add the counts of rows that come after these."""
         self.columns = self.columns if self.readable else later.columns
-        self.rows += later.rows
-        self.readable += later.readable
-        self.with_prompt += later.with_prompt
-        self.with_answer += later.with_answer
-        self.with_task += later.with_task
-        self.from_messages += later.from_messages
+        for name in ("rows", "readable", "with_prompt", "with_answer", "with_task", "from_messages"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
 
     def check(self, place: str, columns: Columns) -> None:
         """Raise `DataError` when the source has no rows, no readable row, or no row with a prompt or the task column."""
@@ -118,15 +115,7 @@ class ScanSummary:
 
 
 def missing_column(place: str, columns: Sequence[str], setting: str, *wanted: str, otherwise: str = "") -> DataError:
-    """The error that no row of a source has any of the wanted columns.
-
-    Args:
-        place: the source.
-        columns: those that it has.
-        setting: field of the section data that names the column.
-        wanted: names of the columns.
-        otherwise: a way out other than naming a column.
-    """
+    """The error that no row of a source has any of the wanted columns, which a setting of the section data names."""
     by_lower_case = {name.lower(): name for name in columns}
     near = [by_lower_case[match] for name in wanted for match in difflib.get_close_matches(name.lower(), by_lower_case, n=1)]
     fix = f"set data.{setting}: {near[0]}" if near and setting != "question" else f"set data.{setting} to one of them"
@@ -197,24 +186,20 @@ def read_chunks_in_parallel(path: Path, columns: Columns, *, split: str, source:
 
 
 def raw_table(rows: Sequence[RawRow], lines: Sequence[int], *, split: str, source: str) -> pa.Table:
-    """The rows of one source, each with its line, as a table of RAW_ARROW."""
+    """The rows of one source, each with its line."""
     questions, roles, contents, answer, extras, faults, texts, answers, tasks = zip(*rows, strict=True)
     # None instead of an empty list for the many rows without a fault
     fault_dicts = [[fault._asdict() for fault in found] if found else None for found in faults]
-    columns = [
-        pa.repeat(pa.scalar(split, pa.large_string()), len(rows)),
-        pa.repeat(pa.scalar(source, pa.large_string()), len(rows)),
-        pa.array(lines, pa.int64()),
-        pa.array(questions, pa.large_string()),
-        _messages(roles, contents),
-        pa.array(answer, pa.large_string()),
-        pa.array(extras, pa.large_string()),
-        pa.array(fault_dicts, RAW_ARROW.field("faults").type),
-        pa.array(texts, pa.large_string()),
-        pa.array(answers, RAW_ARROW.field("answers").type),
-        pa.array(tasks, pa.large_string()),
-    ]
-    return pa.Table.from_arrays(columns, schema=RAW_ARROW)
+    values = {"split": [split] * len(rows), "source": [source] * len(rows), "line": lines, "question": questions}
+    values |= {"answer": answer, "extra": extras, "faults": fault_dicts, "text": texts, "answers": answers, "task": tasks}
+    columns = {name: pa.array(column, RAW_ARROW.field(name).type) for name, column in values.items()}
+    # Built from flat columns and offsets: converting a list of dicts per row would cost five times as much.
+    offsets = pa.array(itertools.accumulate((len(row) if row else 0 for row in roles), initial=0), pa.int64())
+    flat = [pa.array(itertools.chain.from_iterable(filter(None, column)), _TEXT) for column in (roles, contents)]
+    absent, kind = pa.array([row is None for row in roles]), RAW_ARROW.field("messages").type
+    messages = pa.StructArray.from_arrays(flat, fields=list(_MESSAGE))
+    columns["messages"] = pa.LargeListArray.from_arrays(offsets, messages, type=kind, mask=absent)
+    return pa.table(columns, schema=RAW_ARROW)
 
 
 @contextmanager
@@ -239,9 +224,8 @@ def _start_worker(parent: int) -> None:
 
 
 def _read_span_chunks(path: Path, span: Span, columns: Columns, split: str, source: str) -> list[Chunk]:
-    return list(
-        read_chunks(read_span(path, span, answer_column=columns.original(columns.answer)), columns, split=split, source=source)
-    )
+    records = read_span(path, span, answer_column=columns.original(columns.answer))
+    return list(read_chunks(records, columns, split=split, source=source))
 
 
 @contextmanager
@@ -262,17 +246,3 @@ def _spawn_environment() -> Iterator[None]:
             del os.environ["PYTHONSAFEPATH"]
         else:
             os.environ["PYTHONSAFEPATH"] = safe_path
-
-
-def _messages(roles: Sequence[Sequence[str] | None], contents: Sequence[Sequence[str] | None]) -> pa.Array:
-    # Built from flat columns and offsets: converting a list of dicts per row would cost five times as much.
-    offsets = list(itertools.accumulate((len(row) if row else 0 for row in roles), initial=0))
-    values = pa.StructArray.from_arrays([_flatten(roles), _flatten(contents)], fields=list(_MESSAGE))
-    is_null = pa.array([row is None for row in roles])
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets, pa.int64()), values, type=RAW_ARROW.field("messages").type, mask=is_null
-    )
-
-
-def _flatten(column: Sequence[Sequence[str] | None]) -> pa.Array:
-    return pa.array(list(itertools.chain.from_iterable(filter(None, column))), pa.large_string())

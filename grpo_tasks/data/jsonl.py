@@ -40,7 +40,15 @@ def read_jsonl(path: Path, *, answer_column: str, encoding: str = "utf-8") -> It
     with open_as_utf8(path, encoding) as file:
         refuse_other_format(path, file)
         if holds_array(path, file):
-            yield from (_record(number, value) for number, value in enumerate(_array(path, file), 1))
+            try:
+                array = orjson.loads(file.read().lstrip())
+            except orjson.JSONDecodeError as error:
+                raise DataError(
+                    f"the JSON array is invalid: {error}",
+                    place=f"{path}:{error.lineno}",
+                    fix="fix it, or write one object per line as .jsonl",
+                ) from error
+            yield from (_record(number, value) for number, value in enumerate(array, 1))
             return
         yield from _records(_lines(file), answer_column)
 
@@ -130,12 +138,15 @@ def parse_line(line: int, raw: bytes, *, answer_column: str) -> Record:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        return Record(line, None, (_parse_fault(raw, error),))
+        shown = shorten(raw.decode(errors="backslashreplace").strip())
+        try:
+            raw.decode()
+        except UnicodeDecodeError as invalid:
+            return Record(line, None, (Fault("encoding", f"byte {raw[invalid.start]:#04x} at {invalid.start}: {shown}"),))
+        return Record(line, None, (Fault("unreadable_line", f"{error.msg}: {shown}"),))
     if not isinstance(value, dict):
         return _record(line, value)
-    faults: tuple[Fault, ...] = ()
-    if _may_have_duplicate_keys(raw, value):
-        faults = _duplicate_keys(raw)
+    faults = _duplicate_keys(raw) if _may_have_duplicate_keys(raw, value) else ()
     answer = value.get(answer_column)
     if isinstance(answer, float) and abs(answer) >= _EXACT_FLOAT:
         value[answer_column] = json.loads(raw).get(answer_column)  # orjson rounds integers beyond 64 bits
@@ -146,19 +157,6 @@ def _record(line: int, value: object) -> Record:
     if isinstance(value, dict):
         return Record(line, value)
     return Record(line, None, (Fault("not_an_object", short_json(value)),))
-
-
-def _array(path: Path, file: BinaryIO) -> list[object]:
-    text = file.read().lstrip()
-    try:
-        array: list[object] = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise DataError(
-            f"the JSON array is invalid: {error}",
-            place=f"{path}:{error.lineno}",
-            fix="fix it, or write one object per line as .jsonl",
-        ) from error
-    return array
 
 
 def _records(lines: Iterator[tuple[int, bytes | None]], answer_column: str) -> Iterator[Record]:
@@ -180,15 +178,6 @@ def _lines(file: BinaryIO, line: int = 1, num_bytes: float = math.inf) -> Iterat
                 num_bytes -= len(raw)
             yield line, None
         line += 1
-
-
-def _parse_fault(raw: bytes, error: orjson.JSONDecodeError) -> Fault:
-    shown = shorten(raw.decode(errors="backslashreplace").strip())
-    try:
-        raw.decode()
-    except UnicodeDecodeError as invalid:
-        return Fault("encoding", f"byte {raw[invalid.start]:#04x} at {invalid.start}: {shown}")
-    return Fault("unreadable_line", f"{error.msg}: {shown}")
 
 
 def _may_have_duplicate_keys(raw: bytes, value: dict[str, object]) -> bool:

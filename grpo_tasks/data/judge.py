@@ -8,11 +8,11 @@ Rows are processed in slices, so that the intermediate columns of the rules stay
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -30,22 +30,17 @@ from grpo_tasks.data.normalise import SHOWN, add_prompts, check_patterns, prompt
 from grpo_tasks.data.rules import RULES, check_ignored
 from schemas.config.data import PromptFormat
 from schemas.config.run import RunConfig
-from schemas.prompts import Message
 from schemas.results.data import RuleCount, TaskRows, TokenLengths
 from schemas.tables import Prompts, Quarantine, Raw
+
+if TYPE_CHECKING:
+    from grpo_tasks.data.chat_tokens import TokenCounter
 
 _SLICE_ROWS = 200_000
 _SWITCH_INTERVAL_S = 0.0003  # Python's default is 0.005
 EXACT_ROWS = 100_000
 """Up to this many rows every prompt's tokens are counted; with more, prompts that are provably short enough are not."""
 _BROKEN = pl.Schema({"row": pl.UInt32, "rule": pl.String, "value": pl.String})
-
-
-class CountTokens(Protocol):
-    """Counts the tokens of each chat of a column after the chat template (`chat_tokens.TokenCounter.count_column`)."""
-
-    def __call__(self, messages: pl.Series, *, limit: int | None = None) -> pl.Series:
-        """Null where the template refuses; with a `limit`, rows within it may get an upper bound instead of the count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +70,9 @@ class RowVerdict:
     @property
     def tasks(self) -> list[TaskRows]:
         """Accepted rows of each task, in the order of the alphabet; empty when the data has a single task."""
-        names = sorted(set(self.accepted["task"].unique()) - {""})
-        counts = {(task, split): rows for task, split, rows in self.accepted.group_by("task", "split").len().iter_rows()}
-        return [
-            TaskRows(task=name, train_rows=counts.get((name, "train"), 0), eval_rows=counts.get((name, "eval"), 0))
-            for name in names
-        ]
+        is_train = pl.col("split") == "train"
+        counts = self.accepted.group_by("task").agg(train_rows=is_train.sum(), eval_rows=(~is_train).sum()).sort("task")
+        return [TaskRows.model_validate(row) for row in counts.filter(pl.col("task") != "").iter_rows(named=True)]
 
     def split(self, name: str) -> pl.DataFrame:
         """The accepted rows of `train` or `eval` (schemas/tables.py Prompts)."""
@@ -97,22 +89,14 @@ class RowVerdict:
         return self.accepted.select(pl.col("prompt").list.eval(contents).list.any().sum()).item()
 
 
-def judge(
-    rows: pl.DataFrame,
-    *,
-    config: RunConfig,
-    count_tokens: CountTokens,
-    refusal: Callable[[Sequence[Message]], str],
-    markers: Sequence[str],
-) -> RowVerdict:
+def judge(rows: pl.DataFrame, *, config: RunConfig, counter: "TokenCounter", markers: Sequence[str]) -> RowVerdict:
     """Apply every rule to `rows` (schemas/tables.py Raw).
 
     Args:
         rows: as read, in reading order.
         config: its data, validation and completion.tags sections, and the seed of the split.
-        count_tokens: prompt lengths after the chat template.
-        refusal: the template's own message about a chat that it refuses.
-        markers: the tokenizer's own special tokens.
+        counter: prompt lengths after the chat template.
+        markers: special tokens that no prompt may contain.
 
     Raises:
         ConfigError: answer_pattern is not a pattern with a group, or ignore_rules names an unknown or a required rule.
@@ -120,17 +104,16 @@ def judge(
     """
     check_patterns(config.data)
     ignored = check_ignored(config.validation.ignore_rules)
-    limit = config.validation.max_prompt_length
-    lengths = _Lengths(count_tokens, refusal, limit=limit, exact=rows.height <= EXACT_ROWS)
     form = prompt_format(rows, config.data)
     rules = row_rules(config.completion.tags, markers, form)
+    exact = rows.height <= EXACT_ROWS
     rows = Raw.validate(rows).with_row_index("row").with_columns(needs_answer=_needs_answer(rows, config))
     with ThreadPoolExecutor(1) as pool, _short_switch_interval():
         slices = [
-            _judge_slice(one, rules=rules, lengths=lengths, config=config, form=form, pool=pool)
+            _judge_slice(one, rules=rules, counter=counter, exact=exact, config=config, form=form, pool=pool)
             for one in rows.iter_slices(_SLICE_ROWS)
         ]
-        judged = pl.concat([one.with_hashes() for one in slices])
+        judged = pl.concat([one.rows.hstack(one.hashes.result()) for one in slices])
     broken = pl.concat([one.broken for one in slices]).filter(~pl.col("rule").is_in(list(ignored)))
     broken, dropped = _compare_rows(judged, broken, config=config, ignored=ignored)
     judged = judged.join(dropped.select("row"), on="row", how="anti", maintain_order="left")
@@ -139,7 +122,7 @@ def judge(
     # A refused eval row is not part of the evaluation, so a training row cannot leak into it.
     leaks = broken_separation(judged.join(broken, on="row", how="anti", maintain_order="left")).cast(_BROKEN)
     broken = pl.concat([broken, leaks.filter(~pl.col("rule").is_in(list(ignored)))])
-    return _verdict(judged, broken, dropped, ignored=ignored, limit=limit, form=form)
+    return _verdict(judged, broken, dropped, ignored=ignored, limit=config.validation.max_prompt_length, form=form)
 
 
 def _needs_answer(rows: pl.DataFrame, config: RunConfig) -> pl.Expr:
@@ -151,16 +134,11 @@ def _needs_answer(rows: pl.DataFrame, config: RunConfig) -> pl.Expr:
         return pl.lit(value=False)
     optional = [name for name, task in config.data.tasks.items() if task.answers == "optional"]
     needed = ~pl.col("task").fill_null("").is_in(optional) if optional else pl.lit(value=True)
-    if completions_have_no_answer(config):
+    if config.completion.is_free_text:
         # In a source that has answers a missing one is a mistake.
         with_answers = rows.filter(pl.col("answer").is_not_null())["source"].unique().to_list()
         needed &= pl.col("source").is_in(with_answers)
     return needed
-
-
-def completions_have_no_answer(config: RunConfig) -> bool:
-    """Whether completions are free text, in which nothing is compared with a ground truth."""
-    return config.completion.format == "none"
 
 
 def _compare_rows(
@@ -190,44 +168,25 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lengths:
-    count_tokens: CountTokens
-    refusal: Callable[[Sequence[Message]], str]
-    limit: int
-    exact: bool
-
-    def count(self, prompt: pl.Series) -> pl.Series:
-        return self.count_tokens(prompt, limit=None if self.exact else self.limit)
-
-
-@dataclass(frozen=True, slots=True)
 class _Slice:
     rows: pl.DataFrame
     hashes: Future[pl.DataFrame]
+    """prompt_id and hash_split."""
     broken: pl.DataFrame
     """Columns row, rule, value."""
-
-    def with_hashes(self) -> pl.DataFrame:
-        """The rows with prompt_id and hash_split; waits for the hashing thread."""
-        return self.rows.hstack(self.hashes.result())
-
-
-def _hashes(rows: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
-    prompt_id = prompt_id_column(rows)
-    hash_split = assign_splits(prompt_id, fraction=config.data.eval_fraction, seed=config.seed).alias("hash_split")
-    return pl.DataFrame([prompt_id, hash_split])
 
 
 def _judge_slice(
     rows: pl.DataFrame,
     *,
     rules: Sequence[RowRule],
-    lengths: _Lengths,
+    counter: "TokenCounter",
+    exact: bool,
     config: RunConfig,
     form: PromptFormat,
     pool: Executor,
 ) -> _Slice:
-    structure = _structure_faults(rows)
+    faults = rows.select("row", "faults").drop_nulls().explode("faults").unnest("faults").select("row", "rule", "value")
     prepared = add_prompts(rows, config.data, form)
     blank = ~pl.col("needs_answer") & ~pl.col("answer").str.contains(SHOWN)
     prepared = prepared.with_columns(answer=pl.when(~blank.fill_null(value=False)).then("answer"))
@@ -235,38 +194,30 @@ def _judge_slice(
     hashes = pool.submit(_hashes, prepared.select("prompt", "answer", "answers", "task", "needs_answer"), config)
     prepared = add_views(prepared)
     broken = broken_row_rules(prepared, rules)
-    prepared = prepared.with_columns(lengths.count(prepared["prompt"]).alias("prompt_tokens"))
+    limit = config.validation.max_prompt_length
+    tokens = counter.count_column(prepared["prompt"], limit=None if exact else limit).alias("prompt_tokens")
+    prepared = prepared.with_columns(tokens)
     prepared = prepared.with_columns(relation_keys(prepared))
-    views = ("text", "truths", "roles", "pattern_found", "raw_answer", "faults", "faulty_line", "faulty_answer", "other_form")
-    return _Slice(
-        prepared.drop(*views, "needs_answer"),
-        hashes,
-        pl.concat([structure, broken.cast(_BROKEN), _length_faults(prepared, broken, lengths)]),
-    )
-
-
-def _structure_faults(rows: pl.DataFrame) -> pl.DataFrame:
-    faults = rows.select("row", "faults").drop_nulls().explode("faults").unnest("faults")
-    return faults.select("row", "rule", "value").cast(_BROKEN)
-
-
-def _length_faults(prepared: pl.DataFrame, broken: pl.DataFrame, lengths: _Lengths) -> pl.DataFrame:
     # For a row whose turns are out of order, a template that refuses them adds no information.
     turn_rules = ["unknown_role", "system_position", "turn_order", "last_not_user"]
     turns_in_order = prepared.join(broken.filter(pl.col("rule").is_in(turn_rules)), on="row", how="anti")
     refused = turns_in_order.filter(pl.col("prompt").is_not_null() & pl.col("prompt_tokens").is_null())
-    reasons = [lengths.refusal(chat) for chat in refused["prompt"].to_list()]
-    long = prepared.filter(pl.col("prompt_tokens") > lengths.limit)
-    return pl.concat(
-        [
-            refused.select("row", rule=pl.lit("template_refused"), value=pl.Series(reasons, dtype=pl.String)),
-            long.select(
-                "row",
-                rule=pl.lit("prompt_too_long"),
-                value=pl.format("{} tokens, the limit is {}", "prompt_tokens", pl.lit(lengths.limit)),
-            ),
-        ]
-    ).cast(_BROKEN)
+    reasons = pl.Series(list(map(counter.template.refusal, refused["prompt"].to_list())), dtype=pl.String)
+    too_long = pl.format("{} tokens, the limit is {}", "prompt_tokens", pl.lit(limit))
+    views = ("text", "truths", "roles", "pattern_found", "raw_answer", "faults", "faulty_line", "faulty_answer", "other_form")
+    found = [
+        faults,
+        broken,
+        refused.select("row", rule=pl.lit("template_refused"), value=reasons),
+        prepared.filter(pl.col("prompt_tokens") > limit).select("row", rule=pl.lit("prompt_too_long"), value=too_long),
+    ]
+    return _Slice(prepared.drop(*views, "needs_answer"), hashes, pl.concat([one.cast(_BROKEN) for one in found]))
+
+
+def _hashes(rows: pl.DataFrame, config: RunConfig) -> pl.DataFrame:
+    prompt_id = prompt_id_column(rows)
+    hash_split = assign_splits(prompt_id, fraction=config.data.eval_fraction, seed=config.seed).alias("hash_split")
+    return pl.DataFrame([prompt_id, hash_split])
 
 
 def _verdict(
@@ -278,35 +229,26 @@ def _verdict(
     limit: int,
     form: PromptFormat,
 ) -> RowVerdict:
-    order = pl.DataFrame({"rule": [rule.name for rule in RULES], "meaning": [rule.meaning for rule in RULES]}).with_row_index(
-        "order"
-    )
+    order = pl.DataFrame([{"rule": rule.name, "meaning": rule.meaning} for rule in RULES]).with_row_index("order")
     reasons = broken.unique(["row", "rule"], keep="first", maintain_order=True).join(order, on="rule").sort("row", "order")
     counts = dict(reasons.group_by("rule").len().iter_rows())
     quarantine = reasons.join(judged.select("row", "split", "source", "line"), on="row", maintain_order="left")
     accepted = judged.join(reasons.select("row"), on="row", how="anti", maintain_order="left")
     columns = list(Prompts.to_schema().columns)
+    tokens = pl.col("prompt_tokens")
+    p50, p95 = tokens.quantile(0.5, "nearest"), tokens.quantile(0.95, "nearest")
+    figures = judged.select(mean=tokens.mean(), p50=p50, p95=p95, max=tokens.max()).fill_null(0)
     return RowVerdict(
         rows=judged.height + dropped.height,
         accepted=Prompts.validate(accepted.select(columns)).with_columns(accepted["split"]),
         quarantine=Quarantine.validate(quarantine.select(list(Quarantine.to_schema().columns))),
         rules=[RuleCount(rule=rule.name, meaning=rule.meaning, rows=counts.get(rule.name, 0)) for rule in RULES],
         ignored=ignored,
-        prompt_tokens=_token_lengths(judged["prompt_tokens"].drop_nulls(), limit),
+        prompt_tokens=TokenLengths.model_validate({**figures.row(0, named=True), "limit": limit}),
         format=form,
         dropped=dropped.select("source", "line", "value"),
         near=near_duplicates(accepted),
     )
-
-
-def _token_lengths(lengths: pl.Series, limit: int) -> TokenLengths:
-    if lengths.is_empty():
-        return TokenLengths(mean=0.0, p50=0, p95=0, max=0, limit=limit)
-    column = pl.col("tokens")
-    figures = lengths.to_frame("tokens").select(
-        mean=column.mean(), p50=column.quantile(0.5, "nearest"), p95=column.quantile(0.95, "nearest"), max=column.max()
-    )
-    return TokenLengths.model_validate({**figures.row(0, named=True), "limit": limit})
 
 
 def is_held_out(prompt_id: str, *, fraction: float, seed: int) -> bool:

@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -129,7 +129,7 @@ def _as_ascii(text: pl.Expr) -> pl.Expr:
 
 
 def broken_separation(keys: pl.DataFrame) -> pl.DataFrame:
-    """Training rows whose question is also in the eval split: columns row, rule, value; called after the split.
+    """Training rows whose question is also in the eval split: columns row, rule, value.
 
     `keys`: columns row, split, source, line, question_key, normalised_key.
     """
@@ -146,24 +146,19 @@ def _leak(train: pl.DataFrame, held_out: pl.DataFrame, key: str, rule: str) -> p
     return found.select("row", rule=pl.lit(rule), value=value)
 
 
-@dataclass(frozen=True, slots=True)
-class NearDuplicate:
-    """A training question that has much of the text and the numbers of a held-out question."""
+class NearDuplicate(NamedTuple):
+    """A training question that has much of the text and the numbers of a held-out question, each by file and line."""
 
     train: str
-    """File and line of the training row."""
     held_out: str
-    """File and line of the held-out row."""
     share: float
     """Of the parts of the held-out question that the training question has."""
 
 
-@dataclass(frozen=True, slots=True)
-class NearDuplicates:
-    """What was found, the most alike first."""
+class NearDuplicates(NamedTuple):
+    """What was found, the most alike first, one for each training row."""
 
     found: Sequence[NearDuplicate]
-    """One for each training row."""
     checked: int
     """Training rows that were compared."""
 
@@ -200,7 +195,9 @@ def near_duplicates(accepted: pl.DataFrame) -> NearDuplicates:
         near = (share >= NEAR_SHARE) & (alike >= _ALIKE) & (counted[both.col] >= _FEWEST_PARTS)
         pairs = zip(share[near].tolist(), both.row[near].tolist(), both.col[near].tolist(), strict=True)
         for part, row, other in sorted(pairs):
-            if _same_numbers(_numbers(asked[row]), numbers[other]):
+            # Problems of one template differ in nothing but their numbers. One of two questions may have a number in words.
+            ours, theirs = _numbers(asked[row]), numbers[other]
+            if ours <= theirs or theirs <= ours:
                 best[start + row] = NearDuplicate(_place(train, start + row), _place(held_out, other), min(1.0, part))
     return NearDuplicates(sorted(best.values(), key=lambda pair: -pair.share), train.height)
 
@@ -248,11 +245,6 @@ def _substrings(text: str) -> frozenset[str]:
 
 def _numbers(text: str) -> Counter[str]:
     return Counter(_NUMBER.findall(text))
-
-
-def _same_numbers(one: Counter[str], other: Counter[str]) -> bool:
-    """Problems of one template differ in nothing but their numbers. One of two questions may have a number in words."""
-    return one <= other or other <= one
 
 
 def _questions(rows: pl.DataFrame) -> list[str]:

@@ -4,10 +4,8 @@
     answer column --answer_pattern, last match--> --normalise_column--> answer     $1,234.50 -> 1234.5, 51.0 -> 51, −7 -> -7
     prompt + answer --SHA-256--> prompt_id
 
-For one text and for a column, from the same replacements; a test proves them equal. What is no number stays as it is.
+What is no number stays as it is.
 """
-
-import re
 
 import polars as pl
 
@@ -115,22 +113,16 @@ def _several_answers(rows: pl.DataFrame, data: DataConfig) -> pl.DataFrame:
 
 def check_patterns(data: DataConfig) -> None:
     """Raise `ConfigError` unless every answer pattern of the section is a linear-time regular expression with a group."""
-    for pattern in [data.answer_pattern, *(source.answer_pattern for source in [*data.train, *data.eval])]:
-        check_pattern(pattern)
-
-
-def check_pattern(pattern: str | None) -> None:
-    """Raise `ConfigError` unless the pattern is a linear-time regular expression with a group."""
-    if pattern is None:
-        return
     fix = "for example '#### (.+)'; Rust regex syntax: no look-around, no back-references"
-    try:
-        groups = pl.DataFrame({"text": [""]}).select(pl.col("text").str.extract_groups(pattern)).to_series().struct.fields
-    except pl.exceptions.ComputeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ConfigError(f"invalid pattern: {reason}", place=f"data.answer_pattern: {pattern}", fix=fix) from error
-    if not groups or groups == [""]:
-        raise ConfigError("the pattern has no group that captures the answer", place=f"data.answer_pattern: {pattern}", fix=fix)
+    for pattern in filter(None, [data.answer_pattern, *(source.answer_pattern for source in [*data.train, *data.eval])]):
+        place = f"data.answer_pattern: {pattern}"
+        try:
+            groups = pl.DataFrame({"text": [""]}).select(pl.col("text").str.extract_groups(pattern)).to_series().struct.fields
+        except pl.exceptions.ComputeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise ConfigError(f"invalid pattern: {reason}", place=place, fix=fix) from error
+        if not groups or groups == [""]:
+            raise ConfigError("the pattern has no group that captures the answer", place=place, fix=fix)
 
 
 def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
@@ -149,17 +141,8 @@ def prompt_id_column(rows: pl.DataFrame) -> pl.Series:
     return pl.Series("prompt_id", digests, dtype=pl.String)
 
 
-def normalise_answer(text: str) -> str:
-    """The normalised form of one answer; empty when it consists of whitespace only."""
-    text = re.sub(_TEXT_REPLACEMENTS[0][0], "", text).strip(BLANKS)
-    number = len(text) <= _MAX_NUMBER_LENGTH and re.search(_NUMBER, text)
-    for pattern, replacement in _NUMBER_REPLACEMENTS if number else _TEXT_REPLACEMENTS:
-        text = re.sub(pattern, re.sub(r"\$\{(\d)\}", r"\\g<\1>", replacement), text)
-    return text
-
-
 def normalise_column(answer: pl.Expr) -> pl.Expr:
-    """`normalise_answer` for a column of strings; null stays null."""
+    """The normalised form of answers; null stays null, and only whitespace becomes empty."""
     # Most answers are plain whole numbers already. Replaced by null, they cost the dozen replacements below nothing.
     plain = answer.str.contains(_WHOLE_NUMBER)
     text = pl.when(~plain).then(answer).str.replace_all(*_TEXT_REPLACEMENTS[0]).str.strip_chars(BLANKS)

@@ -42,13 +42,11 @@ class Columns(NamedTuple):
     answer: str | None
     """None: the source has no ground truth."""
     task: str | None = None
-    """Column with the task."""
     only_task: str = ""
     """Task of all rows of the source, unless `task` names a column."""
     template: str | None = None
-    """Template of the question."""
+    """Of the question."""
     rename: Mapping[str, str] | None = None
-    """{old: new}."""
 
     def original(self, name: str | None) -> str:
         """Name of a column in the file."""
@@ -87,7 +85,7 @@ class RawRow(NamedTuple):
     task: str | None = None
 
 
-class Messages(NamedTuple):
+class _Messages(NamedTuple):
     """The roles and contents of a prompt column; empty, with faults, when it is not a list of messages."""
 
     roles: Sequence[str] = ()
@@ -102,9 +100,12 @@ def read_row(record: Record, columns: Columns) -> RawRow:
     fields = record.fields
     faults = list(record.faults)
     answer, answers = (None, None) if columns.answer is None else _answers(fields.get(columns.answer), faults)
-    task = columns.only_task if columns.task is None else _task(fields.get(columns.task))
+    task: str | None = columns.only_task
+    if columns.task is not None:
+        named = fields.get(columns.task)
+        task = _as_text(named) if isinstance(named, str | int) else None
     question = text = None
-    messages = Messages()
+    messages = _Messages()
     # A function may ask for the ground truth by the column's own name (`solution`), unextracted, as it would get it in TRL.
     used = {columns.answer} if columns.answer in (None, "answer") else set()
     prompt = fields.get(columns.prompt) if columns.template is None else None
@@ -113,12 +114,14 @@ def read_row(record: Record, columns: Columns) -> RawRow:
         if isinstance(prompt, str) and not _is_json_list(prompt):
             text = prompt
         else:
-            messages = read_messages(prompt)
+            messages = _read_messages(prompt)
     elif has_only_messages(fields, columns):
         used |= {MESSAGES_COLUMN, columns.prompt}
-        messages, reply = _without_reply(read_messages(fields[MESSAGES_COLUMN]))
-        if reply is not None and columns.answer is not None and columns.answer not in fields:
-            answer = reply
+        messages = _read_messages(fields[MESSAGES_COLUMN])
+        if len(messages.roles) > 1 and messages.roles[-1] == "assistant":
+            if columns.answer is not None and columns.answer not in fields:
+                answer = messages.contents[-1]
+            messages = messages._replace(roles=messages.roles[:-1], contents=messages.contents[:-1])
     else:
         used |= {columns.prompt, columns.question}
         question = _question(fields, columns, faults)
@@ -137,17 +140,17 @@ def has_only_messages(fields: Fields, columns: Columns) -> bool:
     )
 
 
-def read_messages(prompt: object) -> Messages:
-    """The messages of a prompt column; text that is a JSON list (as in CSV cells) is parsed first."""
+def _read_messages(prompt: object) -> _Messages:
+    # Text that is a JSON list, as in CSV cells.
     if isinstance(prompt, str) and _is_json_list(prompt):
         try:
             prompt = orjson.loads(prompt)
         except orjson.JSONDecodeError as error:
-            return Messages(faults=(Fault("prompt_not_list", f"{error}: {shorten(str(prompt))}"),))
+            return _Messages(faults=(Fault("prompt_not_list", f"{error}: {shorten(str(prompt))}"),))
     if not isinstance(prompt, list):
-        return Messages(faults=(Fault("prompt_not_list", short_json(prompt)),))
+        return _Messages(faults=(Fault("prompt_not_list", short_json(prompt)),))
     if not prompt:
-        return Messages(faults=(Fault("messages_empty", "[]"),))
+        return _Messages(faults=(Fault("messages_empty", "[]"),))
     roles: list[str] = []
     contents: list[str] = []
     extra = None
@@ -157,17 +160,19 @@ def read_messages(prompt: object) -> Messages:
         except (KeyError, TypeError):
             role, content = None, None
         if isinstance(content, list):
-            content = _joined_parts(content)
-            if content is None:
-                return Messages(faults=(Fault("message_not_text", short_json(message)),))
+            # Parts are joined as chat templates do.
+            parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+            if not all(isinstance(part, str) for part in parts):
+                return _Messages(faults=(Fault("message_not_text", short_json(message)),))
+            content = "".join(map(str, parts))
         if not isinstance(role, str) or not isinstance(content, str):
-            return Messages(faults=(Fault("message_shape", short_json(message)),))
+            return _Messages(faults=(Fault("message_shape", short_json(message)),))
         # Parquet and hub data fill a key that only other rows use with null; that means absent.
         if len(message) > 2 and any(message[key] is not None for key in message.keys() - {"role", "content"}):
             extra = Fault("message_extra_keys", short_json(message))
         roles.append(role)
         contents.append(content)
-    return Messages(roles, contents, (extra,) if extra else ())
+    return _Messages(roles, contents, (extra,) if extra else ())
 
 
 def short_json(value: object) -> str:
@@ -186,19 +191,6 @@ def shorten(text: str, limit: int = 200) -> str:
 def _is_json_list(prompt: str) -> bool:
     # Not every prompt that begins with a bracket is a list: "[INST] ...", "[1, 2, 3] sorted is".
     return prompt.lstrip().startswith("[") and re.match(r"\s*\[\s*(?:\{|\]\s*$)", prompt) is not None
-
-
-def _joined_parts(parts: Sequence[object]) -> str | None:
-    """The text of a content in parts, joined as chat templates do; None when a part is not text."""
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
-    return "".join(str(text) for text in texts) if all(isinstance(text, str) for text in texts) else None
-
-
-def _without_reply(messages: Messages) -> tuple[Messages, str | None]:
-    """The chat up to its last question, and the reply of the assistant after it, if there is one."""
-    if len(messages.roles) < 2 or messages.roles[-1] != "assistant":
-        return messages, None
-    return messages._replace(roles=messages.roles[:-1], contents=messages.contents[:-1]), messages.contents[-1]
 
 
 def _question(fields: Fields, columns: Columns, faults: list[Fault]) -> str | None:
@@ -222,10 +214,6 @@ def _filled(template: str, fields: Fields, faults: list[Fault]) -> str | None:
             return None
         pieces += [literal, value or ""]
     return "".join(pieces)
-
-
-def _task(value: object) -> str | None:
-    return _as_text(value) if isinstance(value, str | int) else None
 
 
 def _answers(value: object, faults: list[Fault]) -> tuple[str | None, Sequence[str] | None]:

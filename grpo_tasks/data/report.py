@@ -7,7 +7,7 @@ The files are written before `enforce` is called: its error refers to them.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
         raise DataError(
             f"{verdict.num_quarantined:,} of {verdict.rows:,} rows are quarantined ({share:.1%}); "
             f"validation.max_invalid_fraction allows {validation.max_invalid_fraction:.1%}\n{_most_broken(verdict)}",
-            place=_first_row(verdict),
+            place=row_place(*verdict.quarantine.select("source", "line").row(0)),
             fix=f"correct the rows ({QUARANTINE} and {REPORT} list all of them), or raise validation.max_invalid_fraction",
         )
     for split, minimum in (("train", validation.min_train_rows), ("eval", validation.min_eval_rows)):
@@ -99,133 +99,99 @@ def enforce(verdict: RowVerdict, validation: ValidationConfig) -> None:
 
 def stop_warnings(verdict: RowVerdict, rollout: RolloutConfig) -> list[str]:
     """A warning for each stop string that occurs in prompts: a completion that repeats its prompt would end there."""
-    found = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
-    return [
-        f"{count:,} prompts contain the stop string {stop!r}; a completion that repeats its prompt ends there"
-        for stop, count in found
-        if count
-    ]
+    effect = "a completion that repeats its prompt ends there"
+    counts = [(stop, verdict.prompts_with(stop)) for stop in rollout.stop]
+    return [f"{count:,} prompts contain the stop string {stop!r}; {effect}" for stop, count in counts if count]
 
 
 def render_report(verdict: RowVerdict, origin: Origin, warnings: Sequence[str], *, digest: str) -> str:
     """The validation report as Markdown."""
     sections = [
-        _summary(verdict, digest),
-        *(f"**Warning**: {warning}" for warning in warnings),
-        _sources(origin.sources),
-        _tasks(verdict),
-        _near(verdict),
-        _broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
-        _lengths(verdict),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _summary(verdict: RowVerdict, digest: str) -> str:
-    share = verdict.num_quarantined / max(verdict.rows, 1)
-    lines = [
-        "# Data",
-        "",
-        f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
-        f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation.",
-        *_left_out(verdict),
-        "",
-        _form(verdict),
-        "",
+        *_summary(verdict),
         f"Digest of the accepted rows: `{digest}`",
+        *([f"Rules not applied (validation.ignore_rules): {', '.join(sorted(verdict.ignored))}"] if verdict.ignored else []),
+        *(f"**Warning**: {warning}" for warning in warnings),
+        *_sources(origin.sources),
+        *_tasks(verdict),
+        *_near(verdict),
+        *_broken_rules(verdict, {source.path: source.unit for source in origin.sources}),
+        *_lengths(verdict),
     ]
-    if verdict.ignored:
-        lines += ["", f"Rules not applied (validation.ignore_rules): {', '.join(sorted(verdict.ignored))}"]
-    return "\n".join(lines)
+    return "\n\n".join(sections) + "\n"
 
 
-def _left_out(verdict: RowVerdict) -> list[str]:
-    if verdict.dropped.is_empty():
-        return []
-    first = verdict.dropped.row(0, named=True)
-    example = code(f"{row_place(first['source'], first['line'])} {first['value']}")
-    return [
-        "",
-        f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {example}.",
-    ]
-
-
-def _form(verdict: RowVerdict) -> str:
+def _summary(verdict: RowVerdict) -> Iterator[str]:
+    yield "# Data"
+    share = verdict.num_quarantined / max(verdict.rows, 1)
+    yield (
+        f"{verdict.rows:,} rows read: **{verdict.num_quarantined:,} quarantined** ({share:.2%}), "
+        f"{verdict.split('train').height:,} for training, {verdict.split('eval').height:,} held out for evaluation."
+    )
+    if not verdict.dropped.is_empty():
+        source, line, value = verdict.dropped.select("source", "line", "value").row(0)
+        first = code(f"{row_place(source, line)} {value}")
+        yield f"{verdict.dropped.height:,} rows repeat an earlier row and are left out (data.duplicates: drop); first {first}."
     if verdict.format == "standard":
-        return "The prompts are strings (TRL's standard format), which the model continues without a chat template."
-    return "The prompts are chat messages (TRL's conversational format)."
+        yield "The prompts are strings (TRL's standard format), which the model continues without a chat template."
+    else:
+        yield "The prompts are chat messages (TRL's conversational format)."
 
 
-def _sources(sources: Sequence[SourceFile]) -> str:
-    rows = [
-        [code(source.path), source.split, f"{source.rows:,}", source.unit, _text_format(source), code(source.sha256[:16])]
-        for source in sources
-    ]
-    notes = [
-        f"{code(source.path)}: {source.from_messages:,} prompts are the column `messages`, without the assistant's last reply."
-        for source in sources
-        if source.from_messages
-    ]
-    columns = ["source", "split", "rows", "numbered by", "text", "SHA-256"]
-    return "\n\n".join(["## Sources", table(columns, rows, right=["rows"]), *notes])
+def _sources(sources: Sequence[SourceFile]) -> Iterator[str]:
+    yield "## Sources"
+    marks = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    rows = []
+    for one in sources:
+        delimiter = marks.get(one.delimiter, repr(one.delimiter)) if one.delimiter else ""
+        text = ", ".join(filter(None, [one.encoding, delimiter])) or "-"
+        rows.append([code(one.path), one.split, f"{one.rows:,}", one.unit, text, code(one.sha256[:16])])
+    yield table(["source", "split", "rows", "numbered by", "text", "SHA-256"], rows, right=["rows"])
+    for one in sources:
+        if one.from_messages:
+            reply = "without the assistant's last reply"
+            yield f"{code(one.path)}: {one.from_messages:,} prompts are the column `messages`, {reply}."
 
 
-def _text_format(source: SourceFile) -> str:
-    names = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-    delimiter = names.get(source.delimiter, repr(source.delimiter)) if source.delimiter else ""
-    return ", ".join(filter(None, [source.encoding, delimiter])) or "-"
-
-
-def _tasks(verdict: RowVerdict) -> str:
+def _tasks(verdict: RowVerdict) -> Iterator[str]:
     rows = [[task.task, f"{task.train_rows:,}", f"{task.eval_rows:,}"] for task in verdict.tasks]
-    columns = ["task", "for training", "held out"]
-    return "## Tasks\n\n" + table(columns, rows, right=columns[1:]) if rows else ""
+    if rows:
+        yield "## Tasks"
+        yield table(["task", "for training", "held out"], rows, right=["for training", "held out"])
 
 
-def _broken_rules(verdict: RowVerdict, units: Mapping[str, str]) -> str:
+def _near(verdict: RowVerdict) -> Iterator[str]:
+    shown = [[code(pair.train), code(pair.held_out), f"{pair.share:.0%}"] for pair in verdict.near.found[:_NEAR]]
+    if not shown:
+        return
+    yield "## Nearly held out"
+    yield table(["training row", "held-out row", "share of its text"], shown, right=["share of its text"])
+    if rest := len(verdict.near.found) - len(shown):
+        yield f"And {rest:,} more."
+
+
+def _broken_rules(verdict: RowVerdict, units: Mapping[str, str]) -> Iterator[str]:
     broken = [count for count in verdict.rules if count.rows]
     if not broken:
-        return "## Rules\n\nNo row breaks a rule."
-    counts = table(
-        ["rule", "rows", "meaning", "fix"],
-        [[count.rule, f"{count.rows:,}", count.meaning, BY_NAME[count.rule].fix] for count in broken],
-        right=["rows"],
-    )
+        yield from ("## Rules", "No row breaks a rule.")
+        return
+    yield "## Broken rules"
+    rows = [[count.rule, f"{count.rows:,}", count.meaning, BY_NAME[count.rule].fix] for count in broken]
+    yield table(["rule", "rows", "meaning", "fix"], rows, right=["rows"])
+    yield "First rows of each:"
     examples = [
         [code(place_in(row["source"], row["line"], units.get(row["source"], "line"))), row["rule"], code(row["value"])]
         for count in broken
         for row in verdict.quarantine.filter(rule=count.rule).head(_EXAMPLES).iter_rows(named=True)
     ]
-    return "\n\n".join(["## Broken rules", counts, "First rows of each:", table(["row", "rule", "found"], examples)])
+    yield table(["row", "rule", "found"], examples)
 
 
-def _near(verdict: RowVerdict) -> str:
-    if not verdict.near.found:
-        return ""
-    shown = [[code(pair.train), code(pair.held_out), f"{pair.share:.0%}"] for pair in verdict.near.found[:_NEAR]]
-    columns = ["training row", "held-out row", "share of its text"]
-    rest = len(verdict.near.found) - len(shown)
-    return "\n\n".join(
-        ["## Nearly held out", table(columns, shown, right=columns[2:]), *([f"And {rest:,} more."] if rest else [])]
-    )
-
-
-def _lengths(verdict: RowVerdict) -> str:
-    tokens = verdict.prompt_tokens
-    note = ""
+def _lengths(verdict: RowVerdict) -> Iterator[str]:
+    yield "## Prompt lengths in tokens, after the chat template"
+    tokens, columns = verdict.prompt_tokens, ["mean", "median", "95 %", "longest", "limit"]
+    yield table(columns, [[f"{tokens.mean:.1f}", *map(str, (tokens.p50, tokens.p95, tokens.max, tokens.limit))]], right=columns)
     if verdict.rows > EXACT_ROWS:
-        note = "\n\nPrompts that are provably within the limit were not counted; the figures use upper bounds for them."
-    lengths = {
-        "mean": f"{tokens.mean:.1f}",
-        "median": str(tokens.p50),
-        "95 %": str(tokens.p95),
-        "longest": str(tokens.max),
-        "limit": str(tokens.limit),
-    }
-    columns = list(lengths)
-    return (
-        f"## Prompt lengths in tokens, after the chat template\n\n{table(columns, [list(lengths.values())], right=columns)}{note}"
-    )
+        yield "Prompts that are provably within the limit were not counted; the figures use upper bounds for them."
 
 
 def _most_broken(verdict: RowVerdict, rules: int = 3, rows: int = 3) -> str:
@@ -234,11 +200,6 @@ def _most_broken(verdict: RowVerdict, rules: int = 3, rows: int = 3) -> str:
         if count.rows:
             lines.append(f"  {count.rows:,} x {count.rule}: {count.meaning}")
             first = verdict.quarantine.filter(rule=count.rule).head(rows)
-            rows_shown = ((row_place(row["source"], row["line"]), row["value"][:160]) for row in first.iter_rows(named=True))
-            lines.extend(f"    {place}  {value!r}" for place, value in rows_shown)
+            shown = first.select("source", "line", "value").iter_rows()
+            lines += [f"    {row_place(source, line)}  {value[:160]!r}" for source, line, value in shown]
     return "\n".join(lines)
-
-
-def _first_row(verdict: RowVerdict) -> str:
-    first = verdict.quarantine.row(0, named=True)
-    return row_place(first["source"], first["line"])

@@ -43,15 +43,8 @@ from schemas.paths import is_local, resolve, why_not_a_file
 from schemas.results.data import SourceFile
 
 ROWS = "rows.parquet"
-_FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-}
+_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "csv": (".csv", ".tsv"), "parquet": (".parquet", ".pq")}
+_FORMATS = {suffix: name for name, suffixes in _SUFFIXES.items() for suffix in suffixes}
 
 Split = Literal["train", "eval"]
 
@@ -66,11 +59,10 @@ _NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The sources that were read, and the table of their rows."""
+    """The sources that were read, and the table of their rows, rows.parquet."""
 
     sources: list[SourceFile]
     path: Path
-    """rows.parquet"""
 
     @property
     def rows(self) -> int:
@@ -84,37 +76,15 @@ def load_sources(data: DataConfig, *, directory: Path) -> SourceRows:
     Raises:
         DataError: a source is missing, unreadable, empty, or has none of the configured columns; no file is left behind then.
     """
-    sources = []
+    sources: list[SourceFile] = []
     with (
         replacing(directory / ROWS) as unfinished,
         no_garbage_collection(),
         pq.ParquetWriter(unfinished, RAW_ARROW, compression="lz4") as writer,
     ):
-        for split, source in _sources(data):
-            sources.append(_load(source, split, data=data, writer=writer))
+        sources += [_load(source, "train", data=data, writer=writer) for source in data.train]
+        sources += [_load(source, "eval", data=data, writer=writer) for source in data.eval]
     return SourceRows(sources, directory / ROWS)
-
-
-def source_format(source: DataSource) -> str:
-    """jsonl, csv, parquet or hub; raises `DataError` for a local file whose suffix is unknown."""
-    if source.format != "auto":
-        return source.format
-    path = Path(resolve(source.path))
-    known = _FORMATS.get(path.suffix.lower())
-    if known:
-        return known
-    if is_local(source.path):
-        raise DataError(
-            f"the suffix {path.suffix!r} belongs to no known format" if path.suffix else "the file name has no suffix",
-            place=source.path,
-            fix="set format: jsonl, csv, parquet or hub",
-        )
-    return "hub"
-
-
-def _sources(data: DataConfig) -> Iterator[tuple[Split, DataSource]]:
-    yield from (("train", source) for source in data.train)
-    yield from (("eval", source) for source in data.eval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +98,15 @@ class _Layout:
 
 
 def _load(source: DataSource, split: Split, *, data: DataConfig, writer: pq.ParquetWriter) -> SourceFile:
-    columns = _columns(data, source)
+    columns = Columns(
+        question=data.question_column,
+        prompt=data.prompt_column,
+        answer=data.answer_column,
+        task=None if source.task else data.task_column,
+        only_task=source.task or "",
+        template=source.question or data.question,
+        rename={**data.rename, **source.rename} or None,
+    )
     layout = _layout(source, columns)
     path = Path(resolve(source.path))
     before = None if layout.format == "hub" else _stamp(path)
@@ -166,23 +144,17 @@ def _stamp(path: Path) -> tuple[int, int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _columns(data: DataConfig, source: DataSource) -> Columns:
-    return Columns(
-        question=data.question_column,
-        prompt=data.prompt_column,
-        answer=data.answer_column,
-        task=None if source.task else data.task_column,
-        only_task=source.task or "",
-        template=source.question or data.question,
-        rename={**data.rename, **source.rename} or None,
-    )
-
-
 def _layout(source: DataSource, columns: Columns) -> _Layout:
-    file_format = source_format(source)
-    if file_format == "hub":
-        return _Layout("hub")
     path = Path(resolve(source.path))
+    file_format = source.format if source.format != "auto" else _FORMATS.get(path.suffix.lower(), "hub")
+    if file_format == "hub":
+        if source.format == "auto" and is_local(source.path):
+            raise DataError(
+                f"the suffix {path.suffix!r} belongs to no known format" if path.suffix else "the file name has no suffix",
+                place=source.path,
+                fix="set format: jsonl, csv, parquet or hub",
+            )
+        return _Layout("hub")
     _check_file(path, source)
     if file_format == "parquet":
         return _Layout("parquet")
@@ -229,8 +201,7 @@ def _hashed(records: Iterator[Record], digest: "hashlib._Hash") -> Iterator[Reco
 
 
 def _check_file(path: Path, source: DataSource) -> None:
-    reason = why_not_a_file(path)
-    if reason:
+    if reason := why_not_a_file(path):
         names = [file.name for file in path.parent.iterdir()] if reason == "no such file" and path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "paths are relative to the working directory"
@@ -273,12 +244,27 @@ def read_csv(path: Path, *, delimiter: str = ",", encoding: str = "utf-8") -> It
         header = next(reader, None)
         if header is None:
             raise DataError("the file is empty", place=str(path), fix="add a header line and rows")
-        _check_header(header, path)
-        first_line = reader.line_num + 1
-        while (cells := _next_cells(reader, path, first_line)) is not None:
-            if cells:  # a blank line has no cells
-                yield _record(first_line, header, cells) if isinstance(cells, list) else Record(first_line, None, (cells,))
+        repeated = [name for name in header if header.count(name) > 1]
+        if repeated:
+            raise DataError(f"the header names column {repeated[0]!r} twice", place=f"{path}:1", fix="rename one of them")
+        while True:
             first_line = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                if "unexpected end of data" in str(error):
+                    raise DataError(
+                        "a quote is opened and never closed, so the rest of the file is one cell",
+                        place=f"{path}:{first_line}",
+                        fix="close the quote, or double it inside a quoted cell",
+                    ) from error
+                rule = "line_too_long" if "field limit" in str(error) else "unreadable_line"
+                yield Record(first_line, None, (Fault(rule, str(error)),))
+                continue
+            if cells is None:
+                return
+            if cells:  # a blank line has no cells
+                yield _record(first_line, header, cells)
 
 
 def csv_encoding(path: Path) -> str:
@@ -291,19 +277,18 @@ def csv_encoding(path: Path) -> str:
     if marked != "utf-8":
         return marked
     decoder = codecs.getincrementaldecoder("utf-8")()
-    valid = some_utf8 = not_cp1252 = False
     with path.open("rb") as file:
         try:
             while block := file.read(_BLOCK_BYTES):
                 decoder.decode(block)
             decoder.decode(b"", final=True)
-            valid = True
+            return "utf-8"
         except UnicodeDecodeError:
             file.seek(0)
-            while (block := file.read(_BLOCK_BYTES)) and not some_utf8:
-                some_utf8 = _UTF8_CHARACTER.search(block) is not None
-                not_cp1252 = not_cp1252 or _NOT_CP1252.search(block) is not None
-    return "utf-8" if valid or some_utf8 or not_cp1252 else "cp1252"
+            while block := file.read(_BLOCK_BYTES):
+                if _UTF8_CHARACTER.search(block) or _NOT_CP1252.search(block):
+                    return "utf-8"
+    return "cp1252"
 
 
 def csv_delimiter(path: Path, encoding: str, wanted: Sequence[str]) -> str:
@@ -376,19 +361,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _next_cells(reader: Iterator[list[str]], path: Path, first_line: int) -> list[str] | Fault | None:
-    try:
-        return next(reader, None)
-    except csv.Error as error:
-        if "unexpected end of data" in str(error):
-            raise DataError(
-                "a quote is opened and never closed, so the rest of the file is one cell",
-                place=f"{path}:{first_line}",
-                fix="close the quote, or double it inside a quoted cell",
-            ) from error
-        return Fault("line_too_long" if "field limit" in str(error) else "unreadable_line", str(error))
-
-
 def _record(line: int, header: list[str], cells: list[str]) -> Record:
     if len(cells) != len(header):
         found = f"{len(cells)} cells instead of {len(header)}: {short_json(cells)}"
@@ -402,9 +374,3 @@ def _record(line: int, header: list[str], cells: list[str]) -> Record:
             # surrogateescape stores byte 0xNN as the code point U+DC00 + 0xNN
             return Record(line, None, (Fault("encoding", f"byte {ord(text[error.start]) - 0xDC00:#04x}: {shown}"),))
     return Record(line, {key: cell if cell else None for key, cell in zip(header, cells, strict=True)})
-
-
-def _check_header(header: list[str], path: Path) -> None:
-    repeated = [name for name in header if header.count(name) > 1]
-    if repeated:
-        raise DataError(f"the header names column {repeated[0]!r} twice", place=f"{path}:1", fix="rename one of them")

@@ -34,7 +34,13 @@ def read_prompts(path: Path, limit: int | None = None) -> list[PromptRow]:
     rows = _read_arrow(path, lambda table: table.to_pylist())
     if limit is not None and limit < len(rows):
         rows = sorted(rows, key=lambda row: row["prompt_id"])[:limit]
-    return [_row(fields) for fields in rows]
+    names = ("prompt_id", "source", "line", "answer", "prompt_tokens", "task")
+    given = []
+    for row in rows:
+        known = {name: row[name] for name in (*names, *PASS_RATE_COLUMNS) if name in row}
+        answers = None if row["answers"] is None else tuple(row["answers"])
+        given.append(PromptRow(**known, messages=tuple(row["prompt"]), extra=orjson.loads(row["extra"]), answers=answers))
+    return given
 
 
 def read_chats(path: Path, limit: int | None = None) -> list[list[dict[str, str]]]:
@@ -69,13 +75,6 @@ def _read_arrow(path: Path, convert: Callable[[pa.Table], Any], *errors: type[Ba
             place=str(path),
             fix="run the command that made it again; the step runs again when its files have changed",
         ) from error
-
-
-def _row(fields: Mapping[str, Any]) -> PromptRow:
-    given = {name: fields[name] for name in ("prompt_id", "source", "line", "answer", "prompt_tokens", "task")}
-    given |= {name: fields[name] for name in PASS_RATE_COLUMNS if name in fields}
-    answers = None if fields["answers"] is None else tuple(fields["answers"])
-    return PromptRow(**given, messages=tuple(fields["prompt"]), extra=orjson.loads(fields["extra"]), answers=answers)
 
 
 def pass_rate_columns(rows: Sequence[PromptRow]) -> dict[str, list[float | None]]:

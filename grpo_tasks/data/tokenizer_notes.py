@@ -55,21 +55,11 @@ def check_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str |
 def tokenizer_notes(
     tokenizer: PreTrainedTokenizerBase, verdict: RowVerdict, model: ModelConfig, rollout: RolloutConfig
 ) -> list[str]:
-    """The sentences about the tokenizer of a run.
-
-    Args:
-        tokenizer: prepared with the settings of the run.
-        verdict: the accepted rows.
-        model: names the generation config.
-        rollout: what else ends a completion.
-    """
-    plain = verdict.format == "standard"
-    notes = (
-        _added_to_texts(tokenizer, verdict)
-        if plain
-        else [*_without_bos(tokenizer), *_unopened(tokenizer), *_date(tokenizer, model, rollout)]
-    )
-    return [*notes, *_ends(tokenizer, model, rollout, plain=plain)]
+    """The sentences about the tokenizer of a run, which is prepared with its settings."""
+    if verdict.format == "standard":
+        return [*_added_to_texts(tokenizer, verdict), *_ends(tokenizer, model, rollout, plain=True)]
+    notes = [*_without_bos(tokenizer), *_unopened(tokenizer), *_date(tokenizer, model, rollout)]
+    return [*notes, *_ends(tokenizer, model, rollout, plain=False)]
 
 
 def _added_to_texts(tokenizer: PreTrainedTokenizerBase, verdict: RowVerdict) -> list[str]:

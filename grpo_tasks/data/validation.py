@@ -1,8 +1,6 @@
 """Judges all rows of a table, writes the tables and the report, and stops when too many rows are bad.
 
 rows.parquet -> judge (judge.py), check of the ground truths (grpo_tasks/answers) -> report and tables (report.py) -> DataReport
-
-The check is an argument: this room does not depend on what an answer is, so a change there reads no data again.
 """
 
 import difflib
@@ -10,50 +8,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import polars as pl
 
+from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.content.limited_model import limited_templates
 from grpo_tasks.content.tokenizer import prepare
 from grpo_tasks.data.chunks import missing_column
-from grpo_tasks.data.judge import RowVerdict, completions_have_no_answer, judge
+from grpo_tasks.data.judge import RowVerdict, judge
 from grpo_tasks.data.normalise import prompt_format
 from grpo_tasks.data.report import Origin, enforce, report_data, stop_warnings
-from schemas.config.completion import Equality
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 from schemas.results.data import DataReport, SourceFile
 
 
-class GroundTruthCheck(Protocol):
-    """What the check of the ground truths found (grpo_tasks/answers/ground_truths.py)."""
-
-    @property
-    def warning(self) -> str:
-        """A sentence with the numbers and the fix; empty when every ground truth is usable."""
-        ...
-
-    def enforce(self) -> None:
-        """Raise DataError when no ground truth is usable."""
-
-
-def validate_rows(
-    rows: Path,
-    config: RunConfig,
-    origin: Origin,
-    *,
-    check_truths: Callable[[pl.DataFrame, Equality], GroundTruthCheck],
-    warn: Callable[[str], None] = lambda _: None,
-) -> DataReport:
-    """Apply all rules to all rows.
+def validate_rows(rows: Path, config: RunConfig, origin: Origin, *, warn: Callable[[str], None] = lambda _: None) -> DataReport:
+    """Apply all rules to all rows, and check that answers can equal the ground truths.
 
     Args:
         rows: rows.parquet (schemas/tables.py Raw).
-        config: its sections data, validation and completion, and the seed of the split; model for the tokenizer, its added tokens
-            and the chat template; rollout for its stop strings and the variables of the chat template.
-        origin: key, existing folder and sources of the report. Its seconds are those before this call.
-        check_truths: called with the accepted rows and the equality; `find_unusable_truths`.
+        config: its sections data, validation, completion, model and rollout, and the seed of the split.
+        origin: where the report comes from; its seconds are those before this call.
         warn: called with each warning of the report.
 
     Raises:
@@ -75,10 +51,10 @@ def validate_rows(
         prepare(counter.tokenizer, model, rollout)
         counter.check_stops(rollout)
         check_system_prompt(counter.tokenizer, config.data.system_prompt)
-        verdict = judge(
-            table, config=config, count_tokens=counter.count_column, refusal=counter.template.refusal, markers=markers
-        )
-        truths = check_truths(verdict.accepted.drop_nulls("answer"), config.completion.equality)
+        verdict = judge(table, config=config, counter=counter, markers=markers)
+        # Completions without an answer are compared with no ground truth, so any text will do.
+        how = config.completion.equality if config.completion.has_answer else "exact"
+        truths = find_unusable_truths(verdict.accepted, how)
         notes = tokenizer_notes(counter.tokenizer, verdict, model, rollout)
     warnings = [*notes, *stop_warnings(verdict, rollout), *filter(None, [truths.warning, verdict.near.warning])]
     for warning in warnings:
@@ -96,7 +72,7 @@ def check_answer_columns(sources: Sequence[SourceFile], config: RunConfig) -> No
     configured = [*config.data.train, *config.data.eval]
     optional = {source.path for source in configured if source.task in tasks and tasks[source.task].answers == "optional"}
     by_row = config.data.task_column is not None and any(task.answers == "optional" for task in tasks.values())
-    if column is None or by_row or completions_have_no_answer(config):
+    if column is None or by_row or config.completion.is_free_text:
         return
     for source in sources:
         if not source.with_answer and source.path not in optional:

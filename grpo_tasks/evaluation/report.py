@@ -125,7 +125,7 @@ def _without(texts: pl.Series, failed: pl.Series) -> list[str]:
 
 def _judge(text: str, truths: Sequence[str], completion: CompletionConfig) -> tuple[bool | None, bool | None, bool | None]:
     """Strict format, strictly right, leniently right."""
-    if completion.format == "none":
+    if completion.is_free_text:
         return None, None, None
     found = extract(text, completion)
     if not truths or not completion.has_answer:

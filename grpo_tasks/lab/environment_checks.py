@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_tasks.environments.calls import call_format_of
 from grpo_tasks.environments.contract import Message
 from grpo_tasks.environments.pool import EnvironmentPool
-from grpo_tasks.environments.trial import Play, check_environment, perfect_turns, scripts_of
+from grpo_tasks.environments.trial import check_environment, perfect_turns, scripts_of
 from grpo_tasks.lab.probe_set import choose_rows
 from grpo_tasks.rollout.conversations.play import row_columns, too_long
 from schemas.config.completion import CompletionConfig
@@ -39,7 +39,7 @@ def check_interaction(
         chat_template: the model's, which names the format of calls.
         count_tokens: tokens of prompts after that template.
         completion: names the tags around reasoning, in which no call counts.
-        log: file that receives what tools and environments print.
+        log: receives what tools and environments print.
 
     Raises:
         UserError: a tool or the environment cannot be loaded.
@@ -60,7 +60,9 @@ def check_interaction(
             call_format=call_format_of(config.call_format, chat_template) if schemas else "hermes",
         )
         checks, plays = check_environment(pool, scripts, name=name, timeout_s=config.timeout_s)
-    longest = _longest_beginning(plays, count_tokens)
+    # An environment may leave the prompts of the rows as they are.
+    begun = [play.opening.messages for play in plays if play.opening.messages]
+    longest = max(count_tokens(begun), default=0) if begun else 0
     if longest > config.max_prompt_tokens:
         detail, fix = too_long(longest, config.max_prompt_tokens), "say less in reset, or raise interaction.max_prompt_tokens"
         begins = LabCheck(function=name, check="begins", outcome="failed", detail=detail, fix=fix)
@@ -69,9 +71,3 @@ def check_interaction(
         fix = "let perfect(row) return the turns of a good player as a list of texts"
         checks.append(LabCheck(function=name, check="perfect", outcome="failed", detail=failed[:1_000], fix=fix))
     return checks
-
-
-def _longest_beginning(plays: Sequence[Play], count_tokens: Callable[[Sequence[Sequence[Message]]], list[int]]) -> int:
-    """Tokens of the longest prompt that an environment has begun with; 0 if it leaves the prompts of the rows as they are."""
-    begun = [play.opening.messages for play in plays if play.opening.messages]
-    return max(count_tokens(begun), default=0) if begun else 0

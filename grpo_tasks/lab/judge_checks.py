@@ -48,26 +48,18 @@ def _checks(name: str, judge: JudgeConfig, trial: Trial) -> Iterator[LabCheck]:
     limit = f"max_length_bias {judge.max_length_bias:g}"
     yield _judged(name, "length_bias", detail, trial.length_bias <= judge.max_length_bias, limit)
     if trial.unjudged:
-        yield LabCheck(
-            function=name, check="verdicts", outcome="failed", detail=f"{trial.unjudged} questions have no sound verdict"
-        )
-    yield passed(name, "cost", _cost(judge, trial))
+        detail = f"{trial.unjudged} questions have no sound verdict"
+        yield LabCheck(function=name, check="verdicts", outcome="failed", detail=detail)
+    # A comparison without a reference is one of two completions.
+    questions = 1 if judge.mode == "absolute" else 2 * (judge.opponents if judge.reference_column is None else 1)
+    requests = 1_000 * questions * judge.votes
+    cost = "; every verdict of the trial was cached"
+    if trial.requests:
+        cost = f" and cost about {requests * trial.cost / trial.requests:.2f}"
+    yield passed(name, "cost", f"1,000 completions take about {requests:,} requests{cost}")
 
 
 def _judged(name: str, check: str, detail: str, good: bool, limit: str) -> LabCheck:
-    return (
-        passed(name, check, detail)
-        if good
-        else LabCheck(function=name, check=check, outcome="failed", detail=f"{detail}; {limit}")
-    )
-
-
-def _cost(judge: JudgeConfig, trial: Trial) -> str:
-    compared = judge.opponents if judge.reference_column is None else 1
-    # A comparison without a reference is one of two completions.
-    questions = 1 if judge.mode == "absolute" else 2 * compared
-    requests = 1_000 * questions * judge.votes
-    if not trial.requests:
-        return f"1,000 completions take about {requests:,} requests; every verdict of the trial was cached"
-    price = requests * trial.cost / trial.requests
-    return f"1,000 completions take about {requests:,} requests and cost about {price:.2f}"
+    if good:
+        return passed(name, check, detail)
+    return LabCheck(function=name, check=check, outcome="failed", detail=f"{detail}; {limit}")

@@ -1,23 +1,23 @@
-"""The completions that functions are tried on, and the function being tried. Judges nothing.
+"""The completions that functions are tried on. Judges nothing.
 
 training rows --by hash--> chosen rows -> probes, row by row -> one batch
 samples of the base model                                    -> another
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_tasks.content.conversations import Played, played_of
 from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample
 from grpo_tasks.lab.probes import PERFECT, Probe, make_probes
-from grpo_tasks.rewards.contract import FunctionScores, RewardFault, ScoreBatch, batch_of, shorten
+from grpo_tasks.rewards.contract import ScoreBatch, batch_of, shorten
 from grpo_tasks.rewards.worker import RewardWorker
 from schemas.config.completion import CompletionConfig
-from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
+from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, JudgeUnavailableError
+from schemas.errors import ConfigError
 from schemas.prompts import PLAIN, PromptRow
 from schemas.results.lab import LabCheck
 
@@ -74,48 +74,10 @@ class ProbeSet:
         """Number of chosen rows with a perfect probe."""
         return sum(self.perfect(group) is not None for group in self.groups)
 
-
-@dataclass(frozen=True, slots=True)
-class TriedFunction:
-    """The function being tried, with the worker that runs it."""
-
-    name: str
-    config: RewardConfig
-    worker: RewardWorker
-
-    def score(self, batch: ScoreBatch, sizes: Sequence[int], limit_s: float | None = None) -> FunctionScores | RewardFault:
-        """Score a batch in calls of these sizes, each under a time limit. A fault names its completion.
-
-        Args:
-            batch: the completions.
-            sizes: number of completions of each call; they add up to the batch.
-            limit_s: time limit of a call. None: the one of the function.
-        """
-        limit_s = limit_s or self.config.call_limit_s
-        scores: list[float | None] = []
-        seconds = 0.0
-        for size in sizes:
-            start = len(scores)
-            chunk = batch.take(range(start, start + size))
-            outcome = self.worker.call(self.name, chunk, limit_s)
-            if isinstance(outcome, RewardFault):
-                index = outcome.index
-                if outcome.kind == "unavailable":
-                    raise JudgeUnavailableError(f"reward {self.name}: {outcome.detail}", place=outcome.source, fix=outcome.fix)
-                if index is None and self.config.judge is None:
-                    index = self.worker.find_failing_completion(self.name, chunk, limit_s)
-                return replace(outcome, index=start + (index or 0))
-            scores += outcome.scores
-            seconds += outcome.seconds
-        return FunctionScores(scores, seconds)
-
-    def passed(self, check: str, detail: str = "") -> LabCheck:
-        """A check of this function without a finding."""
-        return passed(self.name, check, detail)
-
-    def failed(self, check: str, detail: str, row: PromptRow, *, probe: str, text: str) -> LabCheck:
-        """A check of this function that found something in a completion."""
-        return finding(self.name, check, detail, row, probe=probe, text=text)
+    def finding(self, function: str, check: str, detail: str, index: int, *, warn: bool = False) -> LabCheck:
+        """A check that found something in the probe with this index."""
+        probe = self.probes[index]
+        return finding(function, check, detail, self.row(index), probe=probe.kind, text=probe.text, warn=warn)
 
 
 def passed(function: str, check: str, detail: str = "") -> LabCheck:
@@ -123,7 +85,9 @@ def passed(function: str, check: str, detail: str = "") -> LabCheck:
     return LabCheck(function=function, check=check, outcome="passed", detail=detail)
 
 
-def finding(function: str, check: str, detail: str, row: PromptRow, *, probe: str, text: str, warn: bool = False) -> LabCheck:
+def finding(
+    function: str, check: str, detail: str, row: PromptRow, *, probe: str = "", text: str = "", warn: bool = False
+) -> LabCheck:
     """A check that found something, with the row and the completion as an example. It fails unless `warn` is set."""
     return LabCheck(
         function=function,
@@ -153,7 +117,7 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
     if gold is None:
         return [None] * len(chosen)
     if ":" in gold:
-        return worker.gold_completions(gold, [_as_dict(row) for row in chosen])
+        return worker.gold_completions(gold, list(map(_as_dict, chosen)))
     values = [row.extra.get(gold) for row in chosen]
     if all(value is None for value in values):
         columns = sorted({name for row in chosen for name in row.extra})
@@ -162,7 +126,10 @@ def own_golds(gold: str | None, chosen: Sequence[PromptRow], worker: RewardWorke
             place="lab.gold",
             fix=f"one of {', '.join(columns) or 'none: there are no further columns'}, or package.module:function",
         )
-    return [_text_of(value) for value in values]
+    # Texts, or chat messages of which the last one counts.
+    chats = [value if isinstance(value, list) and value and isinstance(value[-1], Mapping) else None for value in values]
+    texts = [value if chat is None else chat[-1].get("content") for value, chat in zip(values, chats, strict=True)]
+    return [None if text is None else str(text) for text in texts]
 
 
 def make_probe_set(
@@ -172,22 +139,22 @@ def make_probe_set(
     golds: Sequence[str | None],
     base_samples: Sequence[GroupSample] | None,
 ) -> ProbeSet:
-    """Make the probes of the chosen rows.
-
-    Args:
-        config: what an answer is, the weights of the functions, and how the lab works.
-        rows: all training rows, at least one.
-        chosen: the rows that probes are made from.
-        golds: the user's own good completion of each of them, or None.
-        base_samples: groups sampled from the base model for some of the rows.
-    """
+    """Make the probes of the chosen rows, of which `golds` are the user's own good completions."""
     made = [make_probes(row, config.completion, gold) for row, gold in zip(chosen, golds, strict=True)]
     probes = [probe for group in made for probe in group]
     starts = [sum(map(len, made[:number])) for number in range(len(made))]
     rows_of_probes = [row for row, group in zip(chosen, made, strict=True) for _ in group]
-    samples = base_samples or []
+    samples, base = base_samples or [], None
     by_id = {row.prompt_id: row for row in rows}
     base_rows = [by_id[sample.prompt_id] for sample in samples for _ in sample.completions]
+    if samples:
+        base = batch_of(
+            base_rows,
+            [text for sample in samples for text in sample.completions],
+            [ids for sample in samples for ids in sample.completion_ids],
+            prompt_ids=[_prompt_stand_in(row) for row in base_rows],
+            played=[played_of(text) for sample in samples for text in sample.conversations],
+        )
     return ProbeSet(
         completion=config.completion,
         rewards=config.rewards,
@@ -199,7 +166,7 @@ def make_probe_set(
         batch=probe_batch(
             rows_of_probes, [probe.text for probe in probes], played=any(sample.conversations for sample in samples)
         ),
-        base=_base_batch(base_rows, samples),
+        base=base,
         base_rows=base_rows,
         base_sizes=[len(sample.completions) for sample in samples],
     )
@@ -207,24 +174,12 @@ def make_probe_set(
 
 def probe_batch(rows: Sequence[PromptRow], texts: Sequence[str], *, played: bool = False) -> ScoreBatch:
     """The batch of made-up completions, `texts[i]` for `rows[i]`; with `played` each is a conversation that nobody answered."""
-    ids = list(map(_stand_in, texts))
-    turns = [_unanswered(row, text, len(own)) for row, text, own in zip(rows, texts, ids, strict=True)] if played else []
+    ids, turns = list(map(_stand_in, texts)), []
+    for row, text, own in zip(rows, texts, ids, strict=True) if played else ():
+        turn = {"text": text, "start": 0, "end": len(own), "finish_reason": "stop"}
+        turn |= {"reward": None, "calls": 0, "errors": 0, "info": {}}
+        turns.append(Played(row.messages, [{"role": "assistant", "content": text}], [turn], None, answered=False))
     return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=turns)
-
-
-def _unanswered(row: PromptRow, text: str, length: int) -> Played:
-    turn = {"text": text, "start": 0, "end": length, "finish_reason": "stop"}
-    turn |= {"reward": None, "calls": 0, "errors": 0, "info": {}}
-    return Played(row.messages, [{"role": "assistant", "content": text}], [turn], None, answered=False)
-
-
-def _base_batch(rows: Sequence[PromptRow], samples: Sequence[GroupSample]) -> ScoreBatch | None:
-    if not samples:
-        return None
-    texts = [text for sample in samples for text in sample.completions]
-    ids = [ids for sample in samples for ids in sample.completion_ids]
-    played = [played_of(text) for sample in samples for text in sample.conversations]
-    return batch_of(rows, texts, ids, prompt_ids=[_prompt_stand_in(row) for row in rows], played=played)
 
 
 def _stand_in(text: str) -> list[int]:
@@ -243,10 +198,3 @@ def _as_dict(row: PromptRow) -> dict[str, Any]:
         "prompt": messages[0]["content"] if plain else messages,
         "answer": row.answer if row.answers is None else list(row.answers),
     }
-
-
-def _text_of(value: Any) -> str | None:
-    """A gold completion of the data: a text, or chat messages of which the last one counts."""
-    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
-        value = value[-1].get("content")
-    return None if value is None else str(value)

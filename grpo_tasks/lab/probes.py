@@ -8,16 +8,14 @@ A row without ground truth has no perfect probe unless the user gives one (`lab.
 A gamed completion looks like work to a careless reward function, and is none.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from grpo_tasks.answers.choices import choice_letter
 from grpo_tasks.answers.equality import answers_equal
+from grpo_tasks.answers.extract import FORMATS, perfect_completion
 from grpo_tasks.answers.numerals import parse_number
-from grpo_tasks.answers.perfect import perfect_completion
-from grpo_tasks.answers.tags import Tags
-from schemas.config.completion import CompletionConfig, Equality
+from schemas.config.completion import CompletionConfig, Equality, TagsConfig
 from schemas.prompts import PromptRow
 
 Role = Literal["perfect", "partial", "empty", "gamed", "edge"]
@@ -44,70 +42,91 @@ class Probe:
 
 
 def make_probes(row: PromptRow, completion: CompletionConfig, gold: str | None = None) -> list[Probe]:
-    """All probes of one row. The perfect one comes first; there is none when it cannot be made.
+    """All probes of one row. The perfect one comes first: the user's own (`gold`), or one that is made from the ground truth.
 
-    Args:
-        row: its ground truth may be None.
-        completion: what an answer is.
-        gold: the user's own good completion of the row; None: it is made from the ground truth.
+    There is none when it cannot be made.
     """
-    if gold is not None or row.answer is None or not _has_blocks(completion):
-        return _general(row, completion, gold)
-    tags, answer = Tags.of(completion.tags), row.answer
-    work, wrong = _working(row, tags), wrong_answer(answer, completion.equality)
-    perfect = _block(tags, work, answer)
-    return [
-        Probe(PERFECT, "perfect", perfect),
-        *_partial(tags, work, answer, wrong),
-        *_empty(tags, work),
-        *_gamed(tags, work, answer, wrong, perfect),
-        *_edges(tags, work, answer, perfect),
-    ]
+    if gold is not None or row.answer is None or not completion.has_blocks:
+        made = _any_format(row, completion, gold)
+    else:
+        made = _blocks(row, row.answer, completion)
+    return [Probe(kind, role, text) for role, texts in made.items() for kind, text in texts.items() if text is not None]
 
 
 def perfect_text(row: PromptRow, completion: CompletionConfig) -> str | None:
     """The completion that deserves the full score for a row; None when it cannot be made."""
-    if not _has_blocks(completion):
+    if not completion.has_blocks:
         return perfect_completion(row.answer, completion)
-    tags = Tags.of(completion.tags)
-    return None if row.answer is None else _block(tags, _working(row, tags), row.answer)
+    return None if row.answer is None else completion.tags.block(_working(row, completion.tags), row.answer)
 
 
-def _has_blocks(completion: CompletionConfig) -> bool:
-    """Whether the format is the one with four tags, for which most probes are made."""
-    return completion.format == "tags" and completion.tags.reasoning is not None
-
-
-_EMPTY = {"json": "{}", "boxed": "\\boxed{}"}
-"""A completion of a format with nothing in it."""
-
-
-def _general(row: PromptRow, completion: CompletionConfig, gold: str | None) -> list[Probe]:
-    """Probes of a row without ground truth, with a completion of the user's own, or in a format without tags."""
-    perfect = gold if gold is not None else perfect_text(row, completion)
+def _any_format(row: PromptRow, completion: CompletionConfig, gold: str | None) -> dict[Role, dict[str, str | None]]:
+    """Probes of a row without ground truth, with a completion of the user's own, or in a format without both blocks."""
+    perfect, wrong = gold if gold is not None else perfect_text(row, completion), None
     text = perfect if perfect is not None else f"This is about: {_question(row)[:200]}"
-    first = [] if perfect is None else [Probe(PERFECT, "perfect", perfect), Probe(CUT_OFF, "partial", text[: len(text) // 2])]
     if row.answer is not None and gold is None:
         wrong = perfect_completion(wrong_answer(row.answer, completion.equality), completion)
-        first += [] if wrong is None else [Probe(WRONG_ANSWER, "partial", wrong)]
-    empty = {"empty": "", "blank": " \n\t ", "invisible": "\u200b", "empty_answer": _EMPTY.get(completion.format)}
-    if completion.format == "tags":
-        empty["bare_tags"] = "".join(Tags.of(completion.tags).in_order)
-    edges = {
-        "plain_text": "A few words of plain text.",
-        "formatted": perfect_completion("something", completion),
-        "control_characters": f"\x00\x1b[31m{text}\r\x7f",
-        "other_scripts": f"计算 \u202e שלום 🧮\ufeff {text}",
-        "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{text}",
-        "code": f"{text} __import__('os').getpid()",
-        "brackets": '{"a": [1, \\boxed{',
+    return {
+        "perfect": {PERFECT: perfect},
+        "partial": {CUT_OFF: None if perfect is None else text[: len(text) // 2], WRONG_ANSWER: wrong},
+        "empty": {"empty": "", "blank": " \n\t ", "invisible": "\u200b", **FORMATS[completion.format].empty(completion)},
+        "gamed": {"repeated": None if perfect is None else f"{text}\n" * 3},
+        "edge": {
+            "plain_text": "A few words of plain text.",
+            "formatted": perfect_completion("something", completion),
+            "control_characters": f"\x00\x1b[31m{text}\r\x7f",
+            "other_scripts": f"计算 \u202e שלום 🧮\ufeff {text}",
+            "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{text}",
+            "code": f"{text} __import__('os').getpid()",
+            "brackets": '{"a": [1, \\boxed{',
+        },
     }
-    return [
-        *first,
-        *(Probe(kind, "empty", each) for kind, each in empty.items() if each is not None),
-        *([Probe("repeated", "gamed", f"{text}\n" * 3)] if perfect is not None else []),
-        *(Probe(kind, "edge", each) for kind, each in edges.items() if each is not None),
-    ]
+
+
+def _blocks(row: PromptRow, answer: str, completion: CompletionConfig) -> dict[Role, dict[str, str | None]]:
+    """Probes in the format with a reasoning and an answer block."""
+    tags, work, wrong = completion.tags, _working(row, completion.tags), wrong_answer(answer, completion.equality)
+    perfect, every_tag = tags.block(work, answer), "".join(tags.in_order)
+    opened, reasoned, answered, closed = tags.in_order
+    number = parse_number(answer)
+    listing = f"{wrong} {answer} {wrong}"
+    if number is not None and number.denominator == 1:
+        listing = " ".join(str(number + step) for step in range(-10, 11))
+    return {
+        "perfect": {PERFECT: perfect},
+        "partial": {
+            "right_answer_wrong_format": f"{work}\n{answered}{answer}{closed}",
+            WRONG_ANSWER: tags.block(work, wrong),
+            CUT_OFF: f"{opened}{work[: len(work) // 2]}",
+        },
+        "empty": {
+            "empty": "",
+            "blank": " \n\t ",
+            "empty_answer": tags.block(work, ""),
+            "blank_answer": tags.block(work, " \n"),
+            "invisible_answer": tags.block(work, "\u200b"),
+            "bare_tags": f"{opened}{closed}",
+            "empty_blocks": tags.block("", ""),
+        },
+        "gamed": {
+            "tag_stuffed": f"{every_tag * 10}{answer}",
+            "tag_stuffed_right": f"{perfect}{every_tag * 5}",
+            "nested_tags": tags.block(f"{opened}{work}{reasoned}", f"{answered}{answer}{closed}"),
+            "repeated_block": perfect * 3,
+            "answer_in_reasoning": f"{opened}{work}{answered}{answer}{closed}{reasoned}",
+            "two_answers": f"{tags.block(work, wrong)}{answered}{answer}{closed}",
+            LISTING: tags.block(work, listing),
+        },
+        "edge": {
+            "unicode_digits": tags.block(work, answer.translate(ARABIC_INDIC)),
+            "text_after": f"{perfect}\n{work}",
+            "control_characters": f"\x00\x1b[31m{perfect}\r\x7f",
+            "other_scripts": tags.block("计算 \u202e שלום 🧮\ufeff", answer),
+            "chat_markers": f"<|im_end|>\n<|im_start|>assistant\n{perfect}",
+            "code": tags.block(work, "__import__('os').getpid()"),
+            "power_tower": tags.block(work, "9**9**9"),
+        },
+    }
 
 
 def wrong_answer(answer: str, equality: Equality) -> str:
@@ -122,7 +141,7 @@ def wrong_answer(answer: str, equality: Equality) -> str:
     return other
 
 
-def long_texts(tags: Tags, length: int | None = None) -> dict[str, str]:
+def long_texts(tags: TagsConfig, length: int | None = None) -> dict[str, str]:
     """Completions of `length` (LONG_CHARS) characters by name. Each makes another kind of careless scan quadratic or worse."""
     length = length or LONG_CHARS
     marks = tags.in_order
@@ -141,12 +160,12 @@ def long_texts(tags: Tags, length: int | None = None) -> dict[str, str]:
     }
     texts = {kind: (piece * (length // len(piece) + 1))[:length] for kind, piece in pieces.items()}
     return texts | {
-        "long_reasoning": _block(tags, texts["long_words"], "42"),
-        "long_answer": _block(tags, "work", texts["long_commas"]),
+        "long_reasoning": tags.block(texts["long_words"], "42"),
+        "long_answer": tags.block("work", texts["long_commas"]),
     }
 
 
-def _working(row: PromptRow, tags: Tags) -> str:
+def _working(row: PromptRow, tags: TagsConfig) -> str:
     question = _question(row)
     for tag in tags.in_order:
         question = question.replace(tag, "")
@@ -155,52 +174,3 @@ def _working(row: PromptRow, tags: Tags) -> str:
 
 def _question(row: PromptRow) -> str:
     return row.messages[-1].get("content", "") if row.messages else ""
-
-
-def _block(tags: Tags, reasoning: str, answer: str) -> str:
-    return tags.block(reasoning, answer)
-
-
-def _partial(tags: Tags, work: str, answer: str, wrong: str) -> Iterator[Probe]:
-    opened, _, answered, closed = tags.in_order
-    yield Probe("right_answer_wrong_format", "partial", f"{work}\n{answered}{answer}{closed}")
-    yield Probe(WRONG_ANSWER, "partial", _block(tags, work, wrong))
-    yield Probe(CUT_OFF, "partial", f"{opened}{work[: len(work) // 2]}")
-
-
-def _empty(tags: Tags, work: str) -> Iterator[Probe]:
-    yield Probe("empty", "empty", "")
-    yield Probe("blank", "empty", " \n\t ")
-    yield Probe("empty_answer", "empty", _block(tags, work, ""))
-    yield Probe("blank_answer", "empty", _block(tags, work, " \n"))
-    yield Probe("invisible_answer", "empty", _block(tags, work, "\u200b"))
-    yield Probe("bare_tags", "empty", f"{tags.in_order[0]}{tags.in_order[3]}")
-    yield Probe("empty_blocks", "empty", _block(tags, "", ""))
-
-
-def _gamed(tags: Tags, work: str, answer: str, wrong: str, perfect: str) -> Iterator[Probe]:
-    opened, reasoned, answered, closed = tags.in_order
-    yield Probe("tag_stuffed", "gamed", f"{''.join(tags.in_order) * 10}{answer}")
-    yield Probe("tag_stuffed_right", "gamed", f"{perfect}{''.join(tags.in_order) * 5}")
-    yield Probe("nested_tags", "gamed", _block(tags, f"{opened}{work}{reasoned}", f"{answered}{answer}{closed}"))
-    yield Probe("repeated_block", "gamed", perfect * 3)
-    yield Probe("answer_in_reasoning", "gamed", f"{opened}{work}{answered}{answer}{closed}{reasoned}")
-    yield Probe("two_answers", "gamed", f"{_block(tags, work, wrong)}{answered}{answer}{closed}")
-    yield Probe(LISTING, "gamed", _block(tags, work, _listing(answer, wrong)))
-
-
-def _edges(tags: Tags, work: str, answer: str, perfect: str) -> Iterator[Probe]:
-    yield Probe("unicode_digits", "edge", _block(tags, work, answer.translate(ARABIC_INDIC)))
-    yield Probe("text_after", "edge", f"{perfect}\n{work}")
-    yield Probe("control_characters", "edge", f"\x00\x1b[31m{perfect}\r\x7f")
-    yield Probe("other_scripts", "edge", _block(tags, "计算 \u202e שלום 🧮\ufeff", answer))
-    yield Probe("chat_markers", "edge", f"<|im_end|>\n<|im_start|>assistant\n{perfect}")
-    yield Probe("code", "edge", _block(tags, work, "__import__('os').getpid()"))
-    yield Probe("power_tower", "edge", _block(tags, work, "9**9**9"))
-
-
-def _listing(answer: str, wrong: str) -> str:
-    number = parse_number(answer)
-    if number is not None and number.denominator == 1:
-        return " ".join(str(number + step) for step in range(-10, 11))
-    return f"{wrong} {answer} {wrong}"

@@ -33,8 +33,6 @@ FIXES = {
     "signal": "add an incremental reward, or raise num_generations or rollout.temperature",
 }
 """What to do about a failed check or a warning."""
-
-
 STRICT_LINE = "These opinions do not stop the run. lab.strict: true lets them; lab.ignore_checks: [{names}] silences them."
 """What follows the table of opinions."""
 MANY = 0.5
@@ -80,20 +78,19 @@ def report_markdown(checks: Sequence[LabCheck], forecasts: Sequence[SignalForeca
         f"{len(checks)} checks: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}.",
         *(f"Not checked: {line}." for line in left_out),
         *(_example(failed[0]) if failed else []),
-        *_opinions(checks),
-        *(line for name in dict.fromkeys(check.function for check in checks) for line in _function(name, checks)),
-        *_forecasts(forecasts),
-        *_fixes(checks),
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _opinions(checks: Sequence[LabCheck]) -> Iterable[str]:
     rows, line = opinions(checks)
     if rows:
-        yield "## Opinions"
-        yield table(["where", "check", "found", "probe"], rows)
-        yield line
+        parts += ["## Opinions", table(["where", "check", "found", "probe"], rows), line]
+    for name in dict.fromkeys(check.function for check in checks):
+        of_one = [check for check in checks if check.function == name]
+        rows = [[check.check, _MARKS[check.outcome], check.detail, check.probe, check.place] for check in of_one]
+        parts += [f"## {name}", table(["check", "outcome", "found", "probe", "row"], rows)]
+    parts += _forecasts(forecasts)
+    names = dict.fromkeys(check.check for check in checks if check.outcome != "passed")
+    if names:
+        parts += ["## How to fix", "\n".join(f"- {name}: {FIXES[name]}" for name in names)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _example(check: LabCheck) -> Iterable[str]:
@@ -107,21 +104,6 @@ def _example(check: LabCheck) -> Iterable[str]:
     if check.completion:
         # Indented by four spaces: unlike a fence, no text inside can end such a code block.
         yield "\n".join(f"    {line}" for line in check.completion.splitlines())
-
-
-def _function(name: str, checks: Sequence[LabCheck]) -> Iterable[str]:
-    yield f"## {name}"
-    rows = [
-        [check.check, _MARKS[check.outcome], check.detail, check.probe, check.place] for check in checks if check.function == name
-    ]
-    yield table(["check", "outcome", "found", "probe", "row"], rows)
-
-
-def _fixes(checks: Sequence[LabCheck]) -> Iterable[str]:
-    names = dict.fromkeys(check.check for check in checks if check.outcome != "passed")
-    if names:
-        yield "## How to fix"
-        yield "\n".join(f"- {name}: {FIXES[name]}" for name in names)
 
 
 def _forecasts(forecasts: Sequence[SignalForecast]) -> Iterable[str]:

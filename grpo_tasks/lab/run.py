@@ -17,9 +17,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from grpo_tasks.content.conversations import fault_of
-from grpo_tasks.content.places import row_place
 from grpo_tasks.lab.forecast import GroupSample, forecast
-from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, check_function
+from grpo_tasks.lab.function_checks import SAME_SCORE, FunctionFindings, FunctionTrial
 from grpo_tasks.lab.judge_checks import check_judges
 from grpo_tasks.lab.probe_set import ProbeSet, choose_rows, finding, make_probe_set, own_golds, passed
 from grpo_tasks.lab.probes import CUT_OFF, LISTING, PERFECT, WRONG_ANSWER
@@ -28,7 +27,7 @@ from grpo_tasks.rewards.contract import RESERVED, shorten
 from grpo_tasks.rewards.suite import full_score
 from grpo_tasks.rewards.totals import charge_faults, solved, stage_weights, total_scores
 from grpo_tasks.rewards.worker import RewardWorker
-from schemas.config.rewards import LabConfig, RewardConfig, RewardsConfig
+from schemas.config.rewards import LabConfig, RewardsConfig
 from schemas.config.run import RunConfig
 from schemas.config.stage import StageConfig
 from schemas.errors import LabError
@@ -39,9 +38,6 @@ FAULTS = frozenset({"contract", "begins", "faults", "leak"})
 """Checks that stop the run whatever the configuration says."""
 TABLE_CHARS = 2_000
 """Characters of a completion kept in the table of probes."""
-
-_NOTHING = (-math.inf, -1)
-"""The best of no probes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,8 @@ def run_lab(
     """Try every reward function of every stage.
 
     Args:
-        config: the run; its section `lab` says how much is tried. No function may hang on a text of the longest completion that
-            its section `rollout` allows.
+        config: its section `lab` says how much is tried. No function may hang on a text of the longest completion that its
+            section `rollout` allows.
         rows: all training rows, at least one.
         base_samples: groups sampled from the base model for some of the rows. Without them there is no forecast.
         log: file that receives what the functions print. None: their output is discarded.
@@ -83,27 +79,28 @@ def run_lab(
     with RewardWorker(config.rewards, names, completion=config.completion, tasks=config.task_rewards(), log=log) as worker:
         golds = own_golds(config.lab.gold, chosen, worker)
         probe_set = make_probe_set(config, rows, chosen, golds, base_samples)
-        functions = {
-            name: check_function(name, _settings(config, name), probe_set, worker, max_completion_length=longest)
-            for name in names
-        }
+        functions = {}
+        for name in names:
+            settings = config.rewards.resolve(name)
+            assert settings is not None, f"unknown reward {name}"
+            functions[name] = FunctionTrial(name, settings, probe_set, worker).run(longest)
     forecasts = _forecasts(config, base_samples or [], functions)
     judged, not_judged = check_judges(names, config.rewards)
     checks = [*_columns(rows), *judged, *(check for function in functions.values() for check in function.checks)]
     checks += [check for stage in stages for check in check_stage(stage, probe_set, functions)]
     checks += check_signal(stages, forecasts, config.lab.min_signal, supervised_first=config.supervised_first)
+    left_out, missing = [], len(chosen) - probe_set.num_perfect
+    if missing:
+        of = "the rows" if missing == len(chosen) else f"{missing} of {len(chosen)} rows"
+        left_out.append(f"order, gaming and gold: the lab cannot make a perfect completion for {of}; name your own with lab.gold")
+    if not base_samples:
+        left_out.append("signal: there are no samples of the base model")
     checks = [weighed(check, config.lab) for check in checks]
-    return LabFindings(
-        checks, forecasts, _table(config, probe_set, functions), [*_left_out(probe_set, base_samples), *not_judged]
-    )
+    return LabFindings(checks, forecasts, _table(config, probe_set, functions), [*left_out, *not_judged])
 
 
 def lab_error(report: LabReport) -> LabError:
-    """The error that stops the run: function, row and completion of the first failure, and the names of the others.
-
-    Args:
-        report: a report with at least one failure.
-    """
+    """The error that stops the run: function, row and completion of the first failure, and the names of the others."""
     first, *others = report.failures
     message = f"{first.function} fails the check {first.check}: {first.detail}"
     if others:
@@ -119,26 +116,12 @@ def lab_error(report: LabReport) -> LabError:
     )
 
 
-def _columns(rows: Sequence[PromptRow]) -> list[LabCheck]:
+def _columns(rows: Sequence[PromptRow]) -> Iterator[LabCheck]:
     """A warning for each column that no function receives, because its name is reserved."""
     hidden = {name: row for row in reversed(rows) for name in row.extra.keys() & RESERVED}
-    return [
-        LabCheck(
-            function="data",
-            check="columns",
-            outcome="warned",
-            detail=f"reward functions do not receive the column {name}: one of their arguments has that name; rename the column",
-            prompt_id=row.prompt_id,
-            place=row_place(row.source, row.line),
-        )
-        for name, row in sorted(hidden.items())
-    ]
-
-
-def _settings(config: RunConfig, name: str) -> RewardConfig:
-    settings = config.rewards.resolve(name)
-    assert settings is not None, f"unknown reward {name}"
-    return settings
+    for name, row in sorted(hidden.items()):
+        detail = f"reward functions do not receive the column {name}: one of their arguments has that name; rename the column"
+        yield finding("data", "columns", detail, row, warn=True)
 
 
 def weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
@@ -153,37 +136,24 @@ def weighed(check: LabCheck, lab: LabConfig) -> LabCheck:
     return check.model_copy(update={"outcome": outcome})
 
 
-def _left_out(probe_set: ProbeSet, base_samples: Sequence[GroupSample] | None) -> list[str]:
-    missing = len(probe_set.chosen) - probe_set.num_perfect
-    left = []
-    if missing:
-        rows = "the rows" if missing == len(probe_set.chosen) else f"{missing} of {len(probe_set.chosen)} rows"
-        left.append(f"order, gaming and gold: the lab cannot make a perfect completion for {rows}; name your own with lab.gold")
-    if not base_samples:
-        left.append("signal: there are no samples of the base model")
-    return left
-
-
 def _forecasts(config: RunConfig, samples: Sequence[GroupSample], functions: dict[str, FunctionFindings]) -> list[SignalForecast]:
     scores = {name: one.base_scores for name, one in functions.items() if one.base_scores is not None}
-    share, found = config.difficulty.success, []
-    for stage in config.stages:
-        if stage.rewards and samples and all(name in scores for name in stage.rewards):
-            totals, reached = stage_totals(stage, config.rewards, scores), stage_solved(stage, config.rewards, scores, share)
-            found.append(forecast(stage.name, samples, *_with_faults(samples, totals, reached)))
-    return found
-
-
-def _with_faults(
-    samples: Sequence[GroupSample], totals: NDArray[np.float64], reached: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Totals and verdicts in which conversations that a fault ended count as in training."""
+    # Conversations that a fault ended count as in training.
     failed = np.array([fault_of(text) is not None for sample in samples for text in sample.conversations], dtype=bool)
-    if not failed.any():
-        return totals, reached
     groups = np.repeat(np.arange(len(samples)), [len(sample.completions) for sample in samples])
-    charged = charge_faults(totals[:, None], np.ones(1), failed, groups)[:, 0]
-    return charged, np.where(failed, 0.0, reached)
+    found = []
+    for stage in config.stages:
+        if not stage.rewards or not samples or any(name not in scores for name in stage.rewards):
+            continue
+        settings = [resolved for name in stage.rewards if (resolved := config.rewards.resolve(name)) is not None]
+        full, weights = np.array([full_score(one) for one in settings]), stage_weights(stage, config.rewards)
+        totals = stage_totals(stage, config.rewards, scores)
+        reached = solved(_matrix(stage, scores), weights, full, config.difficulty.success)
+        if failed.any():
+            totals = charge_faults(totals[:, None], np.ones(1), failed, groups)[:, 0]
+            reached = np.where(failed, 0.0, reached)
+        found.append(forecast(stage.name, samples, totals, reached))
+    return found
 
 
 def _table(config: RunConfig, probe_set: ProbeSet, functions: dict[str, FunctionFindings]) -> pl.DataFrame:
@@ -215,69 +185,21 @@ def _table(config: RunConfig, probe_set: ProbeSet, functions: dict[str, Function
 class _RowTotals:
     """The totals of the stage for the probes of one row."""
 
-    first: int
-    """Index of the row's first probe in the probe set."""
-    roles: Sequence[str]
-    kinds: Sequence[str]
-    totals: Sequence[float]
+    perfect: float
+    """NaN where the row has no perfect probe, or no function applies to it."""
+    totals: Mapping[str, Sequence[tuple[float, int]]]
+    """Those of each role, each with the index of its probe."""
+    judges_answers: bool
+    ranks_nothing: bool
+    """Whether the stage pays every partial completion like the perfect one (the one that is cut off does not count)."""
 
-    @property
-    def perfect(self) -> float:
-        return self.totals[self.kinds.index(PERFECT)]
-
-    def of(self, role: str) -> list[tuple[float, int]]:
-        """Totals of the probes of one role, each with its index in the probe set."""
-        return [
-            (total, self.first + offset)
-            for offset, (total, its_role) in enumerate(zip(self.totals, self.roles, strict=True))
-            if its_role == role and not math.isnan(total)
-        ]
-
-    @property
-    def has_perfect(self) -> bool:
-        return PERFECT in self.kinds and not math.isnan(self.perfect)
-
-    @property
-    def best_empty(self) -> tuple[float, int]:
-        return max(self.of("empty"), default=_NOTHING)
-
-    @property
-    def best_partial(self) -> tuple[float, int]:
-        return max(self.of("partial"), default=_NOTHING)
-
-    @property
-    def judges_answers(self) -> bool:
-        if WRONG_ANSWER not in self.kinds:
-            return False
-        return self.totals[self.kinds.index(WRONG_ANSWER)] < self.perfect - SAME_SCORE
-
-    @property
-    def ranks_nothing(self) -> bool:
-        """Whether the stage pays every partial completion like the perfect one (the one that is cut off does not count)."""
-        return all(abs(total - self.perfect) <= SAME_SCORE for total, index in self.of("partial") if not self._cut_off(index))
-
-    def _cut_off(self, index: int) -> bool:
-        return self.kinds[index - self.first] == CUT_OFF
+    def best(self, role: str) -> tuple[float, int]:
+        return max(self.totals.get(role, ()), default=(-math.inf, -1))
 
 
 def stage_totals(stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
-    """[N] totals of a stage with its configured weights; NaN where none of its functions applies.
-
-    Args:
-        stage: names its functions.
-        rewards: holds their weights.
-        scores: N scores of each function by name; None where it does not apply.
-    """
+    """[N] totals of a stage from N scores of each function (None: does not apply); NaN where none of them applies."""
     return total_scores(_matrix(stage, scores), stage_weights(stage, rewards))
-
-
-def stage_solved(
-    stage: StageConfig, rewards: RewardsConfig, scores: Mapping[str, Sequence[float | None]], share: float
-) -> NDArray[np.float64]:
-    """[N] 1 for a completion that reaches this share of the full reward of the stage, else 0 (rewards/totals.py `solved`)."""
-    settings = [resolved for name in stage.rewards if (resolved := rewards.resolve(name)) is not None]
-    full = np.array([full_score(one) for one in settings])
-    return solved(_matrix(stage, scores), stage_weights(stage, rewards), full, share)
 
 
 def _matrix(stage: StageConfig, scores: Mapping[str, Sequence[float | None]]) -> NDArray[np.float64]:
@@ -303,9 +225,12 @@ def check_stage(stage: StageConfig, probe_set: ProbeSet, findings: Mapping[str, 
     totals = stage_totals(stage, probe_set.rewards, known)
     rows = list(_rows(probe_set, totals.tolist()))
     name = f"stage:{stage.name}"
-    judged = [row for row in rows if row.has_perfect]
+    judged = [row for row in rows if not math.isnan(row.perfect)]
     checks = [_order(name, probe_set, judged), _gaming(name, probe_set, judged)] if judged else []
-    return [*checks[:1], _empty(name, probe_set, rows), *checks[1:]]
+    total, index = max(row.best("empty") for row in rows)
+    detail = f"a completion without an answer earns {total:g}"
+    empty = probe_set.finding(name, "empty", detail, index) if total > SAME_SCORE else passed(name, "empty")
+    return [*checks[:1], empty, *checks[1:]]
 
 
 def check_signal(
@@ -328,61 +253,53 @@ def check_signal(
 
 def _rows(probe_set: ProbeSet, totals: Sequence[float]) -> Iterator[_RowTotals]:
     for group in probe_set.groups:
-        probes = [probe_set.probes[index] for index in group]
+        known = [(probe_set.probes[index], totals[index], index) for index in group if not math.isnan(totals[index])]
+        by_kind = {probe.kind: total for probe, total, _ in known}
+        by_role: dict[str, list[tuple[float, int]]] = {}
+        for probe, total, index in known:
+            by_role.setdefault(probe.role, []).append((total, index))
+        perfect = by_kind.get(PERFECT, math.nan)
+        partial = [total for probe, total, _ in known if probe.role == "partial" and probe.kind != CUT_OFF]
         yield _RowTotals(
-            group[0], [probe.role for probe in probes], [probe.kind for probe in probes], [totals[index] for index in group]
+            perfect,
+            by_role,
+            judges_answers=by_kind.get(WRONG_ANSWER, math.inf) < perfect - SAME_SCORE,
+            ranks_nothing=all(abs(total - perfect) <= SAME_SCORE for total in partial),
         )
 
 
 def _order(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
+    warning: tuple[str, int] | None = None
     for row in rows:
-        empty, index = row.best_empty
+        empty, index = row.best("empty")
         if row.perfect <= empty + SAME_SCORE:
-            return _example(
-                name, "order", f"an empty answer earns {empty:g}, the perfect completion {row.perfect:g}", probe_set, index
-            )
-        partial, index = row.best_partial
+            detail = f"an empty answer earns {empty:g}, the perfect completion {row.perfect:g}"
+            return probe_set.finding(name, "order", detail, index)
+        partial, index = row.best("partial")
         if partial > row.perfect + SAME_SCORE:
-            return _example(name, "order", f"earns {partial:g}, the perfect completion only {row.perfect:g}", probe_set, index)
-    return _order_warning(name, probe_set, rows) or passed(name, "order")
-
-
-def _order_warning(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck | None:
-    for row in rows:
-        partial, index = row.best_partial
-        if index < 0:
+            detail = f"earns {partial:g}, the perfect completion only {row.perfect:g}"
+            return probe_set.finding(name, "order", detail, index)
+        if warning is not None or index < 0:
             continue
         if row.ranks_nothing:
-            detail = f"earns {partial:g}, as much as the perfect completion: this stage teaches neither format nor answers"
-            return _example(name, "order", detail, probe_set, index, warn=True)
-        if partial <= row.best_empty[0] + SAME_SCORE:
-            detail = f"the best partial completion earns {partial:g}, no more than an empty one: only the perfect one is rewarded"
-            return _example(name, "order", detail, probe_set, index, warn=True)
-    return None
-
-
-def _empty(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
-    total, index = max((row.best_empty for row in rows), default=_NOTHING)
-    if total > SAME_SCORE:
-        return _example(name, "empty", f"a completion without an answer earns {total:g}", probe_set, index)
-    return passed(name, "empty")
+            nothing = "as much as the perfect completion: this stage teaches neither format nor answers"
+            warning = f"earns {partial:g}, {nothing}", index
+        elif partial <= empty + SAME_SCORE:
+            only = "no more than an empty one: only the perfect one is rewarded"
+            warning = f"the best partial completion earns {partial:g}, {only}", index
+    return probe_set.finding(name, "order", *warning, warn=True) if warning else passed(name, "order")
 
 
 def _gaming(name: str, probe_set: ProbeSet, rows: Sequence[_RowTotals]) -> LabCheck:
     tie: LabCheck | None = None
     for row in rows:
-        for total, index in row.of("gamed"):
+        for total, index in row.totals.get("gamed", ()):
             lead = total - row.perfect
             listing = probe_set.probes[index].kind == LISTING and not row.judges_answers
             if lead < -SAME_SCORE or (listing and lead <= SAME_SCORE):
                 continue
             detail = f"earns {total:g}, the perfect completion {row.perfect:g}"
             if lead > SAME_SCORE or not row.ranks_nothing:
-                return _example(name, "gaming", detail, probe_set, index)
-            tie = tie or _example(name, "gaming", detail, probe_set, index, warn=True)
+                return probe_set.finding(name, "gaming", detail, index)
+            tie = tie or probe_set.finding(name, "gaming", detail, index, warn=True)
     return tie or passed(name, "gaming")
-
-
-def _example(name: str, check: str, detail: str, probe_set: ProbeSet, index: int, *, warn: bool = False) -> LabCheck:
-    probe = probe_set.probes[index]
-    return finding(name, check, detail, probe_set.row(index), probe=probe.kind, text=probe.text, warn=warn)

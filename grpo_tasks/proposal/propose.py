@@ -15,7 +15,7 @@ from pathlib import Path
 import polars as pl
 
 from grpo_tasks.answers.ground_truths import find_unusable_truths
-from grpo_tasks.data.normalise import normalise_answer
+from grpo_tasks.data.normalise import normalise_column
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import ROWS, load_sources, preview
 from grpo_tasks.data.validation import validate_rows
@@ -283,9 +283,7 @@ def _validated(data: DataConfig, folder: Path) -> DataReport:
         stages=[StageConfig(name="train", rewards=["format"])],
         seed=_SEED,
     )
-    return validate_rows(
-        folder / ROWS, config, Origin("", folder, 0.0, loaded.sources), check_truths=find_unusable_truths, warn=lambda *_: None
-    )
+    return validate_rows(folder / ROWS, config, Origin("", folder, 0.0, loaded.sources))
 
 
 def _held_out_beside(path: Path) -> str | None:
@@ -309,11 +307,11 @@ def find_pattern(answers: Sequence[str]) -> tuple[str, str] | None:
 
 def find_equality(truths: Sequence[str]) -> Equality:
     """How these ground truths are compared: as letters, numbers or expressions if all of them are such, otherwise as text."""
-    normal = [normalise_answer(truth) for truth in truths]
-    rows = pl.DataFrame({"answer": normal, "source": "", "line": range(len(normal))})
-    short = all(len(truth) <= _LONGEST_CHOICE for truth in normal)
+    rows = pl.DataFrame({"answer": truths}, schema={"answer": pl.String}).with_row_index("line")
+    rows = rows.with_columns(answer=normalise_column(pl.col("answer")), source=pl.lit(""))
+    short = bool((rows["answer"].str.len_chars() <= _LONGEST_CHOICE).all())
     kinds: list[Equality] = ["numeric", "choice", "math"] if short else ["numeric", "math"]
     for kind in kinds:
-        if normal and find_unusable_truths(rows, kind).count == 0:
+        if truths and find_unusable_truths(rows, kind).count == 0:
             return kind
     return "exact"

@@ -2,7 +2,6 @@
 
 import time
 
-from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.validation import validate_rows
@@ -23,7 +22,6 @@ def check_guard(work: Work, config: RunConfig, label: str) -> GuardData:
             loaded.path,
             config,
             Origin(work.key, work.directory, time.perf_counter() - began, loaded.sources),
-            check_truths=truths_check(config.completion),
             warn=run_logger().warning,
         )
     finally:

@@ -1,7 +1,6 @@
 """Step: check every row against every rule; bad rows are quarantined with file, line and rule."""
 
 from grpo_tasks.answers.extract import check_completion
-from grpo_tasks.answers.ground_truths import truths_check
 from grpo_tasks.data.offered_tools import with_offered_tools
 from grpo_tasks.data.report import REPORT, Origin
 from grpo_tasks.data.sources import ROWS
@@ -22,7 +21,6 @@ def validate_data(work: Work, config: RunConfig, rows: PreparedData) -> DataRepo
             rows.directory / ROWS,
             with_offered_tools(config),
             Origin(work.key, work.directory, 0.0, rows.sources),
-            check_truths=truths_check(config.completion),
             warn=run_logger().warning,
         )
         work.table("validation-rows", _counts(report))

@@ -30,6 +30,16 @@ class TagsConfig(Section):
             raise ValueError("reasoning and answer have the same name; fix: choose two different names")
         return self
 
+    @property
+    def in_order(self) -> list[str]:
+        """The four tags, or the two of the answer, in the order of the strict format."""
+        return [tag for name in (self.reasoning, self.answer) if name is not None for tag in (f"<{name}>", f"</{name}>")]
+
+    def block(self, reasoning: str, answer: str) -> str:
+        """A completion in the strict format."""
+        before = reasoning if self.reasoning is None else f"<{self.reasoning}>{reasoning}</{self.reasoning}>"
+        return f"{before}<{self.answer}>{answer}</{self.answer}>"
+
 
 class CompletionConfig(Section):
     """What evaluation, built-in rewards and the reward lab take for the answer of a completion, and when they call it right."""
@@ -69,20 +79,34 @@ class CompletionConfig(Section):
         return THINK if own is None or own in THINK else (*THINK, own)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether a completion is a reasoning and an answer block, each in its tags."""
+        return self.format == "tags" and self.tags.reasoning is not None
+
+    @property
+    def is_free_text(self) -> bool:
+        """Whether a completion may be any text: it has no format that it could break, and no answer."""
+        return self.format == "none"
+
+    @property
     def has_answer(self) -> bool:
         """Whether completions of this format have an answer that can equal a ground truth."""
-        return self.format != "none" and (self.format != "json" or self.answer_key is not None)
+        return not self.is_free_text and not self.answer_fix
+
+    @property
+    def answer_fix(self) -> str:
+        """The setting that gives completions an answer; empty where they have one, and where none can."""
+        return "completion.answer_key: KEY" if self.format == "json" and self.answer_key is None else ""
 
     def refusal(self, function: str) -> str:
         """Why a built-in reward function makes no sense for this format, with the fix; empty when it does."""
-        if function in ("correctness", "format") and self.format == "none":
+        if function in ("correctness", "format") and self.is_free_text:
             return "free text has no format and no answer; fix: another completion.format, or a reward function of your own"
         if function == "correctness" and not self.has_answer:
-            return "the JSON object has no answer to compare; fix: completion.answer_key: KEY"
+            return f"the JSON object has no answer to compare; fix: {self.answer_fix}"
         if function == "incremental_format" and self.format != "tags":
-            return (
-                f"completion.format: {self.format} has no tags to count; fix: {_INSTEAD[self.format]}, or completion.format: tags"
-            )
+            instead = "length" if self.is_free_text else "format"
+            return f"completion.format: {self.format} has no tags to count; fix: {instead}, or completion.format: tags"
         if function == "style" and self.format in ("json", "none"):
             return f"completion.format: {self.format} has no reasoning and answer to look at; fix: leave it out, or length"
         return ""
@@ -100,7 +124,3 @@ class CompletionConfig(Section):
         if self.format == "regex" and not self.pattern:
             raise ValueError("format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'")
         return self
-
-
-_INSTEAD = {"json": "format", "regex": "format", "boxed": "format", "none": "length"}
-"""A built-in reward function to use in the place of `incremental_format`."""

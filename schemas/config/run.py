@@ -152,7 +152,7 @@ class RunConfig(Section):
             raise ValueError("promotion.metric: the evaluation measures no reward; fix: leave evaluation.rewards empty")
         check_guards(self.promotion.guards, self.completion)
         if self.promotion.needs_truth and not self.completion.has_answer:
-            fix = "set completion.answer_key: KEY" if self.completion.format == "json" else "set promotion.metric: reward"
+            fix = f"set {self.completion.answer_fix or 'promotion.metric: reward'}"
             raise ValueError(f"promotion.metric: {metric} needs an answer, and completions have none; fix: {fix}")
         return self
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from grpo_tasks.answers.extract import check_completion, extract
+from grpo_tasks.answers.extract import check_completion, extract, perfect_completion
 from grpo_tasks.answers.extraction import is_blank
-from grpo_tasks.answers.perfect import perfect_completion
 from schemas.config.completion import CompletionConfig
 from schemas.errors import ConfigError
 

@@ -5,14 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.answers.extraction import is_blank
-from grpo_tasks.answers.tags import Tags, read_tags
+from grpo_tasks.answers.tags import read_tags
+from schemas.config.completion import CompletionConfig
 
-TAGS = Tags()
+TAGS = CompletionConfig()
 HONEST = "<reasoning>15 + 27 = 42</reasoning><answer>42</answer>"
 
 plain_text = st.text(st.characters(exclude_characters="<>", exclude_categories=["Cs"]), max_size=60)
 visible_text = plain_text.filter(lambda text: not is_blank(text))
-soup = st.lists(st.one_of(st.sampled_from(TAGS.in_order), plain_text, st.sampled_from(["<", ">", "</", "42", "\n"])), max_size=14)
+soup = st.lists(
+    st.one_of(st.sampled_from(TAGS.tags.in_order), plain_text, st.sampled_from(["<", ">", "</", "42", "\n"])), max_size=14
+)
 
 
 @pytest.mark.parametrize("around", ["{}", "\n {}\n\n", "{}\t"])
@@ -92,7 +95,7 @@ def test_the_lenient_answer_is_the_last_block_or_the_last_number(text, lenient):
 
 
 def test_tags_are_parameters():
-    tags = Tags(reasoning="think", answer="final")
+    tags = CompletionConfig(tags={"reasoning": "think", "answer": "final"})
     found = read_tags("<think>w</think><final>42</final>", tags)
     assert (found.strict_format, found.answer) == (True, "42")
     assert read_tags(HONEST, tags).answer is None
@@ -134,7 +137,7 @@ def test_every_honest_completion_keeps_the_format_and_gives_its_answer(work, ans
 def test_no_soup_of_tags_breaks_the_promises(parts):
     text = "".join(parts)
     found = read_tags(text, TAGS)
-    counts = [text.count(tag) for tag in TAGS.in_order]
+    counts = [text.count(tag) for tag in TAGS.tags.in_order]
     if found.strict_format:
         assert counts == [1, 1, 1, 1]
         assert found.answer
@@ -143,7 +146,7 @@ def test_no_soup_of_tags_breaks_the_promises(parts):
     if found.answer is not None:
         assert counts[2:] == [1, 1]
         assert not is_blank(found.answer)
-        assert not any(tag in found.answer for tag in TAGS.in_order)
+        assert not any(tag in found.answer for tag in TAGS.tags.in_order)
     assert found.stuffed == (max(counts) > 1)
     assert 0 <= found.ordered_tags <= 4
     assert found.lenient_answer is None or not is_blank(found.lenient_answer)

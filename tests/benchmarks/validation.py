@@ -58,7 +58,7 @@ def _measure(folder: Path) -> None:
     read = time.perf_counter()
     counter = load_counter(ModelConfig())
     rows = pl.read_parquet(folder / ROWS)
-    verdict = judge(rows, config=config, count_tokens=counter.count_column, markers=counter.special_tokens)
+    verdict = judge(rows, config=config, counter=counter, markers=counter.special_tokens)
     judged = time.perf_counter()
     report = report_data(verdict, Origin("bench", folder, 0.0, loaded.sources), [])
     ended = time.perf_counter()

@@ -43,7 +43,6 @@ def verdict_on(tmp_path: Path, counter: TokenCounter) -> Callable[..., RowVerdic
         config = RunConfig.model_validate({"data": data, "stages": [STAGE], **sections})
         loaded = load_sources(config.data, directory=tmp_path)
         rows = pl.read_parquet(loaded.path)
-        markers, refusal = count.special_tokens, count.template.refusal
-        return judge(rows, config=config, count_tokens=count.count_column, refusal=refusal, markers=markers)
+        return judge(rows, config=config, counter=count, markers=count.special_tokens)
 
     return judge_sources

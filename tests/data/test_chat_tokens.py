@@ -58,7 +58,7 @@ def test_count_is_the_number_of_tokens_the_trainer_gets(counter: TokenCounter) -
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_column_is_rendered_as_each_chat_is(counter: TokenCounter, template: str) -> None:
     other = with_template(counter, template).template
-    assert other.render_column(column(SHAPES)).to_list() == [other.render(chat) for chat in SHAPES]
+    assert other.render_column(column(SHAPES)).to_list() == [other.render_all([chat])[0] for chat in SHAPES]
 
 
 @settings(max_examples=50)
@@ -68,7 +68,7 @@ def test_any_text_is_rendered_and_counted_the_same_either_way(
 ) -> None:
     opening = [] if system is None else [{"role": "system", "content": system}]
     chats = [[*opening, {"role": "user", "content": text}] for text in texts]
-    assert counter.template.render_column(column(chats)).to_list() == [counter.template.render(chat) for chat in chats]
+    assert counter.template.render_column(column(chats)).to_list() == counter.template.render_all(chats)
     assert counter.count_column(column(chats)).to_list() == counter.count(chats)
 
 
@@ -79,7 +79,7 @@ def test_template_that_inserts_text_unchanged_has_a_frame(counter: TokenCounter)
 
 def test_many_different_system_messages_are_rendered_row_by_row(counter: TokenCounter) -> None:
     chats = [[{"role": "system", "content": f"you are {n}"}, {"role": "user", "content": "q"}] for n in range(40)]
-    assert counter.template.render_column(column(chats)).to_list() == [counter.template.render(chat) for chat in chats]
+    assert counter.template.render_column(column(chats)).to_list() == counter.template.render_all(chats)
 
 
 def test_refused_and_absent_chats_have_no_count(counter: TokenCounter) -> None:

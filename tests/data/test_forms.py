@@ -10,7 +10,6 @@ from typing import Any
 import polars as pl
 import pytest
 
-from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.chat_tokens import TokenCounter
 from grpo_tasks.data.judge import RowVerdict
 from grpo_tasks.data.records import Columns, Record, read_row
@@ -38,11 +37,11 @@ def validated(path: str, folder: Path, **data: Any) -> tuple[Any, list[PromptRow
     completion = data.pop("completion", {"equality": "exact"})
     source = {"path": path, **data.pop("source", {})}
     tree = {"data": {"train": [source], "eval_fraction": 0.2, **data}, "completion": completion, "seed": 1}
-    tree["stages"] = [{"name": "s", "rewards": ["format"]}]
+    tree["stages"] = tree["data"].pop("stages", [{"name": "s", "rewards": ["format"]}])
     config = RunConfig.model_validate(tree)
     loaded = load_sources(config.data, directory=folder)
     origin = Origin("k", folder, 0.0, loaded.sources)
-    report = validate_rows(loaded.path, config, origin, check_truths=find_unusable_truths)
+    report = validate_rows(loaded.path, config, origin)
     return report, read_prompts(report.train)
 
 
@@ -220,6 +219,19 @@ def test_missing_answer_column_is_refused_with_every_way_out(write: Write, tmp_p
 
 def test_row_without_answer_among_rows_with_answers_stays_an_error(write: Write, verdict_on: Judge) -> None:
     assert broken(verdict_on({"train": [{"path": write(*STRINGS, {"prompt": "Once more"})}]})) == {13: "answer_missing"}
+
+
+@pytest.mark.parametrize("completion", [{"format": "none"}, {"format": "json"}])
+def test_completions_without_an_answer_may_have_any_ground_truths(
+    write: Write, tmp_path: Path, completion: dict[str, str]
+) -> None:
+    poems = [{"question": f"Write about {number}.", "answer": "a poem"} for number in range(20)]
+    stage = {"name": "s", "rewards": ["length"]}
+    report, _ = validated(write(*poems), tmp_path, completion=completion | {"equality": "numeric"}, stages=[stage])
+    assert (report.rows, report.quarantined) == (20, 0)
+    assert "can ever be right" not in (tmp_path / "report.md").read_text()
+    with pytest.raises(DataError, match="can ever be right"):
+        validated(write(*poems), tmp_path, completion={"equality": "numeric"})
 
 
 def test_tasks_have_their_own_needs_and_their_counts(write: Write, verdict_on: Judge, tmp_path: Path) -> None:

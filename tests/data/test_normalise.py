@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.data.judge import RowVerdict
-from grpo_tasks.data.normalise import check_pattern, normalise_answer, normalise_column, prompt_id_column
+from grpo_tasks.data.normalise import check_patterns, normalise_column, prompt_id_column
 from grpo_tasks.data.table import prompt_id
+from schemas.config.data import DataConfig, DataSource
 from schemas.errors import ConfigError
 from schemas.tables import MESSAGES
 
@@ -63,18 +64,22 @@ UNTOUCHED = [
 ]
 
 
+def normalised(text: str) -> str:
+    return pl.DataFrame({"answer": [text]}).select(normalise_column(pl.col("answer"))).item()
+
+
 @pytest.mark.parametrize(("text", "expected"), NORMALISED.items())
 def test_number_is_normalised(text: str, expected: str) -> None:
-    assert normalise_answer(text) == expected
+    assert normalised(text) == expected
 
 
 @pytest.mark.parametrize("text", UNTOUCHED)
 def test_text_that_is_not_a_number_is_unchanged(text: str) -> None:
-    assert normalise_answer(text) == text
+    assert normalised(text) == text
 
 
 def test_text_loses_only_surrounding_whitespace_and_invisible_characters() -> None:
-    assert normalise_answer("\ufeff Chloe\u00a0is a\u200b saint.\n") == "Chloe is a saint."
+    assert normalised("\ufeff Chloe\u00a0is a\u200b saint.\n") == "Chloe is a saint."
 
 
 answers = st.one_of(
@@ -85,26 +90,20 @@ answers = st.one_of(
 )
 
 
-@given(st.lists(answers, max_size=20))
-def test_function_and_expression_agree(texts: list[str]) -> None:
-    column = pl.DataFrame({"answer": texts}, schema={"answer": pl.String}).select(normalise_column(pl.col("answer")))["answer"]
-    assert column.to_list() == [normalise_answer(text) for text in texts]
-
-
 @given(answers)
 def test_normalising_twice_changes_nothing(text: str) -> None:
-    once = normalise_answer(text)
-    assert normalise_answer(once) == once
+    once = normalised(text)
+    assert normalised(once) == once
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=2))
 def test_numeric_value_is_kept(number: object) -> None:
-    assert float(normalise_answer(str(number))) == float(str(number))
+    assert float(normalised(str(number))) == float(str(number))
 
 
 def test_a_megabyte_of_digits_is_left_unchanged() -> None:
     text = "0." + "0" * 1_000_000 + "1"
-    assert normalise_answer(text) == text
+    assert normalised(text) == text
 
 
 several = st.none() | st.lists(st.text(min_size=1), min_size=2, max_size=3)
@@ -138,7 +137,7 @@ def test_prompt_id_ignores_key_order_and_other_keys() -> None:
 @pytest.mark.parametrize("pattern", ["####", "(", "(?=x)(y)", r"(a)\1"])
 def test_pattern_without_a_group_or_beyond_linear_time_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="pattern") as caught:
-        check_pattern(pattern)
+        check_patterns(DataConfig(train=[DataSource(path="rows.jsonl")], answer_pattern=pattern))
     assert "####" in caught.value.fix
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import polars as pl
 import pytest
 
-from grpo_tasks.answers.ground_truths import find_unusable_truths
 from grpo_tasks.data.report import Origin
 from grpo_tasks.data.sources import load_sources
 from grpo_tasks.data.validation import validate_rows
@@ -43,7 +42,6 @@ def notes(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyP
             loaded.path,
             config,
             Origin("k", tmp_path, 0.0, loaded.sources),
-            check_truths=find_unusable_truths,
             warn=said.append,
         )
         report = (tmp_path / "report.md").read_text()

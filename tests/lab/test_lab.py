@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from grpo_tasks.answers.equality import answers_equal
-from grpo_tasks.answers.tags import Tags, read_tags
+from grpo_tasks.answers.extract import extract
 from grpo_tasks.lab.forecast import GroupSample, forecast
 from grpo_tasks.lab.probes import make_probes, wrong_answer
 from grpo_tasks.lab.report import FIXES, advice, opinions, report_markdown
@@ -325,7 +325,7 @@ def test_the_perfect_completion_of_every_gsm8k_row_is_right(real_data, run_confi
     rows = [make_row(number, _truth(record), record["question"]) for number, record in enumerate(records, 1)]
     for row in rows:
         perfect = make_probes(row, CompletionConfig())[0]
-        found = read_tags(perfect.text, Tags())
+        found = extract(perfect.text, CompletionConfig())
         assert found.strict_format
         assert answers_equal(found.answer or "", row.answer, "numeric"), row
     findings = run_lab(_gsm8k(run_config), rows)

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_tasks.answers.extraction import is_blank
-from grpo_tasks.answers.tags import Tags
 from grpo_tasks.lab.probes import long_texts
 from grpo_tasks.rewards.builtin import BUILTIN, FULL_SCORES
-from schemas.config.completion import CompletionConfig
+from schemas.config.completion import CompletionConfig, TagsConfig
 from schemas.config.rewards import BUILTIN_REWARDS
 
-TAGS = Tags()
+TAGS = TagsConfig()
 OF_TEXT = [name for name in BUILTIN if name != "environment"]
 """The reward of an environment is that of the environment, whatever the text."""
 LONG = long_texts(TAGS)
