@@ -1,11 +1,13 @@
 """Section `completion`: what an answer is, where it stands in a completion, and when it is right."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import FreeSettings, TagName
+
+JsonAndRegex = Annotated[T, Folded("json_and_regex")]
 
 CompletionFormat = Literal["tags", "json", "regex", "boxed", "none"]
 """What a completion looks like (grpo_tasks/answers/extract.py)."""
@@ -34,28 +36,19 @@ class TagsConfig(Section):
 class CompletionConfig(Section):
     """What evaluation, built-in rewards and the reward lab take for the answer of a completion, and when they call it right."""
 
-    GROUPS: ClassVar = {
-        "json_and_regex": (
-            "answer_key",
-            "required",
-            "json_schema",
-            "pattern",
-        ),
-    }
-
     format: CompletionFormat = "tags"
     r"""What a completion looks like, and where its answer stands. tags: a reasoning and an answer block. json: a JSON object.
     regex: text that `pattern` matches. boxed: text with a \boxed{...}. none: free text without an answer."""
     tags: TagsConfig = Field(default_factory=TagsConfig)
     """Tag names of the two blocks, for the format tags."""
-    answer_key: Annotated[str, StringConstraints(min_length=1)] | None = None
+    answer_key: JsonAndRegex[Annotated[str, StringConstraints(min_length=1)] | None] = None
     """Format json: the key whose value is the answer. Empty: the object has no single answer, so accuracy is not measured."""
-    required: list[str] = Field(default_factory=list)
+    required: JsonAndRegex[list[str]] = Field(default_factory=list)
     """Format json: keys that the object must have."""
-    json_schema: FreeSettings | None = None
+    json_schema: JsonAndRegex[FreeSettings | None] = None
     """Format json: a JSON Schema (draft 2020-12) that the object must fit. It may refer to nothing
     outside itself, and its patterns have the syntax of RE2."""
-    pattern: Annotated[str, StringConstraints(min_length=1)] | None = None
+    pattern: JsonAndRegex[Annotated[str, StringConstraints(min_length=1)] | None] = None
     """Format regex: regular expression whose first group is the answer, for example `#### (.+)`. The last match counts. The
     syntax is that of RE2, which takes linear time: no look-around, no back-references."""
     equality: Equality = "numeric"

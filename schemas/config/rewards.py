@@ -1,13 +1,15 @@
 """Sections `rewards` and `lab`: reward functions with weights, and how they are probed."""
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from schemas.config.learning.judge import JudgeConfig
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_ROWS, MOST_UPDATES, Fraction, FreeSettings, Name
+
+Limits = Annotated[T, Folded("limits")]
 
 JUDGE_LIMIT_S = 7_200.0
 """Time limit of a judge for a whole batch, waits for its endpoint included."""
@@ -45,16 +47,6 @@ class AdaptiveWeightConfig(Section):
 class RewardConfig(Section):
     """One reward function."""
 
-    GROUPS: ClassVar = {
-        "limits": (
-            "as_text",
-            "time_limit_s",
-            "on_error",
-            "full_score",
-            "adaptive",
-        ),
-    }
-
     function: str | None = None
     """Built-in name, or package.module:function; a class or a factory may stand there too. Empty: the built-in function of the
     entry's own name."""
@@ -64,18 +56,18 @@ class RewardConfig(Section):
     """function judge: the language model that scores, its rubric and its limits."""
     params: FreeSettings = Field(default_factory=dict)
     """Additional keyword arguments of the function; for a class or a factory, the arguments that it is called with once."""
-    as_text: bool = False
+    as_text: Limits[bool] = False
     """Pass prompts and completions as strings for chats too, to a function that was written for strings. The prompt is then the
     content of the last message."""
-    time_limit_s: float = Field(30.0, gt=0.0, le=LONGEST_S)
+    time_limit_s: Limits[float] = Field(30.0, gt=0.0, le=LONGEST_S)
     """Time limit in seconds of one call, which scores a whole batch of completions."""
-    on_error: Literal["raise", "zero", "skip"] = "raise"
+    on_error: Limits[Literal["raise", "zero", "skip"]] = "raise"
     """What follows an exception, a timeout or an invalid result. raise: stop the run. zero: score the batch 0. skip: leave the
     function out of this batch. zero and skip are logged each time."""
-    full_score: float | None = None
+    full_score: Limits[float | None] = None
     """Score from which a completion counts as a success of this function (success rate, adaptive weight). Empty: 1, and 0 for
     repetition and soft_overlong."""
-    adaptive: AdaptiveWeightConfig | None = None
+    adaptive: Limits[AdaptiveWeightConfig | None] = None
     """Adaptive weight. Empty: the weight is fixed."""
 
     def missing(self, name: str, *, max_completion_length: int) -> str | None:

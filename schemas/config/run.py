@@ -23,7 +23,7 @@ A check of fields of one section stands in that section; a check across sections
 """
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -36,11 +36,13 @@ from schemas.config.model import ModelConfig
 from schemas.config.operations import ResourcesConfig, TrackingConfig
 from schemas.config.rewards import BUILTIN_REWARDS, LabConfig, RewardConfig, RewardsConfig
 from schemas.config.rollout import RolloutConfig
-from schemas.config.section import Section
+from schemas.config.section import Folded, Section, T
 from schemas.config.stage import StageConfig
 from schemas.config.types import Name
 from schemas.metrics import REWARD
 from schemas.secret import secrets_in
+
+MachineAndChecks = Annotated[T, Folded("machine_and_checks")]
 
 MEASURING_SEED = 0
 """Seed of measured pass rates. It is not the seed of the run, so that runs with other seeds use the same measurement."""
@@ -51,17 +53,6 @@ RESERVED_NAMES = ("base", "merged", "champion")
 class RunConfig(Section):
     """A whole run."""
 
-    GROUPS: ClassVar = {
-        "machine_and_checks": (
-            "validation",
-            "lab",
-            "interaction",
-            "difficulty",
-            "tracking",
-            "resources",
-        ),
-    }
-
     name: Name = "grpo"
     """Name of the run, and by default of its folder, MLflow experiment and registered model."""
     seed: int = Field(42, ge=0, lt=2**31)
@@ -70,19 +61,19 @@ class RunConfig(Section):
     """The base model."""
     data: DataConfig
     """Prompts with their ground truth."""
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    validation: MachineAndChecks[ValidationConfig] = Field(default_factory=ValidationConfig)
     """Which rows are rejected."""
     completion: CompletionConfig = Field(default_factory=CompletionConfig)
     """What an answer is, and when it is right."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     """How completions are scored."""
-    lab: LabConfig = Field(default_factory=LabConfig)
+    lab: MachineAndChecks[LabConfig] = Field(default_factory=LabConfig)
     """How the reward lab probes reward functions before training."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
-    interaction: InteractionConfig = Field(default_factory=InteractionConfig)
+    interaction: MachineAndChecks[InteractionConfig] = Field(default_factory=InteractionConfig)
     """Tools and environments that answer the policy between its turns."""
-    difficulty: DifficultyConfig = Field(default_factory=DifficultyConfig)
+    difficulty: MachineAndChecks[DifficultyConfig] = Field(default_factory=DifficultyConfig)
     """How hard the training prompts are for the model, known before training."""
     stages: list[StageConfig] = Field(min_length=1)
     """Stages, in order. Each starts from the model of the previous one."""
@@ -90,9 +81,9 @@ class RunConfig(Section):
     """Held-out evaluation."""
     promotion: PromotionConfig = Field(default_factory=PromotionConfig)
     """When the new model becomes the champion."""
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    tracking: MachineAndChecks[TrackingConfig] = Field(default_factory=TrackingConfig)
     """MLflow."""
-    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+    resources: MachineAndChecks[ResourcesConfig] = Field(default_factory=ResourcesConfig)
     """Machine settings."""
 
     @model_validator(mode="after")

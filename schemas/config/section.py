@@ -1,15 +1,18 @@
 """The base class of all sections of the config, and how a form folds away rarely used fields.
 
+    Optimizer = Annotated[T, Folded("optimizer")]
+
     class Stage(Section):
-        GROUPS = {"optimizer_details": ("adam_beta1", "adam_beta2")}
+        adam_beta1: Optimizer[float] = 0.9
 
 A field has one spelling in YAML files and on the command line: its flat name (`adam_beta1`). Only a form that is generated from
 the JSON schema (Prefect's "Custom run") groups fields, each group a line that opens on demand. What the form sends back,
-`{"optimizer_details": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
+`{"optimizer": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -24,6 +27,17 @@ UNMERGED = "model -model.merged_dtype -model.merged_system_prompt"
 """The model without the settings of its merge: to merge in another precision is no reason to train or evaluate again."""
 Paths = dict[str, "Paths"]
 """Names of fields, each with those below it; none below: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Marks a field that a form folds away, in the group of this name."""
+
+    group: str
+
+
+T = TypeVar("T")
+Details = Annotated[T, Folded("details")]
 
 
 class Section(BaseModel):
@@ -42,8 +56,16 @@ class Section(BaseModel):
         model_title_generator=lambda model: _words(model.__name__.removesuffix("Config")),
     )
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    GROUPS: ClassVar[dict[str, list[str]]] = {}
     """Fields that a form folds away, by the name of their group."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.GROUPS = {}
+        for name, field in cls.model_fields.items():
+            for mark in field.metadata:
+                if isinstance(mark, Folded):
+                    cls.GROUPS.setdefault(mark.group, []).append(name)
 
     @model_validator(mode="before")
     @classmethod
