@@ -14,7 +14,7 @@ from flows.cli.show import out, show_memory
 from schemas.config.load import PRESETS, find_config, load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
-from schemas.hints.search import section_in
+from schemas.hints import section_in
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

@@ -1,8 +1,9 @@
 """Section `completion`: what an answer is, where it stands in a completion, and when it is right."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from schemas.config.section import Folded, Section, T
 from schemas.config.types import FreeSettings, TagName
@@ -26,11 +27,9 @@ class TagsConfig(Section):
     answer: TagName = "answer"
     """Tag around the final answer: <answer>...</answer>."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.reasoning == self.answer:
-            raise ValueError("reasoning and answer have the same name; fix: choose two different names")
-        return self
+            yield "reasoning and answer have the same name; fix: choose two different names"
 
 
 class CompletionConfig(Section):
@@ -80,19 +79,17 @@ class CompletionConfig(Section):
             return f"completion.format: {self.format} has no reasoning and answer to look at; fix: leave it out, or length"
         return ""
 
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         fields = {"json": ("answer_key", "required", "json_schema"), "regex": ("pattern",)}
         for format_, names in fields.items():
             given = [name for name in names if getattr(self, name)]
             if given and self.format != format_:
-                raise ValueError(
+                yield (
                     f"{given[0]} belongs to completion.format: {format_}, and the format is {self.format}; "
                     f"fix: format: {format_}, or leave {given[0]} out"
                 )
         if self.format == "regex" and not self.pattern:
-            raise ValueError("format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'")
-        return self
+            yield "format: regex needs a pattern with a group for the answer; fix: pattern: '#### (.+)'"
 
 
 _INSTEAD = {"json": "format", "regex": "format", "boxed": "format", "none": "length"}

@@ -1,11 +1,11 @@
 """Sections `data` and `validation`: where rows come from, and which of them are rejected."""
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints
 
 from schemas.config.section import Details, Folded, Section, T
 from schemas.config.types import MOST_ROWS, MOST_TOKENS, Address, Fraction, Name
@@ -152,19 +152,11 @@ class DataConfig(Section):
     tasks: ColumnsAndSplit[dict[TaskName, TaskConfig]] = Field(default_factory=dict)
     """Settings of single tasks, by name. Empty: each row has the same chance, and every reward function applies to every row."""
 
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.format == "standard" and self.system_prompt is not None:
-            raise ValueError(
-                "a prompt in the standard format has no system message; fix: format: conversational, or remove system_prompt"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tasks(self) -> Self:
+            yield "a prompt in the standard format has no system message; fix: format: conversational, or remove system_prompt"
         if self.tasks and self.task_column is None and not any(source.task for source in [*self.train, *self.eval]):
-            raise ValueError("tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source")
-        return self
+            yield "tasks are set, but no row has a task; fix: task_column: COLUMN, or task: NAME on each source"
 
     def rewards_of(self, task: str) -> set[str] | None:
         """Names of the reward functions that apply to rows of a task; None: all of the stage."""

@@ -1,11 +1,10 @@
 """Sections `evaluation` and `promotion`: held-out samples, and when the alias `champion` moves."""
 
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from schemas.config.completion import CompletionConfig
 from schemas.config.data import DataSource
 from schemas.config.section import Details, Section
 from schemas.config.types import MOST_COMPLETIONS, MOST_ROWS, Fraction, Name
@@ -87,38 +86,27 @@ class PromotionGuard(Section):
     evaluator: str | None = Field(None, max_length=400, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")
     """Function of evaluator, as package.module:function. It has the signature of a reward and runs in the reward process."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.metric not in GUARDING:
-            raise ValueError(f"a guard cannot measure {self.metric}; fix: metric: one of {', '.join(GUARDING)}")
+            yield f"a guard cannot measure {self.metric}; fix: metric: one of {', '.join(GUARDING)}"
         if self.max_drop is None and self.max_rise is None:
-            raise ValueError(f"the guard {self.name} has no limit; fix: max_drop: 0.02, or max_rise")
+            yield f"the guard {self.name} has no limit; fix: max_drop: 0.02, or max_rise"
         searches = self.metric in (CONTAINS, LACKS)
         if searches != bool(self.phrases or self.pattern) or not all(phrase.strip() for phrase in self.phrases):
             what = "needs phrases or a pattern" if searches else "takes neither phrases nor a pattern"
-            raise ValueError(f"the guard {self.name} measures {self.metric}, which {what}; fix: metric: {LACKS}, phrases: [...]")
+            yield f"the guard {self.name} measures {self.metric}, which {what}; fix: metric: {LACKS}, phrases: [...]"
         if (self.metric == EVALUATOR) != (self.evaluator is not None):
-            raise ValueError(
+            yield (
                 f"the guard {self.name}: {EVALUATOR} and its function belong together; fix: metric: {EVALUATOR}, "
                 f"{EVALUATOR}: package.module:function"
             )
         if "script" in self.model_fields_set and self.metric != SCRIPT_SHARE:
-            raise ValueError(f"the guard {self.name} measures {self.metric}, not a script; fix: metric: {SCRIPT_SHARE}")
-        return self
+            yield f"the guard {self.name} measures {self.metric}, not a script; fix: metric: {SCRIPT_SHARE}"
 
     @property
     def needs_truth(self) -> bool:
         """Whether its rows need a ground truth."""
         return self.metric in (ACCURACY, LENIENT_ACCURACY)
-
-
-def check_guards(guards: Sequence[PromotionGuard], completion: CompletionConfig) -> None:
-    """Raise ValueError for a guard that measures answers where completions have none."""
-    for index, guard in enumerate(guards):
-        if guard.needs_truth and not completion.has_answer:
-            raise ValueError(
-                f"promotion.guards.{index}: {guard.metric} needs an answer, and completions have none; fix: another metric"
-            )
 
 
 class PromotionConfig(Section):

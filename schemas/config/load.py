@@ -18,7 +18,7 @@ from schemas.config.run import RunConfig
 from schemas.config.section import FLAT
 from schemas.config.yaml_text import MAX_CHARS, parse_yaml
 from schemas.errors import MAX_LINES, ConfigError, shorten
-from schemas.hints.search import hint_for, hint_for_value, why_gone, without_gone
+from schemas.hints import hint_for, hint_for_value, why_gone, without_gone
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
 _SHOWN = 120

@@ -1,8 +1,9 @@
 """Section `model`: the base model and its adapter."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from schemas.config.section import Details, Section
 from schemas.config.types import Address
@@ -84,16 +85,10 @@ class ModelConfig(Section):
         model._locked = sha256
         return model
 
-    @model_validator(mode="after")
-    def _check_added_tokens(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         texts = [given if isinstance(given, str) else given.token for given in self.added_tokens]
         for text in texts:
             if texts.count(text) > 1:
-                raise ValueError(f"added_tokens names {text!r} twice; fix: name each token once")
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
+                yield f"added_tokens names {text!r} twice; fix: name each token once"
         if self.quantization != "none" and self.lora is None:
-            raise ValueError("a 4-bit base cannot be fully fine-tuned; fix: lora: {}, or quantization: none")
-        return self
+            yield "a 4-bit base cannot be fully fine-tuned; fix: lora: {}, or quantization: none"

@@ -1,9 +1,10 @@
 """Sections `tracking` and `resources`: MLflow, devices, threads, folders."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_PROCESSES, MlflowName, OutputFolder, StoreUrl
@@ -27,14 +28,12 @@ class TrackingConfig(Section):
     patience_s: float = Field(600.0, ge=0.0, le=LONGEST_S)
     """Longest time in seconds to wait for an MLflow server that stops answering during a run. Training never waits for it."""
 
-    @model_validator(mode="after")
-    def _check_password(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if has_password(self.tracking_uri or ""):
-            raise ValueError(
+            yield (
                 "tracking_uri contains a password, and a config is recorded; fix: leave it empty and export MLFLOW_TRACKING_URI, "
                 "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        return self
 
 
 class ClusterConfig(Section):
@@ -103,14 +102,12 @@ class ResourcesConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Where the processes of a stage run."""
 
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.cluster.engine == "ray" and self.num_processes > 1:
-            raise ValueError(
+            yield (
                 "num_processes counts processes of this machine, and the stages run on a cluster; "
                 "fix: cluster.processes_per_node, and num_processes: 1"
             )
-        return self
 
     @property
     def ways(self) -> dict[str, bool]:

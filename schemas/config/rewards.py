@@ -1,9 +1,10 @@
 """Sections `rewards` and `lab`: reward functions with weights, and how they are probed."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.config.learning.judge import JudgeConfig
 from schemas.config.section import Folded, Section, T
@@ -106,20 +107,18 @@ class RewardsConfig(Section):
     """Folder with the modules of your own functions, relative to the working directory. It is searched after the installed
     packages and the working directory. Empty: the folder of the config file, if it holds such a module."""
 
-    @model_validator(mode="after")
-    def _check_functions(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name, settings in self.functions.items():
             function = settings.function or name
             if (function == JUDGE) != (settings.judge is not None):
                 what = "has no judge" if function == JUDGE else f"has a judge, and its function is {function}"
                 fix = "judge: {base_urls: [...], model: ..., rubric: [...]}" if function == JUDGE else "function: judge"
-                raise ValueError(f"functions.{name} {what}; fix: {fix}")
+                yield f"functions.{name} {what}; fix: {fix}"
             if ":" not in function and function not in BUILTIN_REWARDS and function != JUDGE:
-                raise ValueError(
+                yield (
                     f"functions.{name}: {function} is not built in; fix: one of {', '.join(BUILTIN_REWARDS)}, "
                     "or function: package.module:function"
                 )
-        return self
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the modules of your own functions, after the installed packages."""

@@ -1,10 +1,11 @@
 """Section `rollout`: how completions are sampled, in this process or by vLLM servers."""
 
 import json
+from collections.abc import Iterator
 from datetime import date
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_COMPLETIONS, MOST_PROCESSES, MOST_TIMES, MOST_TOKENS, Address, Url
@@ -73,23 +74,19 @@ class VllmConfig(Section):
     """How long (s) a stage waits when no server is left, for one that somebody starts again. 0: it stops at once. On a Ray
     cluster, which replaces its servers, a stage waits for half an hour at least."""
 
-    @model_validator(mode="after")
-    def _check_servers(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica")
+            yield f"devices has {len(self.devices)} entries for {self.replicas} replicas; fix: one entry per replica"
         for flag in OWN_FLAGS:
             if any(given.partition("=")[0] == flag for given in self.extra_args):
-                raise ValueError(
+                yield (
                     f"extra_args: a server started here sets {flag} itself and listens on 127.0.0.1 only; fix: leave it out. "
                     "Its key comes from VLLM_API_KEY. Start a server for other machines by hand and name it in base_urls"
                 )
         if self.weights_urls and len(self.weights_urls) != len(self.base_urls):
-            raise ValueError(
-                f"weights_urls has {len(self.weights_urls)} entries for {len(self.base_urls)} base_urls; fix: one for each"
-            )
+            yield f"weights_urls has {len(self.weights_urls)} entries for {len(self.base_urls)} base_urls; fix: one for each"
         if any(has_password(address) for address in (*self.base_urls, *self.weights_urls)):
-            raise ValueError("base_urls or weights_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY")
-        return self
+            yield "base_urls or weights_urls contains a password, and a config is recorded; fix: export VLLM_API_KEY"
 
 
 TEMPLATE_DATE = "strftime_now"
@@ -140,13 +137,12 @@ class RolloutConfig(Section):
     importance_sampling_correction corrects for the difference; off_policy_mask_threshold leaves out what has become improbable.
     No rollout is in flight at a checkpoint or a held-out evaluation, so a resumed stage ends in the same bytes."""
 
-    @model_validator(mode="after")
-    def _check_template(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name in self.chat_template_kwargs:
             if name in OWN_TEMPLATE_ARGUMENTS:
-                raise ValueError(f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out")
+                yield f"chat_template_kwargs: {name} is set by the pipeline; fix: leave it out"
             if not name.isidentifier() or not name.isascii():
-                raise ValueError(f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _")
+                yield f"chat_template_kwargs: {name!r} is not the name of a variable; fix: letters, digits and _"
         if TEMPLATE_DATE in self.chat_template_kwargs:
             try:
                 date.fromisoformat(self.chat_template_kwargs[TEMPLATE_DATE])
@@ -158,21 +154,12 @@ class RolloutConfig(Section):
             json.dumps(self.chat_template_kwargs)
         except TypeError as error:
             raise ValueError(f"chat_template_kwargs: {error}; fix: strings, numbers, booleans, lists and mappings") from error
-        return self
-
-    @model_validator(mode="after")
-    def _check_staleness(self) -> Self:
         if self.max_staleness and self.engine != "vllm":
-            raise ValueError("only a server can sample while the policy trains; fix: max_staleness: 0, or engine: vllm")
+            yield "only a server can sample while the policy trains; fix: max_staleness: 0, or engine: vllm"
         if self.max_staleness and self.vllm.sleep:
-            raise ValueError("a server that sleeps while the policy trains cannot sample; fix: max_staleness: 0, or sleep: false")
-        return self
-
-    @model_validator(mode="after")
-    def _check_temperature(self) -> Self:
+            yield "a server that sleeps while the policy trains cannot sample; fix: max_staleness: 0, or sleep: false"
         if self.engine == "vllm" and self.temperature > VLLM_MAX_TEMPERATURE:
-            raise ValueError(
+            yield (
                 f"vLLM supports temperatures up to {VLLM_MAX_TEMPERATURE:g}, not {self.temperature:g}; "
                 "fix: lower it, or engine: local"
             )
-        return self

@@ -10,9 +10,9 @@ the JSON schema (Prefect's "Custom run") groups fields, each group a line that o
 `{"optimizer": {"adam_beta1": 0.9}}`, is read as the flat fields. `form_values` does the reverse for a form's defaults.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -66,6 +66,16 @@ class Section(BaseModel):
             for mark in field.metadata:
                 if isinstance(mark, Folded):
                     cls.GROUPS.setdefault(mark.group, []).append(name)
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with settings that are each valid alone, with the fix. The first fault is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
     @model_validator(mode="before")
     @classmethod

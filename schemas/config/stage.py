@@ -1,8 +1,8 @@
 """Section `stages[]` (the settings of one stage, under TRL's names where TRL has them)."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -214,95 +214,73 @@ class StageConfig(Section):
             return {**given, LEARNING_RATE: SUPERVISED_LEARNING_RATE}
         return given
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _faults(self) -> Iterator[str]:
+        yield from self._faults_of_kind()
+        yield from self._faults_of_batches()
+        yield from self._faults_of_loss()
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            yield "early_stopping_patience counts held-out evaluations, and there are none; fix: eval_steps: 20"
+        if self.early_stop is not None:
+            yield from self._faults_of_metric(self.early_stop.metric)
+        if self.trl and self.engine != "trl":
+            yield "options under trl need engine trl; fix: engine: trl, or leave them out"
+        if self.engine == "trl" and self.eval_steps is not None:
+            yield "engine trl does not evaluate held-out prompts; fix: leave eval_steps out, or engine: native"
+        if self.engine == "trl" and self.guards.rolls_back:
+            yield "engine trl cannot roll back; fix: warn or stop under guards, or engine: native"
+        if twice := sorted({name for name in self.rewards if self.rewards.count(name) > 1}):
+            yield f"reward {twice[0]} is listed twice; fix: list it once and raise its weight"
+
+    def _faults_of_kind(self) -> Iterator[str]:
         for name in FOREIGN[self.kind]:
             # Not what was set: a stage that was written to a file names all of its fields.
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
-                )
+                yield f"{name} has no meaning in a stage of kind {self.kind}; fix: remove it, or kind: {kind_with(name)}"
         if self.kind == "sft" and self.demonstrations is None:
-            raise ValueError("kind sft needs demonstrations; fix: demonstrations: {column: solution}")
+            yield "kind sft needs demonstrations; fix: demonstrations: {column: solution}"
         if self.kind != "sft" and not self.rewards:
-            raise ValueError("rewards are missing; fix: rewards: [format, correctness]")
+            yield "rewards are missing; fix: rewards: [format, correctness]"
         if self.kind == "sft" and self.eval_steps is not None and not self.rewards:
-            raise ValueError("eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]")
+            yield "eval_steps evaluates held-out prompts by rewards; fix: rewards: [format, correctness]"
         if self.kind == "sft" and self.max_tokens_per_microbatch == "auto":
-            raise ValueError("kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out")
+            yield "kind sft measures no memory; fix: max_tokens_per_microbatch: 8192, or leave it out"
         if self.keep_completions is None and self.keep_reward is None:
-            raise ValueError("keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8")
-        return self
+            yield "keep_completions and keep_reward are both empty, which keeps all; fix: keep_reward: 0.8"
 
-    @model_validator(mode="after")
-    def _check_batches(self) -> Self:
+    def _faults_of_batches(self) -> Iterator[str]:
         completions = self.completions_per_update
         if completions % self.group_size:
-            raise ValueError(
+            yield (
                 f"per_device_train_batch_size {self.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} = {completions} completions per update, which is not a multiple of "
                 f"num_generations {self.num_generations}; fix: {_nearest_batch(self)}"
             )
         if completions > MOST_COMPLETIONS:
-            raise ValueError(f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}")
+            yield f"{completions:,} completions per update; fix: smaller batches, at most {MOST_COMPLETIONS:,}"
         if self.steps_per_generation and self.steps_per_generation % self.gradient_accumulation_steps:
-            raise ValueError(
+            yield (
                 f"steps_per_generation {self.steps_per_generation} is not a multiple of gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps}; fix: leave it out or make it a multiple"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_band(self) -> Self:
         if self.keep_pass_rate is not None and self.keep_pass_rate[0] > self.keep_pass_rate[1]:
             low, high = self.keep_pass_rate
-            raise ValueError(f"keep_pass_rate [{low:g}, {high:g}] is empty; fix: keep_pass_rate: [{high:g}, {low:g}]")
-        return self
+            yield f"keep_pass_rate [{low:g}, {high:g}] is empty; fix: keep_pass_rate: [{high:g}, {low:g}]"
 
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
+    def _faults_of_loss(self) -> Iterator[str]:
         if self.delta is not None and self.delta <= 1 + self.epsilon:
-            raise ValueError(
-                f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: delta: 4 is a common choice"
-            )
+            yield f"delta {self.delta} must be above 1 + epsilon = {1 + self.epsilon}; fix: delta: 4 is a common choice"
         if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("cispo caps the ratio at epsilon_high, which is missing; fix: epsilon_high: 5")
+            yield "cispo caps the ratio at epsilon_high, which is missing; fix: epsilon_high: 5"
         if self.loss_type == "cispo" and self.importance_sampling_level == "sequence":
-            raise ValueError("cispo weights tokens, not sequences; fix: importance_sampling_level: token")
-        return self
+            yield "cispo weights tokens, not sequences; fix: importance_sampling_level: token"
 
-    @model_validator(mode="after")
-    def _check_held_out(self) -> Self:
-        if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ValueError("early_stopping_patience counts held-out evaluations, and there are none; fix: eval_steps: 20")
-        if self.early_stop is not None:
-            self._check_metric(self.early_stop.metric)
-        return self
-
-    @model_validator(mode="after")
-    def _check_trl(self) -> Self:
-        if self.trl and self.engine != "trl":
-            raise ValueError("options under trl need engine trl; fix: engine: trl, or leave them out")
-        if self.engine == "trl" and self.eval_steps is not None:
-            raise ValueError("engine trl does not evaluate held-out prompts; fix: leave eval_steps out, or engine: native")
-        if self.engine == "trl" and self.guards.rolls_back:
-            raise ValueError("engine trl cannot roll back; fix: warn or stop under guards, or engine: native")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> Self:
-        twice = sorted({name for name in self.rewards if self.rewards.count(name) > 1})
-        if twice:
-            raise ValueError(f"reward {twice[0]} is listed twice; fix: list it once and raise its weight")
-        return self
-
-    def _check_metric(self, metric: str) -> None:
+    def _faults_of_metric(self, metric: str) -> Iterator[str]:
         known = [member(family.name, reward) for family in TRAINING for reward in (self.rewards if "*" in family.name else [""])]
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"early_stop.metric: {metric[:80]} is not a metric of this stage; did you mean {near}?")
+            yield f"early_stop.metric: {metric[:80]} is not a metric of this stage; did you mean {near}?"
         if metric.startswith("eval_") and self.eval_steps is None:
-            raise ValueError(f"early_stop.metric: {metric} needs held-out evaluations; fix: eval_steps: 20")
+            yield f"early_stop.metric: {metric} needs held-out evaluations; fix: eval_steps: 20"
 
     @property
     def completions_per_update(self) -> int:

@@ -1,9 +1,10 @@
 """Section `rewards.functions.NAME.judge`: a language model behind an OpenAI-compatible endpoint that scores completions."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from schemas.config.section import Folded, Section, T
 from schemas.config.types import LONGEST_S, MOST_TIMES, Address, Fraction, Name, Url
@@ -113,11 +114,9 @@ class JudgeConfig(Section):
     max_length_bias: Trial[Fraction] = 0.2
     """Share of these pairs on which padding the worse completion with empty talk may earn it a higher score."""
 
-    @model_validator(mode="after")
-    def _check_rubric(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         names = [criterion.name for criterion in self.rubric]
         if len(set(names)) < len(names):
-            raise ValueError("two criteria of the rubric have the same name; fix: give each a name of its own")
+            yield "two criteria of the rubric have the same name; fix: give each a name of its own"
         if self.max_cost is not None and self.input_price == self.output_price == 0.0:
-            raise ValueError("max_cost needs prices; fix: input_price and output_price, per million tokens")
-        return self
+            yield "max_cost needs prices; fix: input_price and output_price, per million tokens"

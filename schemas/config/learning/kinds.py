@@ -5,10 +5,11 @@ sft         demonstrations from the data: cross entropy of their tokens
 rejection   completions of the policy, only the best ones: cross entropy of their tokens
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.config.section import Section
 from schemas.config.types import MOST_TOKENS, Address, Fraction
@@ -86,13 +87,11 @@ class DemonstrationsConfig(Section):
     module_dir: Path | None = None
     """Folder with the module of your function, relative to the working directory. Empty: as for rewards.module_dir."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if (self.column is None) == (self.function is None):
-            raise ValueError("name either a column or a function, for example column: solution")
+            yield "name either a column or a function, for example column: solution"
         if self.function is not None and ":" not in self.function:
-            raise ValueError(f"{self.function[:80]} does not name a function; fix: function: package.module:function")
-        return self
+            yield f"{self.function[:80]} does not name a function; fix: function: package.module:function"
 
     def module_dirs(self) -> list[Path]:
         """Folders that are searched for the module of the function, after the installed packages."""
