@@ -76,7 +76,7 @@ def frozen_inputs(config: RunConfig, *, folder: Path | None = None) -> Inputs:
     hashed |= {path: file_sha256(path) for path in files}
     gold = {path: _kept_file(path, hashed[path], parent) for path in files}
     given = _locked(config, hashed)
-    return Inputs(given, _with_gold(_with_folder(given, folder), gold), copies, hashed)
+    return Inputs(given, _with_gold(given.with_module_dir(folder, replace=True), gold), copies, hashed)
 
 
 def _copied(config: RunConfig, parent: Path) -> Path:
@@ -93,18 +93,6 @@ def _copied(config: RunConfig, parent: Path) -> Path:
     raise ConfigError(
         "the modules change while they are copied", place=str(search[0]), fix="start the run when they are complete"
     )
-
-
-def _with_folder(config: RunConfig, folder: Path) -> RunConfig:
-    here = {"module_dir": folder}
-    stages = [
-        stage
-        if stage.demonstrations is None
-        else stage.model_copy(update={"demonstrations": stage.demonstrations.model_copy(update=here)})
-        for stage in config.stages
-    ]
-    update = {"rewards": config.rewards.model_copy(update=here), "interaction": config.interaction.model_copy(update=here)}
-    return config.model_copy(update={**update, "stages": stages})
 
 
 def _judges(config: RunConfig) -> dict[str, JudgeConfig]:

@@ -1,13 +1,12 @@
 """What to say about an unknown key: the field that was meant, wherever in the tree it belongs, or why there is none."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, get_args, get_origin
-
-from pydantic import BaseModel
+from typing import Any
 
 from schemas.config.run import RunConfig
+from schemas.config.section import Section, fields_below, section_in
 
 _MOST_PLACES = 3
 
@@ -207,7 +206,7 @@ def hint_for_value(location: Sequence[Any], value: object) -> str:
 
 def keys_at(location: Sequence[Any]) -> list[str]:
     """The fields of the section at `location`; empty when it is no section."""
-    model: type[BaseModel] | None = RunConfig
+    model: type[Section] | None = RunConfig
     for part in location:
         if isinstance(part, str) and model is not None and part in model.model_fields:
             model = section_in(model.model_fields[part].annotation)[0]
@@ -224,29 +223,9 @@ def places_of(field: str) -> list[str]:
 def all_fields() -> dict[str, list[str]]:
     """Every field and section of the config -> its dotted places."""
     found: dict[str, list[str]] = {}
-    for place in _walk(RunConfig, ""):
+    for place, _ in fields_below(RunConfig):
         found.setdefault(place.rpartition(".")[2].removesuffix("[]"), []).append(place)
     return found
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        inner, marker = section_in(field.annotation)
-        if inner is not None:
-            yield from _walk(inner, f"{prefix}{name}{marker}.")
-
-
-def section_in(annotation: Any, marker: str = "") -> tuple[type[BaseModel] | None, str]:
-    """The section that a field holds, and how a place names one of several: [] in a list, .NAME in a mapping."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, marker
-    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
-    for argument in get_args(annotation):
-        inner, found = section_in(argument, marker)
-        if inner is not None:
-            return inner, found
-    return None, marker
 
 
 def _shown(places: list[str]) -> str:

@@ -4,7 +4,6 @@ import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 
@@ -13,8 +12,8 @@ from flows.cli.options import Config, Set, parse_size
 from flows.cli.show import out, show_memory
 from schemas.config.load import PRESETS, find_config, load_config
 from schemas.config.run import RunConfig
+from schemas.config.section import Section, fields_below, section_in
 from schemas.errors import ConfigError
-from schemas.hints import section_in
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -120,16 +119,9 @@ def _matches(word: str, name: str, field: "FieldInfo") -> bool:
     return word.lower() in f"{name} {field.description or ''}".lower()
 
 
-def config_fields(model: type[BaseModel], prefix: str = "") -> list[tuple[str, "FieldInfo"]]:
-    """The dotted name and the description of every field below `model`, for example stages[].learning_rate."""
-    rows: list[tuple[str, FieldInfo]] = []
-    for name, field in model.model_fields.items():
-        inner, marker = section_in(field.annotation)
-        if inner is None:
-            rows.append((prefix + name, field))
-        else:
-            rows += config_fields(inner, f"{prefix}{name}{marker}.")
-    return rows
+def config_fields(section: type[Section]) -> list[tuple[str, "FieldInfo"]]:
+    """The dotted name and the description of every setting below a section, for example stages[].learning_rate."""
+    return [(name, field) for name, field in fields_below(section) if section_in(field.annotation)[0] is None]
 
 
 def plan(

@@ -157,7 +157,7 @@ def _model_json(value: BaseModel) -> Any:
     fields.pop("module_dir", None)
     if isinstance(value, JudgeConfig):
         # Another address, limit or cache is no other judge: a stage that an outage or a limit has stopped goes on.
-        fields = {name: given for name, given in fields.items() if name in JUDGES_BY}
+        fields = {name: given for name, given in fields.items() if name in JUDGES_BY.split()}
     if isinstance(value, InteractionConfig):
         # Which worker serves a conversation does not change it.
         fields.pop("workers")

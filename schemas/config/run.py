@@ -1,21 +1,5 @@
 """The one tree that describes a run: YAML file, command line, Prefect form and MLflow parameters are views of it.
 
-    RunConfig
-      model       base model, adapter (LoRA) or full fine-tuning
-      data        where prompts and answers come from
-      validation  which rows are rejected, and how many may be
-      lab         how reward functions are probed
-      completion  what an answer is, where it stands, and when it is right
-      rewards     reward functions with weights
-      rollout     how completions are sampled
-      interaction tools and environments that answer the policy
-      difficulty  pass rates of the training prompts, known before training
-      stages[]    GRPO or supervised, one entry per stage; each starts from the model of the previous one
-      evaluation  held-out evaluation, before and after training
-      promotion   when the alias `champion` moves
-      tracking    MLflow
-      resources   device, threads, where files go
-
 Field names are those of TRL's GRPOConfig where it has them. Reading a config needs pydantic and nothing heavier. The validation
 step checks what depends on the data or the tokenizer. `load.py` reads files and suggests the nearest known key.
 
@@ -23,7 +7,8 @@ A check of fields of one section stands in that section; a check across sections
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Self
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -277,6 +262,19 @@ class RunConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry."""
         return self.tracking.registered_model or self.name
+
+    def with_module_dir(self, folder: Path, *, replace: bool = False) -> Self:
+        """The config with a folder of own modules in the sections that name functions and no folder; with `replace`, in all."""
+
+        def put(section: Any) -> Any:
+            return section.model_copy(update={"module_dir": folder}) if replace or section.module_dir is None else section
+
+        stages = [
+            stage.model_copy(update={"demonstrations": put(stage.demonstrations)}) if stage.demonstrations else stage
+            for stage in self.stages
+        ]
+        interaction = put(self.interaction) if replace or self.interaction.active else self.interaction
+        return self.model_copy(update={"rewards": put(self.rewards), "stages": stages, "interaction": interaction})
 
     def evaluated(self) -> Self:
         """The config whose rollouts are those of an evaluation, which may sample with an engine of its own."""

@@ -12,9 +12,10 @@ the JSON schema (Prefect's "Custom run") groups fields, each group a line that o
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -132,8 +133,8 @@ def form_values(tree: Mapping[str, Any], section: type[Section]) -> dict[str, An
     group_of = {name: group for group, members in section.GROUPS.items() for name in members}
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        inner = _sections_in(section.model_fields[name].annotation) if name in section.model_fields else []
-        shaped = _shape(value, inner[0]) if inner else value
+        inner = section_in(section.model_fields[name].annotation)[0] if name in section.model_fields else None
+        shaped = value if inner is None else _shape(value, inner)
         target = values.setdefault(group_of[name], {}) if name in group_of else values
         target[name] = shaped
     return values
@@ -155,10 +156,22 @@ def _shape(value: Any, section: type[Section]) -> Any:
     return {name: _shape(item, section) for name, item in value.items()}
 
 
-def _sections_in(annotation: Any) -> list[type[Section]]:
+def section_in(annotation: Any, marker: str = "") -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and how a place names one of several: [] in a list, .NAME in a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [found for argument in getattr(annotation, "__args__", ()) for found in _sections_in(argument)]
+        return annotation, marker
+    marker = {"list": "[]", "dict": ".NAME"}.get(getattr(get_origin(annotation), "__name__", ""), marker)
+    found = (section_in(argument, marker) for argument in get_args(annotation))
+    return next((one for one in found if one[0] is not None), (None, marker))
+
+
+def fields_below(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field and section below a section with its dotted place, for example stages[].learning_rate."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        inner, marker = section_in(field.annotation)
+        if inner is not None:
+            yield from fields_below(inner, f"{prefix}{name}{marker}.")
 
 
 def _words(name: str) -> str:

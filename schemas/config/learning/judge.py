@@ -18,23 +18,9 @@ MOST_CHARS = 1_000_000
 MOST_COST = 1e9
 
 
-JUDGES_BY = frozenset(
-    {
-        "model",
-        "mode",
-        "rubric",
-        "max_points",
-        "reference_column",
-        "opponents",
-        "votes",
-        "temperature",
-        "max_tokens",
-        "max_malformed",
-        "max_completion_chars",
-        "min_agreement",
-        "max_order_bias",
-        "max_length_bias",
-    }
+JUDGES_BY = (
+    "model mode rubric max_points reference_column opponents votes temperature max_tokens max_malformed max_completion_chars "
+    "min_agreement max_order_bias max_length_bias"
 )
 """Settings on which a verdict, or what the lab says about it, depends. The others say where a judge is and what it may cost."""
 
