@@ -67,9 +67,7 @@ class StepResult(Result):
     key: str
     """Content key of the step: a hash of its inputs and of the code it reaches."""
     directory: Path
-    """Folder with the step's files."""
     seconds: float
-    """Duration of the step in seconds."""
     manifest: tuple[OutputFile, ...] = ()
     """All output files. Empty until the step ends."""
     seal: str = ""
