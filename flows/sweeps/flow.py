@@ -18,20 +18,10 @@ from flows.preflight import check_inputs, check_installed, check_output, check_w
 from flows.sweeps.plans import Plan, plans_of
 from flows.sweeps.process import MODULE
 from flows.temporary_server import locked_flow
-from grpo_tasks.kit.lock import alone
 from grpo_tasks.processes.child import POLL_S, Child, error_of
 from grpo_tasks.processes.entry import ERROR, RESULT, SPEC
 from grpo_tasks.running.links import mlflow_pages
-from grpo_tasks.running.orchestrator import (
-    Wait,
-    flow_run_id,
-    flow_run_name,
-    flow_run_url,
-    run_logger,
-    show_artifact,
-    show_progress,
-    show_table,
-)
+from grpo_tasks.running.orchestrator import flow_run_id, flow_run_url, locked, run_logger, show_artifact
 from grpo_tasks.sweeping.grid import Grid, Variant, make_grid
 from grpo_tasks.sweeping.table import cells, markdown
 from grpo_tasks.tracking.shown.sweep import SweepRun, compare_link
@@ -202,16 +192,16 @@ class SweepSupervisor:
         if ended is not None:
             self.tracked.mark(result.lines[ended - 1])
         self.tracked.show(result)
-        show_table("sweep", [cells(line) for line in result.lines], description=result.headline())
+        show_artifact("sweep", [cells(line) for line in result.lines], result.headline())
         done = 100 * len(self.ends) / len(self.grid.variants)
-        show_progress("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
+        show_artifact("sweep-progress", done, f"{len(self.ends)} of {len(self.grid.variants)} runs ended", self._progress)
         pages = mlflow_pages(result.tracking_uri, result.experiment_id, result.run_id)
         if pages is not None:
             runs = [line.end.run_id for line in result.lines if line.end is not None and line.end.run_id]
             link = compare_link(runs, result.experiment_id)
             compare = f"\n\n[compare the runs in MLflow]({pages.base}/{link})" if link else ""
             text = f"# {result.headline()}\n\n[the sweep in MLflow]({pages.run}){compare}\n\n{markdown(result)}"
-            show_artifact("sweep-links", hide(text), description="This sweep in MLflow")
+            show_artifact("sweep-links", hide(text), "This sweep in MLflow")
 
     def _folder(self, variant: Variant) -> Path:
         return self.folder / RUNS / f"{variant.number:03d}"
@@ -270,17 +260,12 @@ def run_sweep(grid: Grid, options: Options) -> SweepResult:
     plans = plans_of(grid)
     key = hashlib.sha256("\n".join(plan.key for _, plan in sorted(plans.items())).encode()).hexdigest()
     output = grid.base.resources.output_dir / grid.base.name
-    folder, run_id, wait = output / SWEEPS / key[:16], flow_run_id(), Wait()
-
-    def waiting(holder: str) -> None:
-        wait.begin(f"waiting for {holder}, which runs the same sweep {folder}")
-
+    folder, run_id = output / SWEEPS / key[:16], flow_run_id()
     with (
         hidden_errors(),
-        alone(folder / ".lock", who=f"the run {flow_run_name() or grid.base.name}", waiting=waiting),
+        locked(folder / ".lock", f"runs the same sweep {folder}", who=f"the run {grid.base.name}"),
         state_in_prefect(output / ".running", run_id),
     ):
-        wait.over()
         known = {"prefect.flow_run_id": run_id, "prefect.flow_run_url": flow_run_url()}
         tracked = SweepRun(grid, key=key, flow={name: value for name, value in known.items() if value})
         return _supervised(SweepSupervisor(grid, key, folder, tracked, options, _prefect_api(), plans))
