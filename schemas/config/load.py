@@ -8,8 +8,9 @@ lists are replaced. An override is `a.b.0.c=value` with a YAML value.
 
 import difflib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -21,6 +22,7 @@ from schemas.errors import MAX_LINES, ConfigError, shorten
 from schemas.hints import hint_for, hint_for_value, why_gone, without_gone
 from schemas.paths import DEPLOY, module_file, why_not_a_file
 
+Checked = TypeVar("Checked")
 _SHOWN = 120
 """Characters of an invalid value that an error repeats."""
 _MOST_FILES = 50
@@ -152,8 +154,12 @@ def check_config(tree: dict[str, Any], *, place: str = "configuration") -> RunCo
     Raises:
         ConfigError: lists every fault.
     """
+    return _valid(lambda: RunConfig.model_validate(tree, context=FLAT), place)
+
+
+def _valid(make: Callable[[], Checked], place: str) -> Checked:
     try:
-        return RunConfig.model_validate(tree, context=FLAT)
+        return make()
     except ValidationError as error:
         raise ConfigError("\n".join(_fault_lines(error)), place=place) from error
 
@@ -182,10 +188,7 @@ def tracking_at(uri: str | None) -> TrackingConfig:
     Raises:
         ConfigError: it is not a valid address.
     """
-    try:
-        return TrackingConfig(tracking_uri=uri)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_fault_lines(error)), place="--tracking-uri") from error
+    return _valid(lambda: TrackingConfig(tracking_uri=uri), "--tracking-uri")
 
 
 def find_config(source: str | Path, *, beside: Path | None = None) -> Path:
